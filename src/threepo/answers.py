@@ -1,0 +1,23 @@
+"""Reading the final answer out of a completion; shared by tasks and reward functions."""
+
+from threepo.types import Problem, Verdict
+
+THINK_END = "</think>"
+
+
+def final_answer(completion: str) -> str:
+    """What stands after the last `</think>`, or the whole text where there is none; without surrounding blanks."""
+    return completion.rpartition(THINK_END)[2].strip()
+
+
+def judge(given: str, correct: bool) -> Verdict:
+    """The verdict on a final answer; an empty one is no answer."""
+    if not given:
+        return Verdict(correct=False, status="no_answer", answer=None)
+    return Verdict(correct=correct, status="right" if correct else "wrong", answer=given)
+
+
+def exact_match(problem: Problem, completion: str) -> Verdict:
+    """Right when the final answer is the reference answer, the width of blanks aside."""
+    given = final_answer(completion)
+    return judge(given, given.split() == problem.answer.split())

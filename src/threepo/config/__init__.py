@@ -1,0 +1,52 @@
+"""Every setting a user can make, as frozen records: one record per TOML table, defaults are the vetted values.
+
+The text under a field is its help; `docs/configuration.md` is generated from it. A record checks its own fields when
+it is made, and the record that holds two settings refuses what cannot work together. Neither torch nor transformers
+is imported here, so that the command line answers at once.
+"""
+
+from threepo.config.method import Advantage, Correction, Method
+from threepo.config.optimization import (
+    AdamWConfig,
+    BatchingConfig,
+    IVONConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from threepo.config.recipes import EvaluationConfig, SFTConfig, TrainConfig
+from threepo.config.sections import (
+    DataConfig,
+    DemonstrationConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    TinyConfig,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "Advantage",
+    "BatchingConfig",
+    "Correction",
+    "DataConfig",
+    "DemonstrationConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "EvaluationConfig",
+    "IVONConfig",
+    "Method",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "TinyConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,129 @@
+"""Settings of the loss, the optimizers and the learning-rate schedule."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from threepo.config.checks import not_negative, positive, require, share
+from threepo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """[objective]: the policy loss (spec 2)."""
+
+    clip_low: float = 0.2
+    """The ratio to the old policy is clipped from below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """And from above at 1 + clip_high (clip-higher: 0.28). Without effect while each batch gives one update."""
+    dual_clip: float = 3.0
+    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+    entropy_coefficient: float = 0.0
+    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
+    aggregation: Literal["token", "group", "sequence"] = "token"
+    """Mean over all tokens of the update; over each prompt's tokens, then prompts; over each completion, then those."""
+    mini_batches: int = 1
+    """Optimizer steps that one batch of prompts is split into; old log-probs are then taken before the first."""
+
+    def __post_init__(self) -> None:
+        share(self, "objective", "clip_low")
+        not_negative(self, "objective", "clip_high", "entropy_coefficient")
+        positive(self, "objective", "mini_batches")
+        require(
+            self.dual_clip == 0 or self.dual_clip > 1, "objective.dual_clip", self.dual_clip, "must be 0 (off) or above 1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """[optimizer] with kind = "adamw"."""
+
+    kind: Literal["adamw"] = "adamw"
+    """AdamW: a point estimate; there is no posterior to draw from."""
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this total norm; 0: never."""
+
+    def __post_init__(self) -> None:
+        positive(self, "optimizer", "lr", "epsilon")
+        not_negative(self, "optimizer", "weight_decay", "max_grad_norm")
+        check_betas(self.betas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVONConfig:
+    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (spec 1)."""
+
+    kind: Literal["ivon"] = "ivon"
+    """IVON: learns the mean and the diagonal Hessian, so sigma = 1 / sqrt(ess * (hessian + weight_decay))."""
+    lr: float = 1.0
+    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    ess: float = 1e9
+    """Effective sample size, lambda: less means more noise. Keep sigma at about 5 % of the weights' RMS (spec 6.6)."""
+    hess_init: float = 1e-3
+    """Initial Hessian, h0, of every weight."""
+    betas: tuple[float, float] = (0.9, 0.9999)
+    """Decay rates of momentum and Hessian."""
+    weight_decay: float = 1e-8
+    """Delta: precision of the prior, which is also the weight decay."""
+    clip_radius: float = 1e-3
+    """Xi: every coordinate of the preconditioned step is clipped to plus and minus this."""
+    estimator: Literal["price", "gradsq"] = "price"
+    """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
+    debias: bool = True
+    """Divide the momentum by 1 - beta1^t."""
+    rescale_lr: bool = True
+    """Multiply lr by hess_init + weight_decay."""
+    noise_scale: float = 1.0
+    """Multiplies sigma. 0 switches noise off and freezes the Hessian: a check, or a group without noise."""
+    load_hessian: str = ""
+    """Start from the Hessian in this folder's posterior.safetensors, from SFT say, instead of the constant h0."""
+    load_momentum: bool = False
+    """With load_hessian: load the momentum too, as the paper's released code does (spec 1.13, D2)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "optimizer", "lr", "ess", "hess_init", "clip_radius")
+        not_negative(self, "optimizer", "weight_decay", "noise_scale")
+        check_betas(self.betas)
+        if self.load_momentum and not self.load_hessian:
+            raise UserError("optimizer.load_momentum = true: name the folder to load from in optimizer.load_hessian")
+
+
+OptimizerConfig = AdamWConfig | IVONConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
+    warmup_share: float = 0.06
+    """Linear warm-up over this share of the steps."""
+    floor: float = 0.1
+    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
+
+    def __post_init__(self) -> None:
+        share(self, "schedule", "warmup_share", "floor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingConfig:
+    """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
+
+    tokens: int = 16384
+    """Most tokens, padding included, of one micro-batch; a longer single row goes alone."""
+
+    def __post_init__(self) -> None:
+        positive(self, "batching", "tokens")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Both decay rates must lie in [0, 1)."""
+    require(all(0 <= beta < 1 for beta in betas), "optimizer.betas", list(betas), "both must lie in [0, 1)")

@@ -1,0 +1,164 @@
+"""From TOML text and command-line overrides to checked records, and back to plain values.
+
+Reading is strict: an unknown key is refused with the nearest known one, a value of the wrong type is refused with
+the type that is expected, and nothing is converted silently except an integer where a float is wanted.
+"""
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from threepo.errors import UserError
+
+Record = TypeVar("Record")
+Table = dict[str, Any]
+
+
+def read_toml(path: Path) -> Table:
+    """The raw tables of a recipe, with the recipe it `extends` (a path relative to it) underneath."""
+    return _read_toml(path, ())
+
+
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> Table:
+    path = path.resolve()
+    if path in seen:
+        raise UserError(f"recipe {path}: extends itself, by way of {' -> '.join(p.name for p in (*seen, path))}")
+    if not path.is_file():
+        raise UserError(f"recipe {path}: no such file; `threepo train --list` names the recipes that come with threepo")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path}: not valid TOML: {error}") from error
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise UserError(f"recipe {path}: extends = {base!r}: must be the path of another recipe, as text")
+    return merge(_read_toml(path.parent / base, (*seen, path)), table)
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
+    """`base` with the values of `top` laid over it, table by table.
+
+    A table that names another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON.
+    """
+    if base.get("kind", top.get("kind")) != top.get("kind", base.get("kind")):
+        return dict(top)
+    merged = dict(base)
+    for key, value in top.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def parse_override(text: str) -> Table:
+    """`section.key=value` as nested tables. The value is read as TOML; what is no TOML value is taken as text."""
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise UserError(f"override {text!r}: write section.key=value, for example run.steps=200")
+    value = value.strip()
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for key in reversed(keys):
+        parsed = {key: parsed}
+    return typing.cast(Table, parsed)
+
+
+def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
+    """Make a `record` from plain values; `name` is the table's dotted name for error messages."""
+    hints = typing.get_type_hints(record)
+    known = {f.name: f for f in fields(record)}  # type: ignore[arg-type]  # every record is a dataclass
+    values = {}
+    for key, value in table.items():
+        path = f"{name}.{key}" if name else key
+        if key not in known:
+            raise UserError(_unknown(path, key, list(known), bool(name)))
+        values[key] = _convert(hints[key], value, path)
+    for key, f in known.items():
+        if key in values or f.default is not MISSING or f.default_factory is not MISSING:
+            continue
+        if not is_dataclass(hints[key]):
+            raise UserError(f"{name}.{key}: missing; it has no default")
+        values[key] = build(hints[key], {}, f"{name}.{key}" if name else key)
+    return record(**values)
+
+
+def _unknown(path: str, key: str, known: list[str], is_key: bool) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    hint = f"did you mean {path[: -len(key)]}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown {'key' if is_key else 'table'} {path}; {hint}"
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        return _convert_union(get_args(hint), value, path)
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
+        return build(typing.cast(type, hint), value, path)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{path} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        return _convert_tuple(args, value, path)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} = {value!r}: must be a table of names and values")
+        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    return _convert_scalar(hint, value, path)
+
+
+def _convert_tuple(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise UserError(f"{path} = {value!r}: must be a list, such as [{value!r}]")
+    if len(args) == 2 and args[1] is Ellipsis:
+        args = (args[0],) * len(value)
+    if len(args) != len(value):
+        raise UserError(f"{path} = {list(value)!r}: must have {len(args)} values")
+    return tuple(_convert(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(args, value, strict=True)))
+
+
+def _convert_union(hints: tuple[Any, ...], value: Any, path: str) -> Any:
+    """Records told apart by their `kind`."""
+    kinds = {record.kind: record for record in hints}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
+    kind = value.get("kind", hints[0].kind)
+    if kind not in kinds:
+        raise UserError(f"{path}.kind = {kind!r}: must be one of {', '.join(map(repr, kinds))}")
+    return build(kinds[kind], value, path)
+
+
+def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+        raise UserError(f"{path} = {value!r}: must be {wanted}, not {_kind_of(value)}")
+    return value
+
+
+def _kind_of(value: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)
+
+
+def to_plain(value: Any) -> Any:
+    """A record as nested dictionaries and lists, ready for JSON; `build` reads it back to an equal record."""
+    if is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    return value

@@ -1,0 +1,229 @@
+"""Settings of the run, the model, the problems and the engine: tables that recipes of every kind share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from threepo.config.checks import not_negative, positive, require
+from threepo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """[run]: how long, where, and how often to look and to save."""
+
+    folder: str = ""
+    """Run folder; empty: runs/ followed by the recipe's name."""
+    steps: int = 100
+    """Training steps: one batch of prompts each in RLVR, one optimizer step each in SFT."""
+    seed: int = 0
+    """Seed of everything random that has no seed of its own here: noise, sampling, weight initialisation."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep; older ones are deleted. 0 keeps all."""
+    threads: int = 0
+    """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise with the same number only."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run folder (needs threepo[tensorboard])."""
+
+    def __post_init__(self) -> None:
+        positive(self, "run", "steps")
+        not_negative(self, "run", "seed", "checkpoint_every", "keep_checkpoints", "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyConfig:
+    """[model.tiny]: shape of a freshly made tiny model, when model.path names one."""
+
+    hidden_size: int = 128
+    """Width; must be divisible by `heads`."""
+    intermediate_size: int = 384
+    """Inner width of the MLP."""
+    layers: int = 4
+    """Transformer blocks."""
+    heads: int = 4
+    """Attention heads."""
+    kv_heads: int = 2
+    """Key and value heads (grouped-query attention); must divide `heads`."""
+    context: int = 512
+    """Longest sequence in tokens."""
+    tied: bool = True
+    """Share the input embedding and the output head."""
+
+    def __post_init__(self) -> None:
+        positive(self, "model.tiny", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "context")
+        require(
+            self.hidden_size % (2 * self.heads) == 0,
+            "model.tiny.hidden_size",
+            self.hidden_size,
+            f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)",
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            "model.tiny.kv_heads",
+            self.kv_heads,
+            f"must divide model.tiny.heads = {self.heads}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """[model]: the policy."""
+
+    path: str = ""
+    """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the training forward and backward pass (autocast); master weights are float32 always."""
+    device: str = "auto"
+    """`auto` takes CUDA where there is one; otherwise a torch device such as `cpu` or `cuda:1`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+    """Shape of a `tiny-...` model."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "model.path", self.path, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """[data]: the problems, and how they are put to the policy."""
+
+    train: str = ""
+    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, or a .jsonl or .parquet file."""
+    eval: str = ""
+    """The same for held-out problems; empty: the held-out half of a procedural task named in `train`."""
+    levels: tuple[int, ...] = ()
+    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default."""
+    prompts_per_step: int = 32
+    """Prompts a step, P."""
+    seed: int = 0
+    """Seed of the problems' order, apart from all other seeds: equal seeds give equal prompts at equal steps."""
+    prompt_column: str = "prompt"
+    """Column of a file that holds the prompt: text, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column of a file that holds the reference answer; may be missing from the file."""
+    prompt_template: str = "{prompt}"
+    """Text put around a plain prompt; `{prompt}` marks its place."""
+    system_prompt: str = ""
+    """System message put before a plain prompt when the tokenizer has a chat template."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """`auto`: a plain prompt becomes a user message wherever the tokenizer has a chat template."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.train), "data.train", self.train, "name a procedural task, reasoning-gym:NAME or a file")
+        positive(self, "data", "prompts_per_step")
+        require(
+            "{prompt}" in self.prompt_template,
+            "data.prompt_template",
+            self.prompt_template,
+            "must contain {prompt}, where the problem's text goes",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationConfig:
+    """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
+
+    tasks: tuple[str, ...] = ()
+    """Procedural tasks, mixed evenly."""
+    levels: tuple[int, ...] = ()
+    """Difficulty levels; empty: each task's own default."""
+    behaviours: Mapping[str, float] = field(default_factory=lambda: {"worked": 1.0})
+    """How the texts go about a problem, with their shares: `worked`, `direct`, ... (each task lists its own)."""
+    batch_size: int = 64
+    """Demonstrations per optimizer step."""
+    seed: int = 0
+    """Seed of the demonstrations' order."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.tasks), "demonstrations.tasks", self.tasks, 'name at least one task, such as ["sorting"]')
+        positive(self, "demonstrations", "batch_size")
+        shares = self.behaviours.values()
+        require(
+            bool(shares) and all(share >= 0 for share in shares) and sum(shares) > 0,
+            "demonstrations.behaviours",
+            dict(self.behaviours),
+            "give at least one behaviour a share above 0, and none below",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """[reward]: what a completion is paid."""
+
+    function: str = "task"
+    """`task`: the verifier of the procedural task; `exact`: the answer must equal the reference; or `module:function`,
+    a function called as TRL calls reward functions: f(prompts=..., completions=..., <columns>=...) -> list of floats."""
+    correct_from: float = 1.0
+    """A completion counts as correct when the value that your own function returns is at least this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """[sampling]: how rollouts are decoded."""
+
+    temperature: float = 1.0
+    """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 keeps all."""
+    max_new_tokens: int = 512
+    """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self, "sampling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """[engine]: what generates the rollouts."""
+
+    kind: Literal["local"] = "local"
+    """`local`: the PyTorch engine in this process."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the engine's weights and arithmetic."""
+    max_batch_rows: int = 512
+    """Rows decoded together; bounds the memory of the key-value cache."""
+
+    def __post_init__(self) -> None:
+        positive(self, "engine", "max_batch_rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """[eval]: evaluation on held-out problems, at the mean weights unless draws says otherwise (spec 10)."""
+
+    every: int = 0
+    """Training steps between evaluations; 0: none while training (a demo or `threepo eval` evaluates afterwards)."""
+    problems: int = 256
+    """Held-out problems; a file with fewer gives all it has."""
+    samples: int = 8
+    """Completions of each problem, K; pass@k is reported for k = 1, 2, 4, ... up to K."""
+    temperature: float = 0.6
+    """As in [sampling]."""
+    top_p: float = 0.95
+    """As in [sampling]."""
+    top_k: int = 50
+    """As in [sampling]."""
+    max_new_tokens: int = 0
+    """As in [sampling]; 0: the same as in training."""
+    draws: int = 0
+    """0: at the mean. S: over S draws of the posterior, K/S completions from each (spec 10.6)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "eval", "problems", "samples")
+        not_negative(self, "eval", "every", "max_new_tokens", "draws")
+        check_sampling(self, "eval")
+        if self.draws and self.samples % self.draws:
+            raise UserError(f"eval.draws = {self.draws}: must divide eval.samples = {self.samples} evenly")
+
+
+def check_sampling(record: SamplingConfig | EvalConfig, table: str) -> None:
+    """Refuse decoding settings outside their ranges, naming the table they stand in."""
+    not_negative(record, table, "temperature", "top_k")
+    require(0 < record.top_p <= 1, f"{table}.top_p", record.top_p, "must be above 0 and at most 1")
+    if isinstance(record, SamplingConfig):
+        positive(record, table, "max_new_tokens")

@@ -1,0 +1,98 @@
+"""Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
+
+An item counts as right only with the full score of 1.0: reasoning-gym pays part of it for answers that merely contain
+the right one, which a policy would learn to exploit.
+"""
+
+import ast
+import hashlib
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from threepo.answers import final_answer, judge
+from threepo.data.task import Endless, Split, split_of
+from threepo.errors import UserError
+from threepo.types import Problem, Verdict
+
+PREFIX = "reasoning-gym:"
+_CHUNK = 256
+_PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
+"""Problems taken from each chunk of 256 generated items: far fewer than the split's share, so enough are always there."""
+
+
+@dataclass(frozen=True)
+class ReasoningGymProblems(Endless):
+    """An endless sequence of problems of one data set; the i-th is a function of (name, split, seed, i)."""
+
+    spec: str
+    """Name of the data set, with its settings in parentheses if any."""
+    split: Split
+    seed: int
+    _chunks: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        name, settings = _parse(self.spec)
+
+        @lru_cache(maxsize=4)
+        def chunk(number: int) -> tuple[Any, list[dict[str, Any]]]:
+            dataset = _create(name, settings, self._chunk_seed(number))
+            entries = [dataset[i] for i in range(_CHUNK)]
+            return dataset, [entry for entry in entries if split_of(entry["question"]) == self.split]
+
+        object.__setattr__(self, "_chunks", chunk)
+        if not chunk(0)[1]:
+            raise UserError(f"data: {PREFIX}{self.spec} has too few different items for a {self.split} split")
+
+    def _chunk_seed(self, number: int) -> int:
+        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so seeds are hashed apart.
+        digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest) >> 1
+
+    def problem(self, index: int) -> Problem:
+        """Problem number `index`."""
+        number, position = divmod(index, _PER_CHUNK[self.split])
+        entries = self._chunks(number)[1]
+        entry = entries[position % len(entries)]
+        return Problem(
+            id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
+            prompt=entry["question"],
+            answer=str(entry["answer"]),
+            columns={"entry": entry},
+        )
+
+    def verify(self, problem: Problem, completion: str) -> Verdict:
+        """reasoning-gym's own scorer, on what stands in <answer> tags or else after the last </think>."""
+        tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
+        given = tagged[-1] if tagged else final_answer(completion)
+        if not given:
+            return judge(given, False)
+        try:
+            score = self._chunks(0)[0].score_answer(given, problem.columns["entry"])
+        except Exception:  # a scorer that trips over what a policy wrote has not judged it
+            return Verdict(correct=False, status="error", answer=given)
+        return judge(given, score >= 1.0)
+
+
+def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+    try:
+        node = ast.parse(spec, mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise UserError(f"data: {PREFIX}{spec}: write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)")
+
+
+def _create(name: str, settings: dict[str, Any], seed: int) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise UserError(f"data: {PREFIX}{name} needs the package: pip install 'threepo[reasoning-gym]'") from error
+    try:
+        return reasoning_gym.create_dataset(name, **settings, seed=seed, size=_CHUNK)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"data: {PREFIX}{name} with settings {settings}: {error}") from error

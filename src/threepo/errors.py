@@ -1,0 +1,14 @@
+"""What threepo says when something that a user can mend is wrong.
+
+`UserError` is for input: a recipe, a path, an impossible combination. The command line prints its one line and
+exits with 2, without a traceback. Everything else that goes wrong is a bug, ours or a caller's, and keeps its
+traceback.
+"""
+
+
+class UserError(ValueError):
+    """Bad input. The message names the field or file, the value found, and how to mend it."""
+
+
+class ThreepoWarning(UserWarning):
+    """Something legal that is probably not what was meant, such as a correction that never acts."""

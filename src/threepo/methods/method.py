@@ -1,0 +1,105 @@
+"""What a point of the lattice does: which draws generate, which rows each writes, where gradients are taken.
+
+These are functions of a `config.Method`; nothing here, or anywhere, branches on a method's name. docs/method.md has
+the lattice with its equations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from threepo.config import Method
+from threepo.methods.advantages import group_advantages, zero_variance
+from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
+
+
+def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
+    """The weights that generate this step's rollouts; [None] is the mean."""
+    return [Draw(seed, step, index) for index in range(method.draws)] or [None]
+
+
+def gradient_draws(method: Method, seed: int, step: int) -> list[Draw]:
+    """Fresh draws for the gradient: addresses that no generator of this step has."""
+    return [Draw(seed, step, method.draws + index) for index in range(method.gradient_draws)]
+
+
+def requests(
+    method: Method, problems: Sequence[tuple[Problem, tuple[int, ...]]], draws: Sequence[Draw | None]
+) -> list[Request]:
+    """What to generate: every draw writes its even share of every prompt's completions; prompt-major.
+
+    `problems` pairs each problem with its prompt's tokens. Rollouts of a prompt are numbered through over draws.
+    """
+    share = method.rollouts_per_prompt // len(draws)
+    return [
+        Request(problem, tokens, draw, n * share + i)
+        for problem, tokens in problems
+        for n, draw in enumerate(draws)
+        for i in range(share)
+    ]
+
+
+def group_by_prompt(completions: Sequence[Completion]) -> list[Group]:
+    """Completions of each prompt together, in order of first appearance; within a prompt by rollout number."""
+    by_prompt: dict[str, list[Completion]] = {}
+    for completion in completions:
+        by_prompt.setdefault(completion.problem.id, []).append(completion)
+    return [
+        Group(rows[0].problem, tuple(sorted(rows, key=lambda row: row.rollout))) for rows in by_prompt.values()
+    ]
+
+
+def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages [P, rollouts_per_prompt] in float64, and which advantage groups [P, groups per prompt] had no spread.
+
+    Under `advantages = "draw"` the completions of one draw form a group: they stand together, draws in order.
+    """
+    rewards = torch.tensor([[_reward(c) for c in group.completions] for group in groups], dtype=torch.float64)
+    shaped = rewards.view(len(groups), -1, method.group_size)
+    return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)
+
+
+def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int) -> TrainingBatch:
+    """Rows with their advantages, sorted into the weights where their gradient is to be taken (spec 3)."""
+    values, flat_groups = advantages(method, groups)
+    dropped = flat_groups.repeat_interleave(method.group_size, dim=1)
+    rows = [
+        TrainingRow(completion, p * method.rollouts_per_prompt + i, float(values[p, i]))
+        for p, group in enumerate(groups)
+        for i, completion in enumerate(group.completions)
+        if not (method.advantage.zero_variance == "drop" and dropped[p, i])
+    ]
+    return TrainingBatch(tuple(_parts(method, rows, seed, step)), method.normalize, method.cumulative)
+
+
+def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:
+    if method.gradient_at == "mean":
+        return [GradientPart(None, tuple(rows))]
+    if method.gradient_at == "fresh":
+        return [GradientPart(draw, tuple(rows)) for draw in gradient_draws(method, seed, step)]
+    draws = rollout_draws(method, seed, step)
+    return [GradientPart(draw, tuple(row for row in rows if row.completion.draw == draw)) for draw in draws]
+
+
+def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
+    """The batch as `pieces` mini-batches; the prompts are dealt out in order, all rows of a prompt together."""
+    if pieces == 1:
+        return [batch]
+    order = {row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)}
+    piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
+    return [
+        replace(
+            batch,
+            parts=tuple(
+                replace(part, rows=tuple(row for row in part.rows if piece_of[row.completion.problem.id] == piece))
+                for part in batch.parts
+            ),
+        )
+        for piece in range(pieces)
+    ]
+
+
+def _reward(completion: Completion) -> float:
+    assert completion.verdict is not None, "training_batch needs graded completions"
+    return completion.verdict.reward

@@ -1,0 +1,161 @@
+"""The policy: a causal LM, its tokenizer, and how prompts are put to it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from threepo.config import DataConfig, ModelConfig
+from threepo.errors import UserError
+from threepo.models.logprobs import TokenLogprobs, has_plain_head, token_logprobs
+from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
+from threepo.runs import model_folder
+from threepo.types import Problem
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with float32 master weights, and its tokenizer."""
+
+    model: Any
+    """A Hugging Face causal LM (`PreTrainedModel`)."""
+    tokenizer: Any
+    """Its fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
+    plain_head: bool
+    """See `models.logprobs`."""
+    compute_dtype: torch.dtype = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
+
+    @property
+    def pad_token(self) -> int:
+        """Token id that fills up batches; what it is has no influence, since it is masked."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    @property
+    def context(self) -> int:
+        """Most tokens, prompt and completion together, that the model was made for."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 30))
+
+    def logprobs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float = 1.0,
+        *,
+        with_entropy_gradient: bool = False,
+    ) -> TokenLogprobs:
+        """`models.logprobs.token_logprobs` of this model in its compute dtype."""
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
+            return token_logprobs(
+                self.model,
+                input_ids,
+                attention_mask,
+                mask,
+                temperature,
+                plain_head=self.plain_head,
+                with_entropy_gradient=with_entropy_gradient,
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def encode_prompt(self, problem: Problem, settings: DataConfig, max_new_tokens: int) -> tuple[int, ...]:
+        """Prompt tokens of a problem; `UserError` if prompt and completion cannot fit into the model's context."""
+        text = self._prompt_text(problem, settings)
+        tokens = tuple(self.tokenizer(text, add_special_tokens=not self._uses_chat(problem, settings))["input_ids"])
+        if not tokens:
+            raise UserError(f"problem {problem.id}: its prompt is empty; every problem needs at least one token")
+        if len(tokens) + max_new_tokens > self.context:
+            raise UserError(
+                f"problem {problem.id}: prompt of {len(tokens)} tokens and max_new_tokens = {max_new_tokens} exceed the "
+                f"model's context of {self.context}; shorten the prompt or lower max_new_tokens"
+            )
+        return tokens
+
+    def _uses_chat(self, problem: Problem, settings: DataConfig) -> bool:
+        if not isinstance(problem.prompt, str):
+            return True
+        return settings.chat_template == "auto" and bool(self.tokenizer.chat_template)
+
+    def _prompt_text(self, problem: Problem, settings: DataConfig) -> str:
+        if not self._uses_chat(problem, settings):
+            return settings.prompt_template.replace("{prompt}", str(problem.prompt))
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"problem {problem.id}: its prompt is a list of chat messages, but the tokenizer has no chat template; "
+                f"use a tokenizer with one, or give the prompts as text"
+            )
+        messages: Sequence[Mapping[str, str]]
+        if isinstance(problem.prompt, str):
+            content = settings.prompt_template.replace("{prompt}", problem.prompt)
+            system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+            messages = [*system, {"role": "user", "content": content}]
+        else:
+            messages = [dict(message) for message in problem.prompt]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for a `model.device` setting; `UserError` if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'") from error
+    return device
+
+
+def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
+    """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
+    device = pick_device(settings.device)
+    if settings.path in TINY_MODELS:
+        model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
+    else:
+        model, tokenizer = _load_pretrained(settings.path)
+    model.to(device).eval()  # type: ignore[union-attr]
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[union-attr,operator]
+        model.train()
+    dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
+    return Policy(model, tokenizer, has_plain_head(model), dtype)
+
+
+def _load_pretrained(path: str) -> tuple[Any, Any]:
+    folder = Path(path)
+    if path.startswith((".", "/", "~")) or folder.exists():
+        folder = model_folder(folder.expanduser())
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+            raise UserError(
+                f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"
+            )
+        path = str(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.path = {path!r}: cannot be loaded: {reason}") from error
+    return model, tokenizer

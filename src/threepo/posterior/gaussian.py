@@ -1,0 +1,156 @@
+"""A learned posterior as an artifact: `posterior.safetensors` beside a Hugging Face model.
+
+The model's weights are the mean. The file holds the Hessian of every trained parameter by name and in the parameter's
+shape, so it does not depend on how training was sharded, and in its metadata the numbers that turn a Hessian into a
+standard deviation.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from threepo.errors import UserError
+from threepo.posterior import kernels
+from threepo.posterior.ivon import IVON
+from threepo.posterior.noise import noise_key
+from threepo.posterior.policy_optimizer import named_in_groups
+from threepo.types import Draw
+
+FILE_NAME = "posterior.safetensors"
+_FORMAT = "threepo-posterior-1"
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What one parameter group's Hessians mean: sigma = noise_scale / sqrt(ess * (hessian + weight_decay))."""
+
+    ess: float
+    weight_decay: float
+    noise_scale: float
+    hess_init: float
+    parameters: tuple[str, ...]
+
+    @property
+    def scale(self) -> kernels.Scale:
+        """The same as the kernels take it."""
+        return kernels.Scale(self.ess, self.weight_decay, self.noise_scale)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """A diagonal Gaussian around a model's weights."""
+
+    hessian: dict[str, torch.Tensor]
+    """float32, by parameter name, in the parameter's shape."""
+    groups: tuple[GroupSettings, ...]
+    step: int
+    """Training steps that formed it; also the `step` of the draws that `draw` makes."""
+    seed: int
+
+    @classmethod
+    def of(cls, optimizer: IVON) -> "Posterior":
+        """The posterior that an optimizer holds now. Tensors are shared with it, not copied."""
+        named = named_in_groups(optimizer.param_groups)
+        groups = tuple(
+            GroupSettings(
+                group["ess"],
+                group["weight_decay"],
+                group["noise_scale"],
+                group["hess_init"],
+                tuple(name for name, p, own in named if own is group and p.requires_grad),
+            )
+            for group in optimizer.param_groups
+        )
+        hessian = {name: optimizer.state[p]["hessian"] for name, p, _ in named if p.requires_grad}
+        return cls(hessian, groups, optimizer.param_groups[0]["step"], optimizer.seed)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Posterior":
+        """Read `posterior.safetensors` from a checkpoint folder. `UserError` if there is none or it is damaged."""
+        path = Path(folder) / FILE_NAME
+        if not path.is_file():
+            raise UserError(f"{folder}: holds no {FILE_NAME}; only models trained with optimizer.kind = 'ivon' have one")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                hessian = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except SafetensorError as error:
+            raise UserError(f"{path}: damaged ({error}); copy it again from where it was made") from error
+        if metadata.get("format") != _FORMAT:
+            raise UserError(f"{path}: format {metadata.get('format')!r} is not {_FORMAT!r}; written by another version?")
+        groups = tuple(
+            GroupSettings(**{**group, "parameters": tuple(group["parameters"])})
+            for group in json.loads(metadata["groups"])
+        )
+        return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]))
+
+    def save(self, folder: Path) -> None:
+        """Write `posterior.safetensors` into `folder`."""
+        metadata = {
+            "format": _FORMAT,
+            "groups": json.dumps([asdict(group) for group in self.groups]),
+            "step": str(self.step),
+            "seed": str(self.seed),
+        }
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
+        save_file(tensors, folder / FILE_NAME, metadata=metadata)
+
+    def draw(self, index: int) -> Draw:
+        """The address of the `index`-th draw of this posterior; indices below 0 do not exist."""
+        return Draw(self.seed, self.step, index)
+
+    @torch.no_grad()
+    def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
+        """Replace means, given by name, by the weights of `draw`, in place."""
+        scales = {name: group.scale for group in self.groups for name in group.parameters}
+        left = set(self.hessian)
+        for name, p in parameters:
+            if name not in self.hessian:
+                continue  # frozen in training: no posterior, no noise
+            h = self.hessian[name]
+            if h.shape != p.shape:
+                raise UserError(
+                    f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(p.shape)}; "
+                    f"it belongs to another model"
+                )
+            left.discard(name)
+            if scales[name].noise_scale:
+                kernels.write_perturbed(p, p, h.to(p.device), noise_key(draw, name), scales[name])
+        if left:
+            raise UserError(f"posterior of {min(left)}: the model has no such parameter; it belongs to another model")
+
+    def load_into(self, optimizer: IVON) -> None:
+        """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (spec 1.13)."""
+        for name, p, _ in named_in_groups(optimizer.param_groups):
+            if not p.requires_grad:
+                continue
+            h = self.hessian.get(name)
+            if h is None or h.shape != p.shape:
+                found = "is missing" if h is None else f"has shape {list(h.shape)}, not {list(p.shape)}"
+                raise UserError(f"optimizer.load_hessian: the Hessian of {name} {found}; it belongs to another model")
+            optimizer.state[p]["hessian"].copy_(h)
+
+
+@dataclass(frozen=True)
+class FixedWeights:
+    """A loaded model, with its posterior if it has one, as a source of weights for a rollout engine."""
+
+    model: torch.nn.Module
+    posterior: Posterior | None = None
+
+    @torch.no_grad()
+    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
+        if draw is None:
+            yield from ((name, p.detach()) for name, p in self.model.named_parameters())
+            return
+        if self.posterior is None:
+            raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
+        copies = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.posterior.perturb_(copies.items(), draw)
+        yield from copies.items()

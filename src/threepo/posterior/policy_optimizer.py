@@ -1,0 +1,137 @@
+"""What a training loop asks of an optimizer, whether it holds a posterior (IVON) or a point (AdamW).
+
+    for each part of the batch:
+        with optimizer.at(draw):          # the weights of that draw; None: the mean
+            loss_sum.backward()
+        optimizer.observe(draw)
+    optimizer.step(divisor=token_count)
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from threepo.types import Draw
+
+
+class WeightSource(Protocol):
+    """Where a rollout engine gets its weights from."""
+
+    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of the model's weights under `draw` (None: the mean), without touching the model."""
+
+
+class PolicyOptimizer(WeightSource, Protocol):
+    """The part of IVON and PointAdamW that training loops use."""
+
+    param_groups: list[dict[str, Any]]
+    skipped_steps: int
+
+    def at(self, draw: Draw | None) -> AbstractContextManager[None]:
+        """Put the weights of `draw` into the model for the body, and restore the mean bitwise afterwards."""
+
+    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
+        """Take the gradient of the model, divided by `divisor`, as measured at `draw`; False if it is not finite."""
+
+    def step(self, *, divisor: float | None = None) -> Any:
+        """Update from the observed gradients: their sum over `divisor` (default: their number)."""
+
+    def discard(self) -> None:
+        """Forget the observed gradients instead of stepping, and count it."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """What the last step has to say for the log."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
+    """Every parameter with its name and group; without names, its position in the optimizer is its name."""
+    found = []
+    for group in param_groups:
+        names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
+        found += [(name, p, group) for name, p in zip(names, group["params"], strict=True)]
+    return found
+
+
+def total_norm(grads: list[torch.Tensor]) -> float:
+    """Euclidean norm of all gradients together; not finite as soon as one element is not."""
+    if not grads:
+        return 0.0
+    norms = torch._foreach_norm([grad.float() for grad in grads])
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+
+
+class PointAdamW(torch.optim.AdamW):
+    """AdamW as a policy optimizer: the posterior is a point, so there are no draws.
+
+    `max_grad_norm` scales gradients down to that total norm; 0 leaves them. A step whose gradient is not finite is
+    skipped and counted.
+    """
+
+    def __init__(self, params: Any, max_grad_norm: float = 1.0, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.max_grad_norm = max_grad_norm
+        self.skipped_steps = 0
+        self._observed = 0
+        self._norm = 0.0
+
+    def at(self, draw: Draw | None) -> AbstractContextManager[None]:
+        """The mean is all there is; a draw is refused."""
+        if draw is not None:
+            raise RuntimeError("AdamW has no posterior to draw weights from; use IVON")
+        return nullcontext()
+
+    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
+        """Leave the gradients where they are; they add up in the parameters until `step`."""
+        if draw is not None or cumulative:
+            raise RuntimeError("AdamW has no posterior: observe gradients at draw None")
+        for grad in self._grads() if divisor != 1.0 else []:
+            grad.div_(divisor)
+        self._observed += 1
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:
+        """Divide the gradients, clip their norm, and step; then clear them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.observe(None)
+        grads = self._grads()
+        torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
+        self._observed = 0
+        self._norm = total_norm(grads)
+        if math.isfinite(self._norm):
+            if 0 < self.max_grad_norm < self._norm:
+                torch._foreach_mul_(grads, self.max_grad_norm / self._norm)
+            super().step()
+            self.zero_grad(set_to_none=True)
+        else:
+            self.discard()
+        return loss
+
+    def discard(self) -> None:
+        """Clear the gradients, and count a skipped step."""
+        self._observed = 0
+        self.zero_grad(set_to_none=True)
+        self.skipped_steps += 1
+
+    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters themselves, by name."""
+        self.at(draw)
+        for name, p, _ in named_in_groups(self.param_groups):
+            yield name, p.detach()
+
+    def step_metrics(self) -> dict[str, float]:
+        """Norm of the last gradient before clipping, and the count of skipped steps."""
+        return {"optimizer/grad_norm": self._norm, "optimizer/skipped_steps": float(self.skipped_steps)}
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -1,0 +1,40 @@
+"""From logits to tokens, with random numbers that belong to the row and not to the batch it sits in."""
+
+import torch
+
+from threepo.posterior.noise import Key, address_key
+
+
+def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
+    """The random address of a completion; token t of it uses the t-th uniform number of this key."""
+    return address_key("threepo-sample", seed, step, problem_id, rollout)
+
+
+def processed_logprobs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """Log-probs [R, V] (float32) of the distribution that tokens are drawn from: temperature, then top-k, then top-p.
+
+    What is cut has log-prob -inf, and the rest is renormalised. Temperature 0 stands for greedy decoding, whose
+    log-probs are those of temperature 1 without cuts (spec 6.2): a deterministic choice has none of its own.
+    """
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
+    if temperature == 0 or (top_p >= 1 and top_k == 0):
+        return logprobs
+    if 0 < top_k < logprobs.shape[-1]:
+        # The k-th value may be shared; the sort below breaks the tie by position, so exactly k tokens stay.
+        order = logprobs.argsort(dim=-1, descending=True, stable=True)
+        logprobs = logprobs.scatter(-1, order[:, top_k:], float("-inf")).log_softmax(dim=-1)
+    if top_p < 1:
+        ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+        cut = ordered.masked_fill(before >= top_p, float("-inf"))  # the most probable token always stays
+        logprobs = torch.empty_like(logprobs).scatter_(-1, order, cut).log_softmax(dim=-1)
+    return logprobs
+
+
+def choose(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Tokens [R] by inverse transform of uniforms [R] in [0, 1) through the distributions [R, V]."""
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    # Below 1 by more than a rounding, or the target could lie past the last token that has any probability;
+    # right=True skips tokens of zero probability, whose cumulative value equals the one before them.
+    target = uniforms.double().clamp(max=1 - 2.0**-40).unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)

@@ -1,0 +1,78 @@
+"""From a checked recipe to the parts of a run."""
+
+from pathlib import Path
+
+import torch
+
+from threepo.config import (
+    AdamWConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    OptimizerConfig,
+    RewardConfig,
+    SamplingConfig,
+)
+from threepo.data.source import open_heldout
+from threepo.evaluation.evaluate import Examination
+from threepo.models.policy import Policy
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
+from threepo.rewards.grading import load_grader
+from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.local import LocalEngine
+from threepo.runs import model_folder
+from threepo.training.checkpoint import load_momentum
+
+
+def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
+    """AdamW or IVON over all parameters of the model; IVON with a loaded Hessian if the recipe names one."""
+    if isinstance(settings, AdamWConfig):
+        return PointAdamW(
+            model.named_parameters(),
+            max_grad_norm=settings.max_grad_norm,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+        )
+    return IVON(
+        model.named_parameters(),
+        lr=settings.lr,
+        ess=settings.ess,
+        hess_init=settings.hess_init,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        clip_radius=settings.clip_radius,
+        estimator=settings.estimator,
+        debias=settings.debias,
+        rescale_lr=settings.rescale_lr,
+        noise_scale=settings.noise_scale,
+        seed=seed,
+    )
+
+
+def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
+    """Start IVON from a learned Hessian, and momentum if asked for, where the recipe names one (spec 1.13)."""
+    if isinstance(settings, AdamWConfig) or not settings.load_hessian:
+        return
+    assert isinstance(optimizer, IVON)
+    folder = model_folder(Path(settings.load_hessian))
+    Posterior.from_pretrained(folder).load_into(optimizer)
+    if settings.load_momentum:
+        load_momentum(folder, optimizer)
+
+
+def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
+    """The rollout engine that the recipe names."""
+    return LocalEngine(policy, settings)
+
+
+def build_examination(
+    data: DataConfig, reward: RewardConfig, settings: EvalConfig, sampling: SamplingConfig, seed: int
+) -> Examination:
+    """The held-out problems of a recipe, with their grader."""
+    source = open_heldout(data)
+    grader = load_grader(reward, source.verify)
+    return Examination(source.problems.first(settings.problems), grader, data, settings, sampling, seed)

@@ -1,0 +1,49 @@
+"""Stopping politely: SIGTERM and Ctrl-C end training after the step in progress, with a checkpoint."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, and has saved its state."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+@dataclass
+class StopRequest:
+    """Set by a signal; read between steps."""
+
+    signal_number: int = 0
+
+
+@contextmanager
+def polite_stop() -> Iterator[StopRequest]:
+    """Within the body, the first SIGTERM or SIGINT only sets the request; a second one ends the process at once.
+
+    Signal handlers belong to the main thread; in any other the request simply never comes.
+    """
+    request = StopRequest()
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        request.signal_number = number
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, handle)
+    except ValueError:  # not in the main thread
+        previous.clear()
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,81 @@
+"""The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together)."""
+
+import torch
+
+from threepo.config import Correction, Method
+from threepo.methods.corrections import effective_sample_share
+from threepo.methods.method import advantages
+from threepo.training.update import RowRecord, UpdateRecord
+from threepo.types import Completion, Group
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
+    """What the rollouts earned, and how many prompts have something to teach."""
+    completions = [completion for group in groups for completion in group.completions]
+    _, flat = advantages(method, groups)
+    # A prompt teaches nothing when none of its advantage groups has any spread.
+    silent = flat.all(dim=1)
+    solved = torch.tensor([all(_verdict(c).correct for c in group.completions) for group in groups])
+    lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
+    return {
+        "reward/mean": _mean([_verdict(c).reward for c in completions]),
+        "reward/correct_share": _mean([_verdict(c).correct for c in completions]),
+        "reward/no_answer_share": _mean([_verdict(c).status == "no_answer" for c in completions]),
+        "reward/error_share": _mean([_verdict(c).status == "error" for c in completions]),
+        "groups/zero_advantage_share": float(silent.double().mean()),
+        "groups/all_right_share": float((silent & solved).double().mean()),
+        "groups/flat_share": float(flat.double().mean()),
+        "completions/length_mean": float(lengths.mean()),
+        "completions/length_max": float(lengths.max()),
+        "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
+    }
+
+
+def update_metrics(record: UpdateRecord) -> Metrics:
+    """The loss, and how the gradient's policy stands to the old one and to the rollouts' generators."""
+    if not record.rows:
+        return {}
+    tokens, rows = record.tokens, record.rows
+    rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
+    metrics = {
+        "policy/loss": record.loss / record.normalizer if record.normalizer else 0.0,
+        "policy/entropy": record.entropy / tokens,
+        "policy/ratio_mean": record.ratio / tokens,
+        "policy/clipped_low_share": record.clipped_low / tokens,
+        "policy/clipped_high_share": record.clipped_high / tokens,
+        "correction/kl": record.kl / tokens,
+        "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
+        "correction/kept_token_share": sum(row.kept_tokens for row in rows) / tokens,
+        "correction/untouched_share": _mean([row.untouched for row in rows]),
+        "correction/effective_sample_share": effective_sample_share(torch.tensor([row.weight for row in rows])),
+    }
+    for name, q in (("min", 0.0), ("p05", 0.05), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
+        metrics[f"correction/rho_{name}"] = float(rho.quantile(q))
+    return metrics | _kept_by_length(rows)
+
+
+def _kept_by_length(rows: list[RowRecord]) -> Metrics:
+    """Kept share in each quarter of the rows by length, short to long: does the correction favour short answers?"""
+    ordered = sorted(rows, key=lambda row: row.tokens)
+    cuts = [len(ordered) * i // 4 for i in range(5)]
+    return {
+        f"correction/kept_share_length_q{i + 1}": _mean([row.kept_tokens > 0 for row in ordered[cuts[i] : cuts[i + 1]]])
+        for i in range(4)
+        if cuts[i] < cuts[i + 1]
+    }
+
+
+def corrects_nothing(correction: Correction, record: UpdateRecord) -> bool:
+    """Whether a correction is set and left every row of the step as it was."""
+    return correction.kind != "none" and all(row.untouched for row in record.rows)
+
+
+def _verdict(completion: Completion):  # type: ignore[no-untyped-def]
+    assert completion.verdict is not None, "metrics need graded completions"
+    return completion.verdict
+
+
+def _mean(values: list[float] | list[bool]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,66 @@
+"""Progress on the terminal: a live bar where there is one, and a line now and then where there is not."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+LINE_EVERY = 15.0
+"""Seconds between lines when the output is no terminal."""
+
+
+class Reporter:
+    """Shows how far a loop is, and its latest numbers."""
+
+    def __init__(self, title: str, total: int, start: int, console: Console, bar: Progress | None) -> None:
+        self._title, self._total, self._console, self._bar = title, total, console, bar
+        self._task: TaskID | None = None
+        self._began, self._start, self._last_line = time.monotonic(), start, time.monotonic()
+        if bar is not None:
+            self._task = bar.add_task(title, total=total, completed=start, numbers="")
+
+    def update(self, done: int, numbers: Mapping[str, float]) -> None:
+        """`done` of the total are finished; `numbers` are shown by name."""
+        text = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, numbers=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= LINE_EVERY or done == self._total:
+            self._last_line = now
+            left = (now - self._began) / max(done - self._start, 1) * (self._total - done)
+            self._console.print(f"{self._title}  {done}/{self._total}  {text}  {left:.0f} s left", highlight=False)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, highlight=False)
+
+
+@contextmanager
+def progress(title: str, total: int, start: int = 0, console: Console | None = None) -> Iterator[Reporter]:
+    """A reporter for a loop of `total` steps of which `start` are done; standard error is where it writes."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield Reporter(title, total, start, console, None)
+        return
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        yield Reporter(title, total, start, console, bar)

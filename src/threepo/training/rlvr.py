@@ -1,0 +1,237 @@
+"""Reinforcement learning from verifiable rewards: the loop.
+
+    threepo train RECIPE [section.key=value ...]
+    threepo train --resume RUN
+
+Every step is a function of the recipe and of what the last step left (weights and optimizer state), so a run that
+was stopped at any moment goes on from its last checkpoint as if nothing had happened.
+"""
+
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threepo.config import TrainConfig
+from threepo.data.source import ProblemSource, open_training
+from threepo.errors import ThreepoWarning
+from threepo.evaluation.evaluate import Examination
+from threepo.methods import method as lattice
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.ivon import IVON
+from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.posterior.statistics import posterior_metrics
+from threepo.rewards.grading import Grader, load_grader
+from threepo.rollout.engine import RolloutEngine
+from threepo.runs import checkpoints
+from threepo.training.build import build_engine, build_examination, build_optimizer, load_prior
+from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
+from threepo.training.interrupt import Interrupted, polite_stop
+from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
+from threepo.training.progress import progress
+from threepo.training.run_folder import RunFolder, completion_row
+from threepo.training.schedule import factor
+from threepo.training.trackers import TensorBoard
+from threepo.training.update import RowRecord, UpdateRecord, UpdateSettings, update_policy
+from threepo.types import Group
+
+
+@dataclass
+class Run:
+    """The parts of a training run; `state` is the only one that changes."""
+
+    config: TrainConfig
+    folder: RunFolder
+    policy: Policy
+    optimizer: PolicyOptimizer
+    engine: RolloutEngine
+    source: ProblemSource
+    grader: Grader
+    examination: Examination | None
+    tensorboard: TensorBoard | None
+    rates: list[float]
+    """Learning rate of each parameter group, before the schedule."""
+    state: TrainState = field(default_factory=TrainState)
+
+
+SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
+"""Metrics on the progress bar, by their short names there."""
+
+
+def train(run: Run) -> None:
+    """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
+    steps = run.config.run.steps
+    if run.state.step == 0 and run.examination:
+        run.folder.log({"step": -1, **evaluate(run, 0)})
+    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step) as reporter:
+        for step in range(run.state.step, steps):
+            clock = Clock()
+            groups = rollout(run, step, clock)
+            record = learn(run, groups, step, clock)
+            metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | optimizer_metrics(run)
+            run.state = advance(run, step, record)
+            if run.examination and _due(step + 1, run.config.eval.every, steps):
+                metrics |= evaluate(run, step + 1)
+                clock.lap("time/eval")
+            run.folder.write_completions(step, completion_rows(step, groups, record.rows))
+            tokens = sum(len(c.tokens) for group in groups for c in group.completions)
+            metrics |= clock.times | {
+                "time/step": sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update")),
+                "time/tokens_per_second": tokens / clock.times["time/rollout"],
+            }
+            run.folder.log({"step": step, **metrics})
+            if run.tensorboard:
+                run.tensorboard.log(step, metrics)
+            if stop.signal_number or _due(step + 1, run.config.run.checkpoint_every, steps):
+                checkpoint(run)
+            reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
+            if stop.signal_number and step + 1 < steps:
+                raise Interrupted(stop.signal_number)
+
+
+def rollout(run: Run, step: int, clock: "Clock") -> list[Group]:
+    """Generate and grade the step's completions, under the draws that the method asks for."""
+    config, method, seed = run.config, run.config.method, run.config.run.seed
+    sampling = replace(config.sampling, temperature=0.0) if method.greedy else config.sampling
+    problems = run.source.batch(step, config.data.prompts_per_step)
+    prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
+    draws = lattice.rollout_draws(method, seed, step)
+    run.engine.load(run.optimizer, draws, step)
+    completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
+    clock.lap("time/rollout")
+    verdicts = run.grader([c.problem for c in completions], [c.text for c in completions])
+    clock.lap("time/reward")
+    graded = [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
+    return lattice.group_by_prompt(graded)
+
+
+def learn(run: Run, groups: list[Group], step: int, clock: "Clock") -> UpdateRecord:
+    """Update the policy from the step's groups."""
+    config, method = run.config, run.config.method
+    for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
+        group["lr"] = rate * factor(step, config.run.steps, config.schedule)
+    batch = lattice.training_batch(method, groups, config.run.seed, step)
+    temperature = config.sampling.temperature or 1.0
+    settings = UpdateSettings(config.objective, method.correction, temperature, config.batching.tokens)
+    record = update_policy(run.policy, run.optimizer, batch, settings)
+    clock.lap("time/update")
+    return record
+
+
+def evaluate(run: Run, step: int) -> Metrics:
+    """Scores of the present weights on the held-out problems."""
+    assert run.examination is not None
+    return run.examination.evaluate(run.policy, run.engine, run.optimizer, step).metrics()
+
+
+def optimizer_metrics(run: Run) -> Metrics:
+    """What the optimizer and its posterior have to say."""
+    metrics = run.optimizer.step_metrics() | {"optimizer/lr": run.optimizer.param_groups[0]["lr"]}
+    return metrics | posterior_metrics(run.optimizer) if isinstance(run.optimizer, IVON) else metrics
+
+
+def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
+    """The state after a step; warns when the correction has not acted for long (it may be wired to nothing)."""
+    correction = run.config.method.correction
+    quiet = run.state.quiet_steps + 1 if corrects_nothing(correction, record) else 0
+    if quiet and quiet == correction.warn_after:
+        warnings.warn(
+            f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be too "
+            f"close together to matter (lower optimizer.ess), or the behaviour log-probs are not those of the draws",
+            ThreepoWarning,
+            stacklevel=2,
+        )
+    return TrainState(
+        step=step + 1,
+        optimizer_steps=run.optimizer.param_groups[0].get("step", 0),
+        skipped_steps=run.optimizer.skipped_steps,
+        quiet_steps=quiet,
+    )
+
+
+def completion_rows(step: int, groups: list[Group], records: list[RowRecord]) -> list[dict[str, Any]]:
+    """Every completion of the step with what the update made of it; dropped rows have no update to tell of."""
+    seen = {record.index: record for record in records}
+    rows = []
+    for index, completion in enumerate(c for group in groups for c in group.completions):
+        record = seen.get(index)
+        rows.append(
+            completion_row(step, completion)
+            | {
+                "gradient_logprob_sum": record.logprob_sum if record else None,
+                "rho": record.rho if record else None,
+                "correction_weight": record.weight if record else None,
+            }
+        )
+    return rows
+
+
+def checkpoint(run: Run) -> None:
+    """Save the run's state, and delete checkpoints that are too old to keep."""
+    path = run.folder.checkpoint_path(run.state.step)
+    if not path.exists():
+        save_checkpoint(path, run.policy, run.optimizer, run.state)
+    run.folder.prune_checkpoints(run.config.run.keep_checkpoints)
+
+
+def _due(done: int, every: int, total: int) -> bool:
+    return done == total or (every > 0 and done % every == 0)
+
+
+@dataclass
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.times[name], self._last = now - self._last, now
+
+
+# Starting and resuming
+
+
+def start(config: TrainConfig) -> Run:
+    """A new run in a folder of its own; everything that can be refused is refused before the folder is made."""
+    return _assemble(config, None)
+
+
+def resume(config: TrainConfig, folder: RunFolder) -> Run:
+    """A run as its newest checkpoint left it, or from the beginning if it has none; later rows are forgotten."""
+    return _assemble(config, folder)
+
+
+def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    source = open_training(config.data)
+    grader = load_grader(config.reward, source.verify)
+    examination = None
+    if config.eval.every:
+        examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
+    saved = checkpoints(folder.path)[-1][1] if folder and checkpoints(folder.path) else None
+    model = replace(config.model, path=str(saved)) if saved else config.model
+    policy = load_policy(model, config.run.seed)
+    optimizer = build_optimizer(config.optimizer, policy.model, config.run.seed)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    state = TrainState()
+    if saved:
+        state = load_train_state(saved)
+        restore_optimizer(saved, optimizer, state)
+    else:
+        load_prior(config.optimizer, optimizer)
+    for problem in source.problems.batch(state.step, config.data.prompts_per_step):
+        policy.encode_prompt(problem, config.data, config.sampling.max_new_tokens)  # refuse now, not in the loop
+    engine = build_engine(config.engine, policy)
+    if folder:
+        folder.forget_after(state.step if state.step else -1)
+    else:
+        folder = RunFolder.create(Path(config.run.folder), config)
+    tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
+    return Run(config, folder, policy, optimizer, engine, source.problems, grader, examination, tensorboard, rates, state)

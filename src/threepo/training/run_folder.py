@@ -1,0 +1,170 @@
+"""A run's folder on disk: one owner, one format, nothing half written.
+
+    config.json              the resolved recipe
+    metrics.jsonl            a row per step: the source of truth
+    completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
+    checkpoints/step-N/      a Hugging Face model directory, plus posterior.safetensors and the train state
+    summary.json             the run's result, once it has one
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from threepo.config.reader import to_plain
+from threepo.errors import UserError
+from threepo.files import atomic_file, disk_errors, write_text
+from threepo.runs import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, checkpoints, read_json, read_metrics
+from threepo.types import Completion
+
+
+class RunFolder:
+    """An open run folder; holds a lock on it until `close` or the end of the process, however that comes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire()
+        self._metrics: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: Any) -> "RunFolder":
+        """A folder for a new run; `UserError` if there is a run in it already."""
+        folder = cls(path)
+        try:
+            folder._claim(config)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
+        """An existing run, with its configuration as plain values."""
+        if not (path / CONFIG).is_file():
+            raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
+        return cls(path), read_json(path / CONFIG)
+
+    def _acquire(self) -> IO[bytes]:
+        path = self.path / "run.lock"
+        with disk_errors(path):
+            handle = open(path, "ab")  # noqa: SIM115 - held for the life of the run
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            handle.close()
+            raise UserError(f"run folder {self.path}: is in use by another process; wait for it, or choose another") from error
+        return handle
+
+    def _claim(self, config: Any) -> None:
+        path = self.path / CONFIG
+        wanted = to_plain(config)
+        if path.is_file():
+            difference = _first_difference(read_json(path), wanted)
+            if difference:
+                raise UserError(
+                    f"run folder {self.path}: holds a run of another config ({difference}); choose another run.folder"
+                )
+            raise UserError(
+                f"run folder {self.path}: holds this run already; continue it with --resume {self.path}, or choose "
+                f"another run.folder"
+            )
+        write_text(path, json.dumps(wanted, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+    # Metrics
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Append a row to metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
+        path = self.path / METRICS
+        clean = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        with disk_errors(path):
+            if self._metrics is None:
+                self._metrics = open(path, "ab", buffering=0)  # noqa: SIM115 - held for the life of the run
+            self._metrics.write((json.dumps(clean) + "\n").encode())
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics and completions of training steps `step` and later: they will be made again."""
+        path = self.path / METRICS
+        rows = [row for row in read_metrics(self.path) if row["step"] < step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
+            if int(file.stem.removeprefix("step-")) >= step:
+                file.unlink()
+
+    # Completions
+
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write all rollouts of a step as one parquet file."""
+        import pyarrow
+        import pyarrow.parquet
+
+        with atomic_file(self.path / COMPLETIONS / f"step-{step:06d}.parquet") as temporary:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+
+    # Checkpoints
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after `step` training steps belongs."""
+        return self.path / CHECKPOINTS / f"step-{step:06d}"
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
+        for _, path in checkpoints(self.path)[:-keep] if keep else []:
+            doomed = path.with_name(f".{path.name}.deleted")
+            os.rename(path, doomed)  # out of sight first: a half-deleted checkpoint must not look like one
+            shutil.rmtree(doomed)
+        for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        write_text(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def completion_row(step: int, completion: Completion) -> dict[str, Any]:
+    """A completion as a row of the parquet file; its columns are listed in docs/metrics.md."""
+    verdict, draw = completion.verdict, completion.draw
+    assert verdict is not None
+    prompt = completion.problem.prompt
+    return {
+        "step": step,
+        "problem_id": completion.problem.id,
+        "prompt": prompt if isinstance(prompt, str) else json.dumps([dict(message) for message in prompt]),
+        "reference_answer": completion.problem.answer,
+        "rollout": completion.rollout,
+        "draw_seed": None if draw is None else draw.seed,
+        "draw_step": None if draw is None else draw.step,
+        "draw_index": None if draw is None else draw.index,
+        "completion": completion.text,
+        "tokens": list(completion.tokens),
+        "num_tokens": len(completion.tokens),
+        "finish_reason": completion.finish_reason,
+        "parsed_answer": verdict.answer,
+        "status": verdict.status,
+        "correct": verdict.correct,
+        "reward": verdict.reward,
+        "behaviour_logprob_sum": math.fsum(completion.logprobs),
+    }
+
+
+def _first_difference(old: Any, new: Any, name: str = "") -> str:
+    """Where two configurations first differ, in words; empty if nowhere."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in (*old, *(key for key in new if key not in old)):
+            found = _first_difference(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"{name} = {old!r} there, {new!r} here"

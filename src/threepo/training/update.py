@@ -1,0 +1,150 @@
+"""One policy update from one training batch: forward, backward, observe, step.
+
+The code obeys the fields of the batch and never asks which method made it. Losses are summed over tokens and divided
+once, in the optimizer, by the count that the batch asks for: the result does not depend on the micro-batches.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from threepo.config import Correction, ObjectiveConfig
+from threepo.methods.corrections import Corrected, correct
+from threepo.methods.method import split_batch
+from threepo.models.policy import Policy
+from threepo.objectives.aggregate import weigh_rows
+from threepo.objectives.policy_loss import LossSums, policy_loss
+from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.training.batching import pack, spread
+from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch
+
+OldLogprobs = dict[tuple[Draw | None, int], torch.Tensor]
+"""Log-probs of a row's tokens at a draw, before the first of several updates."""
+
+
+@dataclass
+class RowRecord:
+    """What the update saw of one row, for metrics and the log of completions."""
+
+    index: int
+    tokens: int
+    logprob_sum: float
+    """At the weights where the gradient was taken."""
+    rho: float
+    """Sequence ratio of the gradient's policy to the row's generator."""
+    weight: float
+    """Mean correction weight over the row's tokens; 0 where dropped."""
+    kept_tokens: int
+    untouched: bool
+
+
+@dataclass
+class UpdateRecord:
+    """Sums over all tokens of an update."""
+
+    loss: float = 0.0
+    normalizer: float = 0.0
+    tokens: int = 0
+    entropy: float = 0.0
+    kl: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    ratio: float = 0.0
+    rows: list[RowRecord] = field(default_factory=list)
+
+    def add(self, micro: MicroBatch, sums: LossSums, logprobs: torch.Tensor, entropy: float, fix: Corrected) -> None:
+        """Take in one micro-batch; `logprobs` [R, L-1] are detached."""
+        mask = micro.mask
+        self.loss += float(sums.loss.detach())
+        self.normalizer += sums.normalizer
+        self.tokens += int(mask.sum())
+        self.entropy += entropy
+        d = torch.where(mask, logprobs - micro.behaviour_logprobs, 0.0).double()
+        self.kl += float((d.exp() - 1 - d).sum())
+        self.clipped_low += sums.clipped_low
+        self.clipped_high += sums.clipped_high
+        self.ratio += sums.ratio
+        counts, kept = mask.sum(dim=1), fix.kept.sum(dim=1)
+        columns = (counts, logprobs.sum(dim=1), fix.rho, fix.weights.sum(dim=1) / counts, kept, fix.untouched)
+        for row, values in zip(micro.rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
+            self.rows.append(RowRecord(row.index, *values))
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """The settings that an update obeys."""
+
+    objective: ObjectiveConfig
+    correction: Correction
+    temperature: float
+    """Divides the trainer's logits, as it divided the engine's."""
+    token_budget: int
+
+
+def update_policy(
+    policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
+) -> UpdateRecord:
+    """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them."""
+    record = UpdateRecord()
+    old = old_logprobs(policy, optimizer, batch, settings) if settings.objective.mini_batches > 1 else None
+    for mini_batch in split_batch(batch, settings.objective.mini_batches):
+        before = record.normalizer
+        for part in mini_batch.parts:
+            part_before = record.normalizer
+            with optimizer.at(part.draw):
+                _backward(policy, part, old, settings, record)
+            count = record.normalizer - part_before
+            if batch.normalize == "step":
+                optimizer.observe(part.draw, cumulative=batch.cumulative)
+            elif count > 0:
+                optimizer.observe(part.draw, count, cumulative=batch.cumulative)
+        total = record.normalizer - before
+        if total > 0:
+            optimizer.step(divisor=total if batch.normalize == "step" else None)
+        else:
+            optimizer.discard()  # nothing to learn from: every row was dropped
+    return record
+
+
+def _backward(
+    policy: Policy, part: GradientPart, old: OldLogprobs | None, settings: UpdateSettings, record: UpdateRecord
+) -> None:
+    """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now."""
+    rows = weigh_rows(part.rows, settings.objective.aggregation)
+    bonus = settings.objective.entropy_coefficient > 0
+    for micro in pack(rows, settings.token_budget, policy.pad_token, policy.device):
+        scored = policy.logprobs(
+            micro.input_ids, micro.attention_mask, micro.mask, settings.temperature, with_entropy_gradient=bonus
+        )
+        before = scored.logprobs.detach()
+        if old is not None:
+            before = spread([old[part.draw, row.index] for row in micro.rows], micro.mask)
+        fix = correct(before, micro.behaviour_logprobs, micro.mask, settings.correction)
+        sums = policy_loss(
+            scored.logprobs,
+            before,
+            scored.entropy,
+            micro.advantages,
+            micro.mask,
+            correction_weights=fix.weights,
+            counted=fix.kept if settings.correction.normalizer == "kept" else micro.mask,
+            row_weights=micro.row_weights,
+            settings=settings.objective,
+        )
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        record.add(micro, sums, scored.logprobs.detach(), float(scored.entropy.detach().sum()), fix)
+
+
+@torch.no_grad()
+def old_logprobs(
+    policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
+) -> OldLogprobs:
+    """Log-probs of every row where its gradient will be taken, before the batch's first update (spec 4.5, decoupled)."""
+    old: OldLogprobs = {}
+    for part in batch.parts:
+        with optimizer.at(part.draw):
+            for micro in pack(part.rows, settings.token_budget, policy.pad_token, policy.device):
+                scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask, settings.temperature)
+                for i, row in enumerate(micro.rows):
+                    old[part.draw, row.index] = scored.logprobs[i][micro.mask[i]]
+    return old

@@ -1,0 +1,159 @@
+"""The records that travel between the rooms of threepo. Torch appears here in annotations only.
+
+Legend: P prompts a step, N draws a step, G completions of one prompt, R rows (completions) of a micro-batch,
+T tokens, L padded length of a micro-batch in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The address of one sample of the weights: whoever holds it can make the same weights again.
+
+    The noise of a draw is a function of (seed, step, index, parameter name, element index); nothing is stored.
+    """
+
+    seed: int
+    """The run's noise seed."""
+    step: int
+    """The training step (0-based) that the draw belongs to."""
+    index: int
+    """Which draw of that step: 0 to N-1 made the rollouts; a fresh gradient draw has index N or above."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to solve, with all that its reward needs."""
+
+    id: str
+    """Unique within its data source and the same in every run: sampling and pairing go by it."""
+    prompt: str | tuple[Mapping[str, str], ...]
+    """Plain text, or chat messages of the form {"role": ..., "content": ...}."""
+    answer: str = ""
+    """The reference answer, where there is one."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else the source knows about the problem; handed to reward functions by name."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says of one completion."""
+
+    correct: bool
+    status: VerdictStatus
+    """`no_answer`: nothing to grade was found. `error`: the verifier itself failed, which is not the policy's fault."""
+    answer: str | None
+    """The answer read from the completion; None where there was none."""
+    reward: float = math.nan
+    """What the policy is paid; left out, it is 1.0 where correct and 0.0 elsewhere."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.reward):
+            object.__setattr__(self, "reward", float(self.correct))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to make: this prompt, under this draw, as this rollout of its prompt."""
+
+    problem: Problem
+    prompt_tokens: tuple[int, ...]
+    draw: Draw | None
+    """None: the mean weights."""
+    rollout: int
+    """Position among the completions of its prompt in this step, over all draws; part of the row's random address."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A generated text, with what made it."""
+
+    problem: Problem
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The generated tokens, T of them, the end-of-sequence token included where one was drawn."""
+    logprobs: tuple[float, ...]
+    """For each token, the log-probability (nats) of the distribution that it was actually drawn from."""
+    text: str
+    finish_reason: FinishReason
+    draw: Draw | None
+    rollout: int
+    policy_step: int
+    """The training step whose weights the engine held."""
+    verdict: Verdict | None = None
+    """None until graded."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one prompt in one step, over every draw."""
+
+    problem: Problem
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One completion as the optimizer sees it."""
+
+    completion: Completion
+    index: int
+    """Position among all rows of the step, prompt-major."""
+    advantage: float
+    weight: float = 1.0
+    """Factor of the row's token losses, from the choice of aggregation (objectives.aggregate)."""
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """Rows whose gradient is taken at the same weights."""
+
+    draw: Draw | None
+    """None: the mean weights."""
+    rows: tuple[TrainingRow, ...]
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """All that one policy update needs; the trainer obeys these fields and never asks which method made them."""
+
+    parts: tuple[GradientPart, ...]
+    normalize: Literal["step", "part"]
+    """Divide the summed loss by the token count of the whole update, or of each part (then the parts are averaged)."""
+    cumulative: bool = False
+    """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows padded to one length L, ready for one forward and backward pass.
+
+    Per-token tensors have shape [R, L-1]: entry t speaks of the prediction of token t+1, and is zero where that
+    token is not a completion token.
+    """
+
+    rows: tuple[TrainingRow, ...]
+    input_ids: torch.Tensor
+    """[R, L] integer tokens, padded on the right."""
+    attention_mask: torch.Tensor
+    """[R, L] 1 where there is a token."""
+    mask: torch.Tensor
+    """[R, L-1] bool, true where token t+1 is a completion token."""
+    behaviour_logprobs: torch.Tensor
+    """[R, L-1] nats, as the rollout engine reported them."""
+    advantages: torch.Tensor
+    """[R]."""
+    row_weights: torch.Tensor
+    """[R]."""
