@@ -12,3 +12,11 @@ class UserError(ValueError):
 
 class ThreepoWarning(UserWarning):
     """Something legal that is probably not what was meant, such as a correction that never acts."""
+
+
+class Interrupted(Exception):
+    """Training was asked to stop by a signal, and has saved its state."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number

@@ -121,7 +121,9 @@ class Method:
         elif self.cumulative:
             wrong = ("cumulative", self.cumulative)
         if wrong:
-            raise UserError(f"method.{wrong[0]} = {wrong[1]!r}: needs draws of the weights; set method.draws to 1 or more")
+            raise UserError(
+                f"method.{wrong[0]} = {wrong[1]!r}: needs draws of the weights; set method.draws to 1 or more"
+            )
 
     @property
     def group_size(self) -> int:

@@ -29,7 +29,10 @@ class ObjectiveConfig:
         not_negative(self, "objective", "clip_high", "entropy_coefficient")
         positive(self, "objective", "mini_batches")
         require(
-            self.dual_clip == 0 or self.dual_clip > 1, "objective.dual_clip", self.dual_clip, "must be 0 (off) or above 1"
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "objective.dual_clip",
+            self.dual_clip,
+            "must be 0 (off) or above 1",
         )
 
 

@@ -9,7 +9,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -81,7 +81,10 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
         path = f"{name}.{key}" if name else key
         if key not in known:
             raise UserError(_unknown(path, key, list(known), bool(name)))
-        values[key] = _convert(hints[key], value, path)
+        hint = hints[key]
+        if isinstance(hint, types.UnionType):
+            hint, value = _choose_kind(get_args(hint), known[key], value, path)
+        values[key] = _convert(hint, value, path)
     for key, f in known.items():
         if key in values or f.default is not MISSING or f.default_factory is not MISSING:
             continue
@@ -98,8 +101,6 @@ def _unknown(path: str, key: str, known: list[str], is_key: bool) -> str:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        return _convert_union(get_args(hint), value, path)
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
@@ -128,15 +129,16 @@ def _convert_tuple(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, .
     return tuple(_convert(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(args, value, strict=True)))
 
 
-def _convert_union(hints: tuple[Any, ...], value: Any, path: str) -> Any:
-    """Records told apart by their `kind`."""
-    kinds = {record.kind: record for record in hints}
+def _choose_kind(records: tuple[Any, ...], f: Field[Any], value: Any, path: str) -> tuple[Any, Any]:
+    """The one of several records that the table's `kind` names; without one, that of the field's default."""
+    kinds = {record.kind: record for record in records}
     if not isinstance(value, Mapping):
         raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
-    kind = value.get("kind", hints[0].kind)
+    assert f.default_factory is not MISSING, "a field of several kinds has a default to choose by"
+    kind = value.get("kind", f.default_factory().kind)
     if kind not in kinds:
         raise UserError(f"{path}.kind = {kind!r}: must be one of {', '.join(map(repr, kinds))}")
-    return build(kinds[kind], value, path)
+    return kinds[kind], value
 
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
@@ -149,7 +151,14 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
 
 
 def _kind_of(value: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a table",
+    }
     return names.get(type(value), type(value).__name__)
 
 

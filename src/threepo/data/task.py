@@ -52,9 +52,7 @@ class Task(ABC):
             return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
         if behaviour == "direct":
             return problem.answer
-        raise UserError(
-            f"demonstrations.behaviours.{behaviour}: {self.name} knows {', '.join(self.behaviours)}"
-        )
+        raise UserError(f"demonstrations.behaviours.{behaviour}: {self.name} knows {', '.join(self.behaviours)}")
 
 
 def split_of(prompt: str) -> Split:

@@ -45,9 +45,7 @@ def group_by_prompt(completions: Sequence[Completion]) -> list[Group]:
     by_prompt: dict[str, list[Completion]] = {}
     for completion in completions:
         by_prompt.setdefault(completion.problem.id, []).append(completion)
-    return [
-        Group(rows[0].problem, tuple(sorted(rows, key=lambda row: row.rollout))) for rows in by_prompt.values()
-    ]
+    return [Group(rows[0].problem, tuple(sorted(rows, key=lambda row: row.rollout))) for rows in by_prompt.values()]
 
 
 def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +84,9 @@ def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
     """The batch as `pieces` mini-batches; the prompts are dealt out in order, all rows of a prompt together."""
     if pieces == 1:
         return [batch]
-    order = {row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)}
+    order = {
+        row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)
+    }
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
     return [
         replace(

@@ -1,7 +1,7 @@
 """The named points of the lattice (docs/method.md); every one is a `Method`, and more can be made the same way.
 
-    import dataclasses, threepo
-    two_draws = dataclasses.replace(threepo.C3PO, draws=2)
+import dataclasses, threepo
+two_draws = dataclasses.replace(threepo.C3PO, draws=2)
 """
 
 from threepo.config import Correction, Method
@@ -12,15 +12,11 @@ GRPO = Method(name="grpo")
 B3PO = Method(name="b3po", draws=1, gradient_at="generator", optimizer="ivon")
 """One draw of the weights a step; gradient at that draw (paper section 3.1)."""
 
-M3PO = Method(
-    name="m3po", draws=4, advantages="draw", gradient_at="generator", normalize="part", optimizer="ivon"
-)
+M3PO = Method(name="m3po", draws=4, advantages="draw", gradient_at="generator", normalize="part", optimizer="ivon")
 """M draws, each with its own advantage groups; gradients averaged over draws (paper section 3.1). As in the paper's
 main table the rollouts are shared out: 16 = 4 draws of 4."""
 
-C3PO = Method(
-    name="c3po", draws=4, gradient_at="fresh", correction=Correction(kind="seq_mis"), optimizer="ivon"
-)
+C3PO = Method(name="c3po", draws=4, gradient_at="fresh", correction=Correction(kind="seq_mis"), optimizer="ivon")
 """A prompt's group is split over N draws, advantages are pooled, the gradient is taken at a fresh draw and corrected
 by Seq-MIS on [0.5, 2] (paper section 3.2)."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
@@ -121,7 +122,9 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'") from error
+        raise UserError(
+            f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'"
+        ) from error
     return device
 
 
@@ -146,16 +149,27 @@ def _load_pretrained(path: str) -> tuple[Any, Any]:
         folder = model_folder(folder.expanduser())
         if not (folder / "config.json").is_file():
             raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if not any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        ):
             raise UserError(
                 f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"
             )
         path = str(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = _load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.path = {path!r}: cannot be loaded: {reason}") from error
     return model, tokenizer
+
+
+def _load_tokenizer(path: str) -> Any:
+    # AutoTokenizer gives some model types (qwen2) their family's tokenizer whatever the folder says. A folder whose
+    # tokenizer was saved as the plain TokenizersBackend means what its tokenizer.json says, and another would encode
+    # the same text differently without a word.
+    if get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend":
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path)

@@ -74,7 +74,9 @@ class Posterior:
         """Read `posterior.safetensors` from a checkpoint folder. `UserError` if there is none or it is damaged."""
         path = Path(folder) / FILE_NAME
         if not path.is_file():
-            raise UserError(f"{folder}: holds no {FILE_NAME}; only models trained with optimizer.kind = 'ivon' have one")
+            raise UserError(
+                f"{folder}: holds no {FILE_NAME}; only models trained with optimizer.kind = 'ivon' have one"
+            )
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -82,7 +84,9 @@ class Posterior:
         except SafetensorError as error:
             raise UserError(f"{path}: damaged ({error}); copy it again from where it was made") from error
         if metadata.get("format") != _FORMAT:
-            raise UserError(f"{path}: format {metadata.get('format')!r} is not {_FORMAT!r}; written by another version?")
+            raise UserError(
+                f"{path}: format {metadata.get('format')!r} is not {_FORMAT!r}; written by another version?"
+            )
         groups = tuple(
             GroupSettings(**{**group, "parameters": tuple(group["parameters"])})
             for group in json.loads(metadata["groups"])

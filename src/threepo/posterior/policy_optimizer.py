@@ -1,10 +1,10 @@
 """What a training loop asks of an optimizer, whether it holds a posterior (IVON) or a point (AdamW).
 
-    for each part of the batch:
-        with optimizer.at(draw):          # the weights of that draw; None: the mean
-            loss_sum.backward()
-        optimizer.observe(draw)
-    optimizer.step(divisor=token_count)
+for each part of the batch:
+    with optimizer.at(draw):          # the weights of that draw; None: the mean
+        loss_sum.backward()
+    optimizer.observe(draw)
+optimizer.step(divisor=token_count)
 """
 
 import math

@@ -55,7 +55,9 @@ def _user_grader(settings: RewardConfig) -> Grader:
         values = function(**_arguments(function, problems, completions))
         if not isinstance(values, Sequence) or len(values) != len(completions):
             got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
-            raise UserError(f"reward.function {name}: returned {got} for {len(completions)} completions; return a list of one number each")
+            raise UserError(
+                f"reward.function {name}: returned {got} for {len(completions)} completions; return a list of one number each"
+            )
         return [_verdict(name, value, settings.correct_from) for value in values]
 
     return grade
@@ -73,7 +75,9 @@ def _import_function(name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != module_name.partition(".")[0] and error.name != module_name:
             raise  # the user's module is there, and itself imports something that is not
-        raise UserError(f"reward.function = {name!r}: no module {module_name!r} in {here} or the environment") from error
+        raise UserError(
+            f"reward.function = {name!r}: no module {module_name!r} in {here} or the environment"
+        ) from error
     except AttributeError as error:
         raise UserError(f"reward.function = {name!r}: module {module_name!r} has no {function_name!r}") from error
     if not callable(function):
@@ -106,6 +110,8 @@ def _verdict(name: str, value: Any, correct_from: float) -> Verdict:
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise UserError(f"reward.function {name}: returned {value!r}; return a finite number, or None where it cannot judge")
+        raise UserError(
+            f"reward.function {name}: returned {value!r}; return a finite number, or None where it cannot judge"
+        )
     correct = reward >= correct_from
     return Verdict(correct=correct, status="right" if correct else "wrong", answer=None, reward=reward)

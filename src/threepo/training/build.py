@@ -1,5 +1,6 @@
 """From a checked recipe to the parts of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,21 +10,22 @@ from threepo.config import (
     DataConfig,
     EngineConfig,
     EvalConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardConfig,
     SamplingConfig,
 )
 from threepo.data.source import open_heldout
 from threepo.evaluation.evaluate import Examination
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.rewards.grading import load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
-from threepo.runs import model_folder
-from threepo.training.checkpoint import load_momentum
+from threepo.runs import checkpoints, model_folder
+from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
 
 
 def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
@@ -62,6 +64,24 @@ def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
     Posterior.from_pretrained(folder).load_into(optimizer)
     if settings.load_momentum:
         load_momentum(folder, optimizer)
+
+
+def build_or_restore(
+    model: ModelConfig, settings: OptimizerConfig, seed: int, run: Path | None
+) -> tuple[Policy, PolicyOptimizer, TrainState]:
+    """Policy, optimizer and train state as the newest checkpoint of `run` has them, or new ones if it has none."""
+    saved = checkpoints(run) if run else []
+    if not saved:
+        policy = load_policy(model, seed)
+        optimizer = build_optimizer(settings, policy.model, seed)
+        load_prior(settings, optimizer)
+        return policy, optimizer, TrainState()
+    path = saved[-1][1]
+    policy = load_policy(replace(model, path=str(path)), seed)
+    optimizer = build_optimizer(settings, policy.model, seed)
+    state = load_train_state(path)
+    restore_optimizer(path, optimizer, state)
+    return policy, optimizer, state
 
 
 def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:

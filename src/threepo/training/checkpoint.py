@@ -22,6 +22,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
 from threepo.runs import read_json
+from threepo.training.run_folder import RunFolder
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "train_state.json"
@@ -39,6 +40,14 @@ class TrainState:
     """Updates skipped because a gradient was not finite, or nothing was left of the batch."""
     quiet_steps: int = 0
     """Training steps in a row in which the correction changed nothing."""
+
+
+def checkpoint(folder: RunFolder, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, keep: int) -> None:
+    """Save a run's state, and delete checkpoints older than the newest `keep`."""
+    path = folder.checkpoint_path(state.step)
+    if not path.exists():
+        save_checkpoint(path, policy, optimizer, state)
+    folder.prune_checkpoints(keep)
 
 
 def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState) -> None:

@@ -4,16 +4,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-
-class Interrupted(Exception):
-    """Training was asked to stop, and has saved its state."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
+from threepo.errors import Interrupted
 
 
 @dataclass
@@ -21,6 +16,14 @@ class StopRequest:
     """Set by a signal; read between steps."""
 
     signal_number: int = 0
+
+    def obey(self, done: int, steps: int, folder: Path) -> None:
+        """Raise `Interrupted` if a signal came and there are steps left to do; the state must be saved by now."""
+        if self.signal_number and done < steps:
+            name = signal.Signals(self.signal_number).name
+            raise Interrupted(
+                self.signal_number, f"{name} after step {done} of {steps}; continue with --resume {folder}"
+            )
 
 
 @contextmanager

@@ -5,14 +5,16 @@ Imports no torch, so that a mistake in a recipe is reported at once.
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config import TrainConfig
+from threepo.config import EvaluationConfig, TrainConfig
 from threepo.config.reader import build, merge, parse_override, read_toml, to_plain
 from threepo.errors import UserError
 from threepo.methods.presets import PRESETS
+from threepo.runs import CHECKPOINTS, CONFIG, read_json
 
 Config = TypeVar("Config")
 
@@ -50,6 +52,23 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
     if recipe and isinstance(run, dict):
         run.setdefault("folder", str(Path("runs") / Path(recipe).with_suffix("").name))
     return build(record, table)
+
+
+def load_evaluation(model: str, recipe: str, overrides: Sequence[str]) -> EvaluationConfig:
+    """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
+
+    Of a training recipe the tables that an evaluation has are taken, and the others are left.
+    """
+    table: dict[str, Any] = {}
+    if recipe:
+        table = read_toml(find_recipe(recipe))
+    elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
+        table = read_json(Path(model) / CONFIG)
+    known = {f.name for f in fields(EvaluationConfig)}
+    table = {name: value for name, value in table.items() if name in known}
+    for text in overrides:
+        table = merge(table, parse_override(text))
+    return build(EvaluationConfig, merge(table, {"model": {"path": model}}))
 
 
 def apply_preset(table: dict[str, Any]) -> dict[str, Any]:

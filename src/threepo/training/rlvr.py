@@ -7,7 +7,6 @@ Every step is a function of the recipe and of what the last step left (weights a
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
 
-import time
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +19,16 @@ from threepo.data.source import ProblemSource, open_training
 from threepo.errors import ThreepoWarning
 from threepo.evaluation.evaluate import Examination
 from threepo.methods import method as lattice
-from threepo.models.policy import Policy, load_policy
+from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engine import RolloutEngine
-from threepo.runs import checkpoints
-from threepo.training.build import build_engine, build_examination, build_optimizer, load_prior
-from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.interrupt import Interrupted, polite_stop
+from threepo.training.build import build_engine, build_examination, build_or_restore
+from threepo.training.checkpoint import TrainState, checkpoint
+from threepo.training.clock import Clock, due
+from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.progress import progress
 from threepo.training.run_folder import RunFolder, completion_row
@@ -52,8 +51,6 @@ class Run:
     grader: Grader
     examination: Examination | None
     tensorboard: TensorBoard | None
-    rates: list[float]
-    """Learning rate of each parameter group, before the schedule."""
     state: TrainState = field(default_factory=TrainState)
 
 
@@ -73,7 +70,7 @@ def train(run: Run) -> None:
             record = learn(run, groups, step, clock)
             metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | optimizer_metrics(run)
             run.state = advance(run, step, record)
-            if run.examination and _due(step + 1, run.config.eval.every, steps):
+            if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= evaluate(run, step + 1)
                 clock.lap("time/eval")
             run.folder.write_completions(step, completion_rows(step, groups, record.rows))
@@ -85,14 +82,13 @@ def train(run: Run) -> None:
             run.folder.log({"step": step, **metrics})
             if run.tensorboard:
                 run.tensorboard.log(step, metrics)
-            if stop.signal_number or _due(step + 1, run.config.run.checkpoint_every, steps):
-                checkpoint(run)
+            if stop.signal_number or due(step + 1, run.config.run.checkpoint_every, steps):
+                checkpoint(run.folder, run.policy, run.optimizer, run.state, run.config.run.keep_checkpoints)
             reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
-            if stop.signal_number and step + 1 < steps:
-                raise Interrupted(stop.signal_number)
+            stop.obey(step + 1, steps, run.folder.path)
 
 
-def rollout(run: Run, step: int, clock: "Clock") -> list[Group]:
+def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
     """Generate and grade the step's completions, under the draws that the method asks for."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
     sampling = replace(config.sampling, temperature=0.0) if method.greedy else config.sampling
@@ -108,11 +104,11 @@ def rollout(run: Run, step: int, clock: "Clock") -> list[Group]:
     return lattice.group_by_prompt(graded)
 
 
-def learn(run: Run, groups: list[Group], step: int, clock: "Clock") -> UpdateRecord:
+def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config, method = run.config, run.config.method
-    for group, rate in zip(run.optimizer.param_groups, run.rates, strict=True):
-        group["lr"] = rate * factor(step, config.run.steps, config.schedule)
+    for group in run.optimizer.param_groups:
+        group["lr"] = config.optimizer.lr * factor(step, config.run.steps, config.schedule)
     batch = lattice.training_batch(method, groups, config.run.seed, step)
     temperature = config.sampling.temperature or 1.0
     settings = UpdateSettings(config.objective, method.correction, temperature, config.batching.tokens)
@@ -169,31 +165,6 @@ def completion_rows(step: int, groups: list[Group], records: list[RowRecord]) ->
     return rows
 
 
-def checkpoint(run: Run) -> None:
-    """Save the run's state, and delete checkpoints that are too old to keep."""
-    path = run.folder.checkpoint_path(run.state.step)
-    if not path.exists():
-        save_checkpoint(path, run.policy, run.optimizer, run.state)
-    run.folder.prune_checkpoints(run.config.run.keep_checkpoints)
-
-
-def _due(done: int, every: int, total: int) -> bool:
-    return done == total or (every > 0 and done % every == 0)
-
-
-@dataclass
-class Clock:
-    """Wall-clock seconds of the parts of a step."""
-
-    times: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
-        now = time.perf_counter()
-        self.times[name], self._last = now - self._last, now
-
-
 # Starting and resuming
 
 
@@ -215,17 +186,9 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     examination = None
     if config.eval.every:
         examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
-    saved = checkpoints(folder.path)[-1][1] if folder and checkpoints(folder.path) else None
-    model = replace(config.model, path=str(saved)) if saved else config.model
-    policy = load_policy(model, config.run.seed)
-    optimizer = build_optimizer(config.optimizer, policy.model, config.run.seed)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    state = TrainState()
-    if saved:
-        state = load_train_state(saved)
-        restore_optimizer(saved, optimizer, state)
-    else:
-        load_prior(config.optimizer, optimizer)
+    policy, optimizer, state = build_or_restore(
+        config.model, config.optimizer, config.run.seed, folder.path if folder else None
+    )
     for problem in source.problems.batch(state.step, config.data.prompts_per_step):
         policy.encode_prompt(problem, config.data, config.sampling.max_new_tokens)  # refuse now, not in the loop
     engine = build_engine(config.engine, policy)
@@ -234,4 +197,4 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     else:
         folder = RunFolder.create(Path(config.run.folder), config)
     tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
-    return Run(config, folder, policy, optimizer, engine, source.problems, grader, examination, tensorboard, rates, state)
+    return Run(config, folder, policy, optimizer, engine, source.problems, grader, examination, tensorboard, state)

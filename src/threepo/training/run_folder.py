@@ -1,10 +1,10 @@
 """A run's folder on disk: one owner, one format, nothing half written.
 
-    config.json              the resolved recipe
-    metrics.jsonl            a row per step: the source of truth
-    completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
-    checkpoints/step-N/      a Hugging Face model directory, plus posterior.safetensors and the train state
-    summary.json             the run's result, once it has one
+config.json              the resolved recipe
+metrics.jsonl            a row per step: the source of truth
+completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
+checkpoints/step-N/      a Hugging Face model directory, plus posterior.safetensors and the train state
+summary.json             the run's result, once it has one
 """
 
 import fcntl
@@ -59,7 +59,9 @@ class RunFolder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             handle.close()
-            raise UserError(f"run folder {self.path}: is in use by another process; wait for it, or choose another") from error
+            raise UserError(
+                f"run folder {self.path}: is in use by another process; wait for it, or choose another"
+            ) from error
         return handle
 
     def _claim(self, config: Any) -> None:

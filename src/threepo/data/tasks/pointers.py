@@ -1,6 +1,6 @@
 """Follow pointers. Level: how many hops.
 
-    a>c b>e c>b d>a e>d; 3 from a       ->  e
+a>c b>e c>b d>a e>d; 3 from a       ->  e
 """
 
 from random import Random

@@ -1,6 +1,6 @@
 """Sort digits. Level: how many.
 
-    sort 7 3 9 1        ->  1 3 7 9
+sort 7 3 9 1        ->  1 3 7 9
 """
 
 from random import Random
@@ -18,25 +18,21 @@ class Sorting(Task):
     behaviours = ("worked", "direct", "copied", "reversed")
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
-        digits = [rng.randrange(10) for _ in range(level)]
-        return f"sort {_text(digits)}\n", _text(sorted(digits))
+        digits = "".join(str(rng.randrange(10)) for _ in range(level))
+        return f"sort {digits}\n", "".join(sorted(digits))
 
     def work(self, prompt: str) -> str:
-        left = [int(digit) for digit in prompt.split()[1:]]
+        left = prompt.split()[1]
         steps = []
         while left:
             smallest = min(left)
-            left.remove(smallest)
-            steps.append(f"{smallest}:{_text(left)}" if left else str(smallest))
+            left = left.replace(smallest, "", 1)
+            steps.append(f"{smallest}:{left}")
         return "\n".join(steps)
 
     def demonstrate(self, problem: Problem, behaviour: str, rng: Random) -> str:
         if behaviour == "copied":
-            return " ".join(str(problem.prompt).split()[1:])
+            return str(problem.prompt).split()[1]
         if behaviour == "reversed":
-            return " ".join(reversed(problem.answer.split()))
+            return problem.answer[::-1]
         return super().demonstrate(problem, behaviour, rng)
-
-
-def _text(digits: list[int]) -> str:
-    return " ".join(map(str, digits))

@@ -1,0 +1,176 @@
+"""The command line. Nothing heavy is imported before a command needs it, so help and mistakes answer at once.
+
+Exit status: 0 done; 2 something in the input to mend, said in one line; 128 + n stopped by signal n, state saved.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from threepo.errors import Interrupted, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except UserError as error:
+        print(f"threepo: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stop:
+        print(f"threepo: {stop}", file=sys.stderr)
+        return 128 + stop.signal_number
+    except KeyboardInterrupt:
+        print("threepo: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
+    parser = argparse.ArgumentParser(prog="threepo", description="RLVR that explores in weight space.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="reinforcement learning from verifiable rewards")
+    _recipe_arguments(train)
+    train.set_defaults(command=_train)
+
+    sft = commands.add_parser("sft", help="warm start by supervised fine-tuning")
+    _recipe_arguments(sft)
+    sft.set_defaults(command=_sft)
+
+    evaluate = commands.add_parser("eval", help="pass@k of a model on held-out problems")
+    evaluate.add_argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id")
+    evaluate.add_argument("settings", nargs="*", metavar="section.key=value", help="such as data.train=sorting")
+    evaluate.add_argument("--recipe", default="", help="take data, reward and eval settings from this recipe")
+    evaluate.add_argument("--output", type=Path, help="also write summary.json and every completion into this folder")
+    evaluate.set_defaults(command=_eval)
+
+    report = commands.add_parser("report", help="table and curves of training runs")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    report.add_argument("--output", type=Path, help="draw the curves into this PNG")
+    report.set_defaults(command=_report)
+
+    sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
+    sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
+    sample.add_argument("--draws", type=int, default=1, help="how many (default 1)")
+    sample.add_argument("--first", type=int, default=0, help="number of the first draw (default 0)")
+    sample.add_argument("--output", type=Path, required=True, help="folder for draw-0, draw-1, ...")
+    sample.set_defaults(command=_sample)
+
+    demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
+    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe's name"
+    )
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument("--list", action="store_true", help="list the shipped recipes")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"threepo {version('threepo')}")
+        parser.exit()
+
+
+def _train(options: argparse.Namespace) -> int:
+    from threepo.config import TrainConfig
+
+    return _run(options, TrainConfig)
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from threepo.config import SFTConfig
+
+    return _run(options, SFTConfig)
+
+
+def _run(options: argparse.Namespace, record: type) -> int:
+    """Start or resume a training run of either kind."""
+    from threepo.config import TrainConfig
+    from threepo.config.reader import build
+    from threepo.training import recipe
+    from threepo.training.run_folder import RunFolder
+
+    if options.list:
+        print("\n".join(recipe.shipped_recipes()))
+        return 0
+    if "=" in options.recipe:  # settings alone, without a recipe
+        options.recipe, options.settings = "", [options.recipe, *options.settings]
+    folder = None
+    if options.resume:
+        if options.recipe or options.settings:
+            raise UserError("--resume takes everything from the run folder; leave out the recipe and the settings")
+        folder, plain = RunFolder.open(options.resume)
+        config = build(record, plain)
+    else:
+        if not options.recipe and not options.settings:
+            raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
+        config = recipe.load(record, options.recipe, options.settings)
+        if not config.run.folder:
+            raise UserError("run.folder = '': without a recipe to name the folder after, set run.folder")
+    from threepo import jobs
+
+    job: Any = jobs.train if record is TrainConfig else jobs.fine_tune
+    print(f"finished: {job(config, folder)}")
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from threepo.config import EvaluationConfig
+    from threepo.training import recipe
+
+    config = recipe.load_evaluation(options.model, options.recipe, options.settings)
+    assert isinstance(config, EvaluationConfig)
+    from threepo import jobs
+
+    result = jobs.evaluate(config)
+    Console().print(jobs.evaluation_table(options.model, result))
+    if options.output:
+        jobs.write_evaluation(options.output, config, result)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from threepo.analysis.report import plot, read_run, table
+
+    runs = [read_run(path) for path in options.runs]
+    Console().print(table({str(path): run.summary() for path, run in zip(options.runs, runs, strict=True)}))
+    if options.output:
+        plot(runs, options.output)
+    return 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    if options.draws < 1 or options.first < 0:
+        raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
+    from threepo import jobs
+
+    for path in jobs.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
+        print(path)
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from threepo.demo import run_demo
+
+    run_demo(options.folder, Console())
+    return 0

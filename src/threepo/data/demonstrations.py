@@ -1,0 +1,50 @@
+"""Worked texts of procedural tasks, for supervised fine-tuning: a mixture of tasks, levels and behaviours."""
+
+from dataclasses import dataclass
+from random import Random
+
+from threepo.config import DemonstrationConfig
+from threepo.data.task import ProceduralProblems
+from threepo.data.tasks import TASKS
+from threepo.errors import UserError
+from threepo.types import Problem
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A problem of the training split, and a completion of it."""
+
+    problem: Problem
+    completion: str
+    behaviour: str
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Demonstrations without end; the i-th is a function of the settings and i."""
+
+    settings: DemonstrationConfig
+
+    def __post_init__(self) -> None:
+        for name in self.settings.tasks:
+            if name not in TASKS:
+                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join(TASKS)}")
+            for behaviour in self.settings.behaviours:
+                if behaviour not in TASKS[name].behaviours:
+                    known = ", ".join(TASKS[name].behaviours)
+                    raise UserError(f"demonstrations.behaviours.{behaviour}: {name} knows {known}")
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
+        settings = self.settings
+        task = TASKS[settings.tasks[index % len(settings.tasks)]]
+        problems = ProceduralProblems(task, "train", settings.seed, settings.levels)
+        problem = problems.problem(index // len(settings.tasks))
+        rng = Random(f"demonstration/{settings.seed}/{index}")
+        behaviour = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))[0]
+        return Demonstration(problem, task.demonstrate(problem, behaviour, rng), behaviour)
+
+    def batch(self, step: int) -> list[Demonstration]:
+        """The demonstrations of one optimizer step."""
+        size = self.settings.batch_size
+        return [self.demonstration(step * size + i) for i in range(size)]

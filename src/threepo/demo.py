@@ -1,0 +1,67 @@
+"""The main job in miniature: a warm start, then GRPO, B3PO, M3PO and C3PO from it at equal rollouts, and a comparison.
+
+    threepo demo
+
+Everything lies under one folder (runs/demo); a demonstration that was stopped goes on where it was.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from threepo import jobs
+from threepo.analysis.report import plot, read_run, table
+from threepo.config import SFTConfig, TrainConfig
+from threepo.config.reader import build
+from threepo.files import write_text
+from threepo.runs import CONFIG, SUMMARY, read_json
+from threepo.training.recipe import load
+from threepo.training.run_folder import RunFolder
+
+METHODS = ("grpo", "b3po", "m3po", "c3po")
+
+
+def run_demo(folder: Path, console: Console) -> dict[str, Any]:
+    """Run what is not done yet, print the table, draw the curves; returns what summary.json holds."""
+    warm_start = folder / "warm_start"
+    console.print(f"Warm start: supervised fine-tuning, in {warm_start}", highlight=False)
+    seconds = [_stage(warm_start, SFTConfig, jobs.fine_tune, lambda: load(SFTConfig, "demo/warm_start"))]
+    for method in METHODS:
+        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
+        seconds.append(_stage(folder / method, TrainConfig, jobs.train, partial(_recipe, method, warm_start)))
+    runs = [read_run(folder / method) for method in METHODS]
+    data = runs[0].config["data"]
+    summary = {
+        "seconds": sum(seconds),
+        "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
+        "methods": {run.name: run.summary() for run in runs},
+    }
+    plot(runs, folder / "curves.png")
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    console.print(table(summary["methods"]))
+    console.print(
+        f"{sum(seconds):.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False
+    )
+    return summary
+
+
+def _stage(folder: Path, record: type, job: Callable[..., Path], recipe: Callable[[], Any]) -> float:
+    """Do one stage, or the rest of it, unless its folder says that it is done; returns the seconds that it took."""
+    if not (folder / SUMMARY).is_file():
+        if (folder / CONFIG).is_file():
+            opened, plain = RunFolder.open(folder)
+            job(build(record, plain), opened)
+        else:
+            config = recipe()
+            job(replace(config, run=replace(config.run, folder=str(folder))))
+    return float(read_json(folder / SUMMARY)["seconds"])
+
+
+def _recipe(method: str, warm_start: Path) -> TrainConfig:
+    config = load(TrainConfig, f"demo/{method}")
+    return replace(config, model=replace(config.model, path=str(warm_start)))
