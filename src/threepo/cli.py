@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, record: type) -> int:
         if options.recipe or options.settings:
             raise UserError("--resume takes everything from the run folder; leave out the recipe and the settings")
         folder, plain = RunFolder.open(options.resume)
-        config = build(record, plain)
+        config: Any = build(record, plain)
     else:
         if not options.recipe and not options.settings:
             raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")

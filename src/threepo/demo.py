@@ -36,14 +36,15 @@ def run_demo(folder: Path, console: Console) -> dict[str, Any]:
         seconds.append(_stage(folder / method, TrainConfig, jobs.train, partial(_recipe, method, warm_start)))
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
+    methods = {run.name: run.summary() for run in runs}
     summary = {
         "seconds": sum(seconds),
         "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
-        "methods": {run.name: run.summary() for run in runs},
+        "methods": methods,
     }
     plot(runs, folder / "curves.png")
     write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    console.print(table(summary["methods"]))
+    console.print(table(methods))
     console.print(
         f"{sum(seconds):.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False
     )

@@ -63,7 +63,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> Any:
     """The summaries as a rich table, a row per run."""
     from rich.table import Table
 
-    columns = ("run", "pass@1 before", "pass@1 after", "zero-advantage", "seconds/step", "rollouts")
+    columns = ("run", "pass@1 before", "pass@1 after", "zero-adv.", "s/step", "rollouts")
     result = Table(*columns, title="Held-out pass@1, mean and standard error over problems")
     for column in result.columns[1:]:
         column.justify = "right"

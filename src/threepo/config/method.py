@@ -97,7 +97,8 @@ class Method:
         if n and g % n:
             divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
             raise UserError(
-                f"method.draws = {n}: must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
+                f"method.draws = {n}: must divide method.rollouts_per_prompt = {g} evenly; "
+                f"set draws to one of {divisors}"
             )
         if n == 0:
             self._refuse_without_draws()
@@ -108,8 +109,9 @@ class Method:
             )
         if self.greedy and (n != g or self.correction.kind != "none"):
             raise UserError(
-                f"method.greedy = true: rollouts of one draw would be identical and have no ratio to correct by; set "
-                f"draws = rollouts_per_prompt (now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
+                f"method.greedy = true: rollouts of one draw would be identical and have no ratio to correct by; "
+                f"set draws = rollouts_per_prompt (now {n} and {g}) and correction.kind = 'none' "
+                f"(now {self.correction.kind!r})"
             )
 
     def _refuse_without_draws(self) -> None:

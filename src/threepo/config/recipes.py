@@ -56,8 +56,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.method.draws and self.optimizer.kind != "ivon":
             raise UserError(
-                f"optimizer.kind = {self.optimizer.kind!r}: method.draws = {self.method.draws} needs a posterior to draw "
-                f"from; set optimizer.kind = 'ivon', or method.draws = 0"
+                f"optimizer.kind = {self.optimizer.kind!r}: method.draws = {self.method.draws} needs a posterior to "
+                f"draw from; set optimizer.kind = 'ivon', or method.draws = 0"
             )
         if self.eval.draws and self.optimizer.kind != "ivon":
             raise UserError(

@@ -154,8 +154,8 @@ class RewardConfig:
     """[reward]: what a completion is paid."""
 
     function: str = "task"
-    """`task`: the verifier of the procedural task; `exact`: the answer must equal the reference; or `module:function`,
-    a function called as TRL calls reward functions: f(prompts=..., completions=..., <columns>=...) -> list of floats."""
+    """`task`: the verifier of the procedural task; `exact`: the answer must equal the reference; or your own
+    `module:function`, called as TRL calls them: f(prompts=..., completions=..., <columns>=...) -> a number each."""
     correct_from: float = 1.0
     """A completion counts as correct when the value that your own function returns is at least this."""
 

@@ -39,12 +39,12 @@ class FileProblems:
         return cls(path, problems, settings.seed)
 
     def batch(self, step: int, size: int) -> list[Problem]:
-        """The problems of one training step: a function of (seed, step). An epoch's incomplete last batch is left out."""
+        """The problems of one training step: a function of (seed, step). An epoch drops its incomplete last batch."""
         steps_per_epoch = len(self.problems) // size
         if steps_per_epoch == 0:
             raise UserError(
-                f"data file {self.path}: holds {len(self.problems)} problems, fewer than data.prompts_per_step = {size}; "
-                f"lower it"
+                f"data file {self.path}: holds {len(self.problems)} problems, fewer than "
+                f"data.prompts_per_step = {size}; lower it"
             )
         epoch, position = divmod(step, steps_per_epoch)
         order = list(range(len(self.problems)))
@@ -85,8 +85,8 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 def _problem(path: Path, number: int, row: dict[str, Any], settings: DataConfig) -> Problem:
     if settings.prompt_column not in row:
         raise UserError(
-            f"data file {path}, row {number}: no column {settings.prompt_column!r}; it has {', '.join(map(repr, row))}; "
-            f"set data.prompt_column"
+            f"data file {path}, row {number}: no column {settings.prompt_column!r}; it has "
+            f"{', '.join(map(repr, row))}; set data.prompt_column"
         )
     prompt = row[settings.prompt_column]
     if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):

@@ -19,7 +19,7 @@ from threepo.types import Problem, Verdict
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems taken from each chunk of 256 generated items: far fewer than the split's share, so enough are always there."""
+"""Problems taken from each chunk of generated items: far fewer than the split's share of it, so that they are there."""
 
 
 @dataclass(frozen=True)

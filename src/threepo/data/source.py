@@ -61,7 +61,7 @@ def open_heldout(settings: DataConfig) -> OpenedSource:
         return open_source(settings.eval, "heldout", settings)
     if Path(settings.train).suffix in SUFFIXES and settings.train not in TASKS:
         raise UserError(
-            f"data.eval = '': {settings.train} has no held-out half of its own; name a file of held-out problems, or set "
-            f"eval.every = 0"
+            f"data.eval = '': {settings.train} has no held-out half of its own; name a file of held-out problems, "
+            f"or set eval.every = 0"
         )
     return open_source(settings.train, "heldout", settings)

@@ -73,7 +73,8 @@ class Examination:
             top_k=settings.top_k,
             max_new_tokens=settings.max_new_tokens or self.sampling.max_new_tokens,
         )
-        draws = [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in range(settings.draws)] or [None]
+        draws: list[Draw | None] = [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in range(settings.draws)]
+        draws = draws or [None]
         engine.load(posterior, draws, step)
         requests = [
             Request(problem, tokens, draws[i * len(draws) // settings.samples], i)

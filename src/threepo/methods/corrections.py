@@ -71,6 +71,6 @@ def _masked(ratio: torch.Tensor, settings: Correction) -> tuple[torch.Tensor, to
 
 
 def effective_sample_share(weights: torch.Tensor) -> float:
-    """Kish's effective sample size over the number of rows: (sum w)^2 / (n * sum w^2), for [R] weights; 0 if all are 0."""
+    """Kish's effective sample size over the number of rows, (sum w)^2 / (n sum w^2), of [R] weights; 0 if all are 0."""
     square = float(weights.double().square().sum())
     return float(weights.double().sum()) ** 2 / (len(weights) * square) if square > 0 else 0.0

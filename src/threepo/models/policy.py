@@ -86,8 +86,8 @@ class Policy:
             raise UserError(f"problem {problem.id}: its prompt is empty; every problem needs at least one token")
         if len(tokens) + max_new_tokens > self.context:
             raise UserError(
-                f"problem {problem.id}: prompt of {len(tokens)} tokens and max_new_tokens = {max_new_tokens} exceed the "
-                f"model's context of {self.context}; shorten the prompt or lower max_new_tokens"
+                f"problem {problem.id}: prompt of {len(tokens)} tokens and max_new_tokens = {max_new_tokens} exceed "
+                f"the model's context of {self.context}; shorten the prompt or lower max_new_tokens"
             )
         return tokens
 
@@ -131,13 +131,14 @@ def pick_device(name: str) -> torch.device:
 def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
     device = pick_device(settings.device)
+    model: Any
     if settings.path in TINY_MODELS:
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
         model, tokenizer = _load_pretrained(settings.path)
-    model.to(device).eval()  # type: ignore[union-attr]
+    model.to(device).eval()
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[union-attr,operator]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
     return Policy(model, tokenizer, has_plain_head(model), dtype)

@@ -94,19 +94,19 @@ class IVON(torch.optim.Optimizer):
             "noise_scale": noise_scale,
             "step": 0,
         }
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check_group(group)
         self.seed = seed
         self.skipped_steps = 0
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = _Observations()
         self._draws_made = 0
         self._last = {"optimizer/grad_norm": 0.0, "posterior/clipped_share": 0.0}
-        for _, p, group in self._trainable():
-            state = self.state[p]
-            state["hessian"] = torch.full_like(p, group["hess_init"], dtype=torch.float32)
-            state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+        super().__init__(params, defaults)
+        self._trainable()  # makes the state, so that memory runs out here if it does
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own."""
+        super().add_param_group(param_group)
+        _check_group(self.param_groups[-1])
 
     # Drawing weights
 
@@ -130,8 +130,8 @@ class IVON(torch.optim.Optimizer):
             yield
         finally:
             with torch.no_grad():
-                for p, mean in self._means.items():
-                    p.copy_(mean)
+                for perturbed, mean in self._means.items():
+                    perturbed.copy_(mean)
             self._means.clear()
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
@@ -178,8 +178,9 @@ class IVON(torch.optim.Optimizer):
         seen = self._observed
         finite = math.isfinite(total_norm([p.grad for _, p, _ in trainable if p.grad is not None]))
         for name, p, group in trainable:
-            grad, p.grad = p.grad, None
+            grad = p.grad
             assert grad is not None
+            p.grad = None
             if not finite:
                 continue
             if divisor != 1.0:
@@ -303,7 +304,13 @@ class IVON(torch.optim.Optimizer):
                 self.state[p][key] = saved[key].detach().to(p.device, torch.float32, copy=True)
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
-        return [(name, p, group) for name, p, group in named_in_groups(self.param_groups) if p.requires_grad]
+        """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
+        trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
+        for _, p, group in trainable:
+            if p not in self.state:
+                self.state[p]["hessian"] = torch.full_like(p, group["hess_init"], dtype=torch.float32)
+                self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+        return trainable
 
     def _refuse_while_perturbed(self, what: str) -> None:
         if self._means:

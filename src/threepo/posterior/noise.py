@@ -96,7 +96,7 @@ def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iter
 
 
 def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The noise of elements [start, stop) of the flattened parameter `name` under `draw`: float32, shape [stop-start]."""
+    """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     for offset, chunk in normal_chunks(noise_key(draw, name), start, stop, out.device):
         out[offset : offset + len(chunk)] = chunk
@@ -104,7 +104,7 @@ def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | 
 
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uniform numbers in [0, 1) for several keys at once: float64 of shape [len(keys), stop-start], element = counter."""
+    """Uniform numbers in [0, 1) of the counters [start, stop) under several keys: float64, [len(keys), stop - start]."""
     first = torch.tensor([_signed(key[0]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     second = torch.tensor([_signed(key[1]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     counters = torch.arange(start, stop, dtype=torch.int64, device=device) * _signed(_GOLDEN)

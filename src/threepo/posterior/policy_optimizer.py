@@ -52,7 +52,7 @@ class PolicyOptimizer(WeightSource, Protocol):
 
 def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
     """Every parameter with its name and group; without names, its position in the optimizer is its name."""
-    found = []
+    found: list[tuple[str, torch.nn.Parameter, dict[str, Any]]] = []
     for group in param_groups:
         names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
         found += [(name, p, group) for name, p in zip(names, group["params"], strict=True)]

@@ -31,8 +31,8 @@ def load_grader(settings: RewardConfig, verify: Verify | None) -> Grader:
     if settings.function == "task":
         if verify is None:
             raise UserError(
-                "reward.function = 'task': a data file has no verifier of its own; set reward.function to 'exact' or to "
-                "your own 'module:function'"
+                "reward.function = 'task': a data file has no verifier of its own; set reward.function to 'exact' or "
+                "to your own 'module:function'"
             )
         return _one_by_one(verify)
     if settings.function == "exact":
@@ -56,7 +56,8 @@ def _user_grader(settings: RewardConfig) -> Grader:
         if not isinstance(values, Sequence) or len(values) != len(completions):
             got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
             raise UserError(
-                f"reward.function {name}: returned {got} for {len(completions)} completions; return a list of one number each"
+                f"reward.function {name}: returned {got} for {len(completions)} completions; "
+                f"return a list of one number each"
             )
         return [_verdict(name, value, settings.correct_from) for value in values]
 

@@ -41,7 +41,7 @@ def polite_stop() -> Iterator[StopRequest]:
             signal.signal(each, handler)
 
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (int(signal.SIGTERM), int(signal.SIGINT)):
             previous[number] = signal.signal(number, handle)
     except ValueError:  # not in the main thread
         previous.clear()

@@ -135,8 +135,8 @@ def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
     quiet = run.state.quiet_steps + 1 if corrects_nothing(correction, record) else 0
     if quiet and quiet == correction.warn_after:
         warnings.warn(
-            f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be too "
-            f"close together to matter (lower optimizer.ess), or the behaviour log-probs are not those of the draws",
+            f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be "
+            f"too close together to matter (lower optimizer.ess), or the behaviour log-probs are not those of the draws",
             ThreepoWarning,
             stacklevel=2,
         )
@@ -193,7 +193,7 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
         policy.encode_prompt(problem, config.data, config.sampling.max_new_tokens)  # refuse now, not in the loop
     engine = build_engine(config.engine, policy)
     if folder:
-        folder.forget_after(state.step if state.step else -1)
+        folder.forget_after(state.step or -1)
     else:
         folder = RunFolder.create(Path(config.run.folder), config)
     tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None

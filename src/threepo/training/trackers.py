@@ -17,7 +17,7 @@ class TensorBoard:
         except ImportError as error:
             raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'") from error
         # purge_step hides rows of a killed run from the step that is made again.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step; a failure is reported once and ends the tracking, not the run."""
