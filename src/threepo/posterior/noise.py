@@ -75,6 +75,8 @@ def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iter
     A chunk is valid until the next one is asked for. Whole blocks are computed, always from their beginning, so that
     an element's number does not depend on which slice it is read with.
     """
+    if start >= stop:
+        return
     begin = start // BLOCK * BLOCK
     most = min(CHUNK // BLOCK, -(-(stop - begin) // BLOCK))  # blocks a pass
     bits, scratch = torch.empty(2, most * _PAIRS, dtype=torch.int64, device=device).unbind()
@@ -104,7 +106,7 @@ def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | 
 
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uniform numbers in [0, 1) of the counters [start, stop) under several keys: float64, [len(keys), stop - start]."""
+    """Uniform numbers in [0, 1) of the counters [start, stop) under several keys: float64, [keys, stop - start]."""
     first = torch.tensor([_signed(key[0]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     second = torch.tensor([_signed(key[1]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     counters = torch.arange(start, stop, dtype=torch.int64, device=device) * _signed(_GOLDEN)

@@ -136,7 +136,7 @@ def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
     if quiet and quiet == correction.warn_after:
         warnings.warn(
             f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be "
-            f"too close together to matter (lower optimizer.ess), or the behaviour log-probs are not those of the draws",
+            f"too close together to matter (lower optimizer.ess), or the log-probs of the rollouts are wrong",
             ThreepoWarning,
             stacklevel=2,
         )

@@ -1,0 +1,166 @@
+"""Reading recipes: strict, and helpful when it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threepo.config import IVONConfig, Method, RunConfig, SFTConfig, TrainConfig
+from threepo.config.reader import build, merge, parse_override, read_toml, to_plain
+from threepo.errors import UserError
+from threepo.methods.presets import PRESETS
+from threepo.training.recipe import find_recipe, load, load_evaluation, shipped_recipes
+
+BASE = ["model.path=m", "data.train=sorting"]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_valid(name: str) -> None:
+    table = read_toml(find_recipe(name))
+    config = load(SFTConfig if "demonstrations" in table else TrainConfig, name)
+    assert config.run.folder == f"runs/{name.rpartition('/')[2]}"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_fill_the_method_and_choose_the_optimizer(preset: str) -> None:
+    config = load(TrainConfig, "", [*BASE, f"method.preset={preset}"])
+    assert config.method == PRESETS[preset]
+    assert config.optimizer.kind == config.method.optimizer
+
+
+def test_axes_can_be_changed_on_top_of_a_preset() -> None:
+    config = load(TrainConfig, "", [*BASE, "method.preset=c3po", "method.draws=2", "method.correction.weight=one"])
+    assert (config.method.draws, config.method.gradient_at) == (2, "fresh")
+    assert (config.method.correction.kind, config.method.correction.weight) == ("seq_mis", "one")
+
+
+def test_a_resolved_configuration_survives_json() -> None:
+    config = load(TrainConfig, "", [*BASE, "method.preset=m3po", "optimizer.ess=1e10", "data.levels=[2, 3]"])
+    assert build(TrainConfig, json.loads(json.dumps(to_plain(config)))) == config
+
+
+@given(
+    st.builds(
+        RunConfig,
+        folder=st.text(),
+        steps=st.integers(1, 10**9),
+        seed=st.integers(0, 2**62),
+        tensorboard=st.booleans(),
+    )
+)
+def test_any_record_survives_json(config: RunConfig) -> None:
+    assert build(RunConfig, json.loads(json.dumps(to_plain(config)))) == config
+
+
+def test_overrides_are_toml_values_or_text() -> None:
+    assert parse_override("run.steps=3") == {"run": {"steps": 3}}
+    assert parse_override("optimizer.ess = 1e9") == {"optimizer": {"ess": 1e9}}
+    assert parse_override("data.levels=[1, 2]") == {"data": {"levels": [1, 2]}}
+    assert parse_override("run.tensorboard=true") == {"run": {"tensorboard": True}}
+    assert parse_override("model.path=../a=b") == {"model": {"path": "../a=b"}}
+    assert parse_override('model.path="3"') == {"model": {"path": "3"}}
+    assert parse_override("a.b.c=x") == {"a": {"b": {"c": "x"}}}
+
+
+def test_recipes_extend_each_other(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[run]\nsteps = 5\nseed = 1\n[optimizer]\nkind = "ivon"\ness = 1e8\n')
+    (tmp_path / "child.toml").write_text('extends = "base.toml"\n[run]\nsteps = 6\n')
+    assert read_toml(tmp_path / "child.toml") == {
+        "run": {"steps": 6, "seed": 1},
+        "optimizer": {"kind": "ivon", "ess": 1e8},
+    }
+    (tmp_path / "loop.toml").write_text('extends = "loop.toml"\n')
+    with pytest.raises(UserError, match="extends itself"):
+        read_toml(tmp_path / "loop.toml")
+
+
+def test_another_kind_replaces_the_table_below() -> None:
+    ivon = {"kind": "ivon", "ess": 1e8}
+    assert merge({"optimizer": ivon}, {"optimizer": {"kind": "adamw", "lr": 1e-5}}) == {
+        "optimizer": {"kind": "adamw", "lr": 1e-5}
+    }
+    assert merge({"optimizer": ivon}, {"optimizer": {"lr": 2}}) == {"optimizer": {**ivon, "lr": 2}}
+
+
+def test_an_optimizer_without_kind_is_the_fields_default() -> None:
+    plain = {"model": {"path": "m"}, "demonstrations": {"tasks": ["sorting"]}, "optimizer": {"ess": 3}}
+    assert build(SFTConfig, plain).optimizer == IVONConfig(ess=3.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.drwas=2", "unknown key method.drwas; did you mean method.draws?"),
+        ("metod.draws=2", "unknown table metod; did you mean method?"),
+        ("xyz.abc=2", "unknown table xyz; known here: model, data, run"),
+        ("run.steps=many", "run.steps = 'many': must be a whole number, not text"),
+        ("run.steps=2.5", "run.steps = 2.5: must be a whole number, not a number"),
+        ("run.steps=true", "run.steps = True: must be a whole number, not true or false"),
+        ("run.steps=0", "run.steps = 0: must be greater than 0"),
+        ("run.tensorboard=1", "run.tensorboard = 1: must be true or false, not a whole number"),
+        ("model.path=3", "model.path = 3: must be text, not a whole number"),
+        ("method.correction=3", "method.correction = 3: is a table"),
+        ("method.correction.kind=seqmis", "must be one of 'none', 'token_tis'"),
+        ("method.preset=c2po", "method.preset = 'c2po': must be one of grpo, b3po"),
+        ("optimizer.kind=sgd", "optimizer.kind = 'sgd': must be one of 'adamw', 'ivon'"),
+        ("optimizer.betas=[0.9]", "must have 2 values"),
+        ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas = \[0.9, 1.0\]: both must lie in \[0, 1\)"),
+        ("data.levels=3", r"data.levels = 3: must be a list, such as \[3\]"),
+        ("data.levels=[a]", "data.levels = '.a.': must be a list"),
+        ("data.prompt_template=hello", "must contain {prompt}"),
+        ("optimizer.kind=adamw", "method.draws = 4 needs a posterior"),
+        ("sampling.temperature=0", "method.preset = 'thompson'"),
+        ("sampling.top_p=0.9", "importance ratios are wrong"),
+        ("sampling.top_p=0", "must be above 0 and at most 1"),
+        ("objective.mini_batches=33", "more than data.prompts_per_step = 32"),
+        ("objective.dual_clip=0.5", "must be 0 .off. or above 1"),
+        ("eval.draws=3", "must divide eval.samples = 8"),
+        ("optimizer.load_momentum=true", "name the folder to load from"),
+        ("model.tiny.heads=3", "multiple of 2 . model.tiny.heads = 6"),
+        ("nonsense", "write section.key=value"),
+        ("run=3", "write section.key=value"),
+    ],
+)
+def test_mistakes_are_refused_with_field_value_and_fix(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load(TrainConfig, "", [*BASE, "method.preset=c3po", override])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean demo/c3po\?"):
+        find_recipe("demo/c3p")
+    with pytest.raises(UserError, match="shipped recipes: demo/b3po"):
+        find_recipe("zzz")
+    path = tmp_path / "bad.toml"
+    path.write_text("[run\nsteps = 3")
+    with pytest.raises(UserError, match=r"not valid TOML: .*line 1"):
+        load(TrainConfig, str(path))
+    path.write_text("extends = 3\n")
+    with pytest.raises(UserError, match="must be the path of another recipe"):
+        load(TrainConfig, str(path))
+    path.write_text("model = 3\n")
+    with pytest.raises(UserError, match="model = 3: is a table"):
+        load(TrainConfig, str(path))
+    path.write_text("")
+    with pytest.raises(UserError, match="model.path = ''"):
+        load(TrainConfig, str(path))
+
+
+def test_numbers_may_be_written_as_integers_but_never_as_text() -> None:
+    assert load(TrainConfig, "", [*BASE, "sampling.temperature=1"]).sampling.temperature == 1.0
+    with pytest.raises(UserError, match="must be a number, not text"):
+        load(TrainConfig, "", [*BASE, "sampling.temperature='1e9'"])
+
+
+def test_an_evaluation_takes_what_it_knows_from_a_training_recipe() -> None:
+    config = load_evaluation("some/model", "demo/c3po", ["eval.samples=2"])
+    assert (config.model.path, config.data.train) == ("some/model", "sorting")
+    assert (config.eval.samples, config.eval.temperature) == (2, 1.0)
+
+
+def test_methods_are_values() -> None:
+    assert Method() == Method(name="custom")
+    assert len(set(PRESETS.values())) == len(PRESETS)

@@ -1,0 +1,28 @@
+"""What all tests share: two threads at most, no hub, and a tiny policy."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
+
+import pytest
+import torch
+from hypothesis import settings
+
+from threepo.config import ModelConfig, TinyConfig
+from threepo.models.policy import Policy, load_policy
+
+settings.register_profile("suite", deadline=None, max_examples=50, print_blob=True)
+settings.load_profile("suite")
+
+SMALL = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """A fresh, randomly initialised tiny Qwen2 with tied embeddings."""
+    return load_policy(ModelConfig(path="tiny-qwen2", tiny=SMALL), seed=7)

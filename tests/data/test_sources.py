@@ -1,0 +1,165 @@
+"""Files, reasoning-gym and demonstrations as sources of problems."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from threepo.config import DataConfig, DemonstrationConfig
+from threepo.data.demonstrations import Demonstrations
+from threepo.data.files import FileProblems
+from threepo.data.reasoning_gym import ReasoningGymProblems
+from threepo.data.source import open_heldout, open_source, open_training
+from threepo.data.task import split_of
+from threepo.errors import UserError
+from threepo.types import Problem
+
+ROWS = [{"prompt": f"{i} + {i}", "answer": 2 * i, "difficulty": i % 3} for i in range(10)]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def settings(path: Path, **fields: object) -> DataConfig:
+    return DataConfig(train=str(path), **fields)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_become_problems(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"problems{suffix}"
+    if suffix == ".jsonl":
+        write_jsonl(path, ROWS)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    problems = FileProblems.read(path, settings(path)).problems
+    assert len(problems) == 10
+    assert problems[3] == Problem(
+        id=f"problems{suffix}:4", prompt="3 + 3", answer="6", columns={"answer": 6, "difficulty": 0}
+    )
+
+
+def test_columns_can_have_other_names_and_prompts_can_be_chats(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    path = write_jsonl(tmp_path / "p.jsonl", [{"question": chat, "gold": "x", "id": "one"}])
+    source = FileProblems.read(path, settings(path, prompt_column="question", answer_column="gold"))
+    assert source.problems[0].prompt == tuple(chat)
+    assert (source.problems[0].id, source.problems[0].answer) == ("one", "x")
+
+
+def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    source = FileProblems.read(path, settings(path, seed=1))
+    epochs = [[p.id for step in range(3) for p in source.batch(3 * epoch + step, 3)] for epoch in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == 9, "an epoch repeats nothing, and leaves out its incomplete last batch"
+    assert epochs[0] != epochs[1]
+    again = FileProblems.read(path, settings(path, seed=1))
+    assert [p.id for p in again.batch(4, 3)] == epochs[1][3:6]
+    other = FileProblems.read(path, settings(path, seed=2))
+    assert [p.id for p in other.batch(0, 9)] != [p.id for p in source.batch(0, 9)]
+    assert [p.prompt for p in source.first(2)] == ["0 + 0", "1 + 1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no problems"),
+        ("\n\n", "holds no problems"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
+        ('["a"]\n', "line 1: must be an object"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', "row 2: no column 'prompt'; it has 'question'; set data.prompt_column"),
+        ('{"prompt": 3}\n', "row 1: the prompt must be text"),
+        ('{"prompt": [{"content": "a"}]}\n', "row 1: the prompt must be text or a list of chat messages"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "rows 1 and 2 share the id '1'"),
+    ],
+)
+def test_broken_files_are_refused_by_place(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        FileProblems.read(path, settings(path))
+
+
+def test_missing_damaged_and_small_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        open_training(settings(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(UserError, match="not a valid parquet"):
+        open_training(settings(tmp_path / "bad.parquet"))
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    with pytest.raises(UserError, match="10 problems, fewer than data.prompts_per_step = 11"):
+        open_training(settings(path)).problems.batch(0, 11)
+
+
+def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
+    assert open_training(DataConfig(train="stack")).verify is not None
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    assert open_training(settings(path)).verify is None
+    with pytest.raises(UserError, match="did you mean sorting"):
+        open_training(DataConfig(train="sortin"))
+    with pytest.raises(UserError, match=r"name a task \(paths, pointers, sorting, stack\)"):
+        open_training(DataConfig(train="zzz"))
+    with pytest.raises(UserError, match="has no held-out half"):
+        open_heldout(settings(path))
+    heldout = open_heldout(settings(path, eval=str(path)))
+    assert len(heldout.problems.first(4)) == 4
+    assert split_of(str(open_heldout(DataConfig(train="stack")).problems.first(1)[0].prompt)) == "heldout"
+
+
+@pytest.mark.parametrize("name", ["chain_sum(min_terms=2, max_terms=3)", "word_ladder", "gsm_symbolic", "maze"])
+def test_reasoning_gym_data_sets_keep_the_promises_of_our_own(name: str) -> None:
+    train, heldout = (ReasoningGymProblems(name, split, seed=1) for split in ("train", "heldout"))
+    again = ReasoningGymProblems(name, "train", seed=1)
+    for index in (0, 7, 200):
+        problem = train.problem(index)
+        assert again.problem(index) == problem
+        assert split_of(str(problem.prompt)) == "train"
+        assert train.verify(problem, f"<think>hm</think>{problem.answer}").correct
+        assert train.verify(problem, f"<answer>{problem.answer}</answer> or so").correct
+        assert not train.verify(problem, "no idea").correct
+        assert train.verify(problem, "").status == "no_answer"
+    for problem in heldout.first(9):
+        assert split_of(str(problem.prompt)) == "heldout"
+    assert ReasoningGymProblems(name, "train", seed=2).problem(0).prompt != train.problem(0).prompt
+
+
+def test_part_of_the_score_is_not_enough() -> None:
+    """reasoning-gym pays 0.5 and more for an answer that contains the right one; that would be learned at once."""
+    gym = open_source("reasoning-gym:chain_sum", "train", DataConfig(train="x"))
+    problem = gym.problems.first(1)[0]
+    assert gym.verify is not None
+    assert not gym.verify(problem, f"{problem.answer} or 1").correct
+
+
+def test_reasoning_gym_mistakes_are_refused() -> None:
+    for spec, message in (
+        ("chainsum", "not registered"),
+        ("chain_sum(terms=3)", "unexpected keyword"),
+        ("chain_sum(min_terms=9, max_terms=3)", "max_terms"),
+        ("chain_sum(3)", "write reasoning-gym:NAME"),
+        ("chain sum", "write reasoning-gym:NAME"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ReasoningGymProblems(spec, "train", 0)
+
+
+def test_demonstrations_follow_their_shares_and_stay_in_the_training_split() -> None:
+    config = DemonstrationConfig(tasks=("sorting", "stack"), behaviours={"worked": 0.25, "direct": 0.75}, batch_size=50)
+    source = Demonstrations(config)
+    shown = [d for step in range(20) for d in source.batch(step)]
+    assert Counter(d.problem.columns["task"] for d in shown) == {"sorting": 500, "stack": 500}
+    assert sum(d.behaviour == "worked" for d in shown) / 1000 == pytest.approx(0.25, abs=0.05)
+    assert {split_of(str(d.problem.prompt)) for d in shown} == {"train"}
+    assert Demonstrations(config).demonstration(77) == source.demonstration(77)
+
+
+def test_demonstrations_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(UserError, match="unknown task 'sort'"):
+        Demonstrations(DemonstrationConfig(tasks=("sort",)))
+    with pytest.raises(UserError, match=r"behaviours.copied: stack knows worked, direct"):
+        Demonstrations(DemonstrationConfig(tasks=("sorting", "stack"), behaviours={"copied": 1.0}))

@@ -1,0 +1,128 @@
+"""Every procedural task keeps the same promises."""
+
+from random import Random
+
+import pytest
+
+from threepo.answers import final_answer
+from threepo.data.task import ProceduralProblems, Task, split_of
+from threepo.data.tasks import TASKS
+from threepo.errors import UserError
+from threepo.types import Problem
+
+ALL = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+
+
+@ALL
+def test_problems_are_a_function_of_seed_and_index(task: Task) -> None:
+    one, two = (ProceduralProblems(task, "train", seed=3) for _ in range(2))
+    assert [two.problem(i) for i in (5, 0, 17)] == [one.problem(i) for i in (5, 0, 17)]
+    assert one.batch(2, 4) == [one.problem(i) for i in range(8, 12)]
+    other = ProceduralProblems(task, "train", seed=4)
+    shared = {one.problem(i).prompt for i in range(100)} & {other.problem(i).prompt for i in range(100)}
+    assert len(shared) < 30, "neighbouring seeds must not share their sequence"
+
+
+@ALL
+def test_ids_are_unique(task: Task) -> None:
+    ids = {
+        ProceduralProblems(task, split, seed).problem(i).id
+        for split in ("train", "heldout")
+        for seed in range(3)
+        for i in range(30)
+    }
+    assert len(ids) == 2 * 3 * 30
+
+
+@ALL
+def test_training_and_held_out_problems_are_disjoint(task: Task) -> None:
+    train = {ProceduralProblems(task, "train", s).problem(i).prompt for s in range(3) for i in range(300)}
+    heldout = {ProceduralProblems(task, "heldout", s).problem(i).prompt for s in range(3) for i in range(300)}
+    assert not train & heldout
+    assert {split_of(str(prompt)) for prompt in train} == {"train"}
+    assert {split_of(str(prompt)) for prompt in heldout} == {"heldout"}
+
+
+@ALL
+def test_right_ways_of_working_are_right_and_others_are_wrong(task: Task) -> None:
+    problems = ProceduralProblems(task, "train", 0)
+    for index in range(200):
+        problem = problems.problem(index)
+        for behaviour in ("worked", "direct"):
+            verdict = task.verify(problem, task.demonstrate(problem, behaviour, Random(index)))
+            assert (verdict.correct, verdict.status, verdict.reward) == (True, "right", 1.0)
+            assert verdict.answer is not None
+        wrong = task.verify(problem, problem.answer + problem.answer + "?")
+        assert (wrong.correct, wrong.status, wrong.reward) == (False, "wrong", 0.0)
+        for empty in ("", "  \n", f"<think>{problem.answer}</think>", f"<think>{problem.answer}</think> "):
+            assert task.verify(problem, empty).status == "no_answer"
+        assert task.verify(problem, f"<think>so it is {problem.answer}").status == "wrong"
+
+
+@ALL
+def test_difficulty_grows_with_the_level(task: Task) -> None:
+    def length(level: int) -> float:
+        problems = ProceduralProblems(task, "train", 0, (level,))
+        return sum(len(task.work(str(problems.problem(i).prompt))) for i in range(50)) / 50
+
+    low, high = task.min_level + 1, task.min_level + 5
+    assert length(high) > 1.5 * length(low)
+    with pytest.raises(UserError, match=f"starts at level {task.min_level}"):
+        ProceduralProblems(task, "train", 0, (task.min_level - 1,))
+
+
+@ALL
+def test_levels_take_turns(task: Task) -> None:
+    problems = ProceduralProblems(task, "train", 0, (2, 3))
+    assert [problems.problem(i).columns["level"] for i in range(4)] == [2, 3, 2, 3]
+
+
+@ALL
+def test_an_unknown_behaviour_is_refused(task: Task) -> None:
+    with pytest.raises(UserError, match="knows worked, direct"):
+        task.demonstrate(ProceduralProblems(task, "train", 0).problem(0), "dreamt", Random(0))
+
+
+def problem_of(prompt: str, answer: str = "") -> Problem:
+    return Problem(id="x", prompt=prompt, answer=answer)
+
+
+def test_sorting_by_hand() -> None:
+    task = TASKS["sorting"]
+    assert task.work("sort 7391\n") == "1:739\n3:79\n7:9\n9:"
+    problem = problem_of("sort 7391\n", "1379")
+    assert task.demonstrate(problem, "copied", Random(0)) == "7391"
+    assert task.demonstrate(problem, "reversed", Random(0)) == "9731"
+    assert not task.verify(problem, "7391").correct
+    assert task.verify(problem, "<think>no idea</think>\n1379\n").correct
+
+
+def test_pointers_by_hand() -> None:
+    assert TASKS["pointers"].work("a>d b>a c>b d>c; 3 from a\n") == "adcb"
+
+
+def test_stack_by_hand() -> None:
+    assert TASKS["stack"].work("stack 3 5 swap dup over pop\n").split("\n") == [
+        "3",
+        "3 5",
+        "5 3",
+        "5 3 3",
+        "5 3 3 3",
+        "5 3 3",
+    ]
+
+
+def test_paths_takes_any_way_along_the_edges_and_no_other() -> None:
+    task = TASKS["paths"]
+    problem = problem_of("ab bd ac cd de da; a to e\n", "a b d e")
+    for right in ("a b d e", "a c d e", "a b d a c d e"):
+        assert task.verify(problem, right).correct, right
+    for wrong in ("a e", "b d e", "a b d", "a d e", "e d b a", "abde"):
+        assert not task.verify(problem, wrong).correct, wrong
+    assert task.work("ab bc ad de; a to e\n") == "abcbade"
+
+
+def test_final_answer() -> None:
+    assert final_answer("<think>1</think> 2 ") == "2"
+    assert final_answer("a</think>b</think>c") == "c"
+    assert final_answer(" plain\n") == "plain"

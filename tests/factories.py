@@ -1,0 +1,37 @@
+"""Small records for tests."""
+
+from collections.abc import Sequence
+
+from threepo.types import Completion, Draw, Problem, TrainingRow, Verdict
+
+
+def completion(
+    prompt: str = "p0",
+    rollout: int = 0,
+    *,
+    reward: float = 0.0,
+    tokens: Sequence[int] = (11, 12, 13),
+    logprobs: Sequence[float] | None = None,
+    prompt_tokens: Sequence[int] = (5, 6),
+    draw: Draw | None = None,
+    status: str | None = None,
+) -> Completion:
+    """A graded completion."""
+    correct = reward >= 1
+    return Completion(
+        problem=Problem(id=prompt, prompt=prompt),
+        prompt_tokens=tuple(prompt_tokens),
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs) if logprobs is not None else (-1.0,) * len(tokens),
+        text="text",
+        finish_reason="stop",
+        draw=draw,
+        rollout=rollout,
+        policy_step=0,
+        verdict=Verdict(correct, status or ("right" if correct else "wrong"), "x", reward),  # type: ignore[arg-type]
+    )
+
+
+def row(index: int = 0, advantage: float = 1.0, weight: float = 1.0, **fields: object) -> TrainingRow:
+    """A training row around a completion with these fields."""
+    return TrainingRow(completion(**fields), index, advantage, weight)  # type: ignore[arg-type]

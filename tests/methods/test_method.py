@@ -1,0 +1,162 @@
+"""The lattice: which draws, which rows, which weights the gradient is taken at."""
+
+from dataclasses import replace
+
+import pytest
+
+from factories import completion
+from threepo.config import Advantage, Method
+from threepo.errors import UserError
+from threepo.methods.method import (
+    advantages,
+    gradient_draws,
+    group_by_prompt,
+    requests,
+    rollout_draws,
+    split_batch,
+    training_batch,
+)
+from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, PRESETS, THOMPSON
+from threepo.types import Draw, Group, Problem
+
+PROBLEMS = [(Problem(id=f"p{i}", prompt=f"p{i}"), (1, 2, i)) for i in range(3)]
+
+
+def groups_of(method: Method, rewards: dict[tuple[int, int], float] | None = None) -> list[Group]:
+    """Completions as an engine would return them for three prompts, with these rewards by (prompt, rollout)."""
+    made = requests(method, PROBLEMS, rollout_draws(method, 1, 2))
+    rows = [
+        completion(
+            request.problem.id,
+            request.rollout,
+            draw=request.draw,
+            reward=(rewards or {}).get((int(request.problem.id[1:]), request.rollout), 0.0),
+        )
+        for request in made
+    ]
+    return group_by_prompt(rows[::-1])[::-1]  # the order of arrival must not matter
+
+
+def test_the_table_of_the_design() -> None:
+    rows = {
+        "grpo": (0, "prompt", "mean", "none", "adamw"),
+        "b3po": (1, "prompt", "generator", "none", "ivon"),
+        "m3po": (4, "draw", "generator", "none", "ivon"),
+        "c3po": (4, "prompt", "fresh", "seq_mis", "ivon"),
+        "c3po_replay": (4, "prompt", "generator", "none", "ivon"),
+        "thompson": (16, "prompt", "fresh", "none", "ivon"),
+    }
+    assert {
+        name: (m.draws, m.advantages, m.gradient_at, m.correction.kind, m.optimizer) for name, m in PRESETS.items()
+    } == rows
+    assert (C3PO.correction.low, C3PO.correction.high, C3PO.correction.weight) == (0.5, 2.0, "ratio")
+    assert THOMPSON.greedy
+    assert THOMPSON.draws == THOMPSON.rollouts_per_prompt
+    assert M3PO.group_size == 4
+    assert C3PO.group_size == 16
+
+
+def test_draws_of_a_step_are_distinct_and_addressed_by_it() -> None:
+    assert rollout_draws(GRPO, 1, 2) == [None]
+    assert rollout_draws(C3PO, 1, 2) == [Draw(1, 2, i) for i in range(4)]
+    method = replace(C3PO, gradient_draws=2)
+    fresh = gradient_draws(method, 1, 2)
+    assert not set(fresh) & set(rollout_draws(method, 1, 2))
+    assert len(set(fresh)) == 2
+
+
+@pytest.mark.parametrize("method", PRESETS.values(), ids=list(PRESETS))
+def test_every_draw_writes_its_even_share_of_every_prompt(method: Method) -> None:
+    draws = rollout_draws(method, 1, 2)
+    made = requests(method, PROBLEMS, draws)
+    assert len(made) == 3 * method.rollouts_per_prompt
+    for problem, tokens in PROBLEMS:
+        mine = [request for request in made if request.problem is problem]
+        assert [request.rollout for request in mine] == list(range(method.rollouts_per_prompt))
+        assert {request.prompt_tokens for request in mine} == {tokens}
+        for draw in draws:
+            assert sum(request.draw == draw for request in mine) == method.rollouts_per_prompt // len(draws)
+
+
+def test_groups_are_put_back_in_order() -> None:
+    groups = groups_of(C3PO)
+    assert [group.problem.id for group in groups] == ["p0", "p1", "p2"]
+    for group in groups:
+        assert [c.rollout for c in group.completions] == list(range(16))
+        assert [c.draw.index for c in group.completions] == [n for n in range(4) for _ in range(4)]
+
+
+def test_pooled_advantages_compare_across_draws_and_separate_ones_do_not() -> None:
+    """Draw 0 solves everything and the others nothing: pooled, that is signal; per draw, there is none."""
+    rewards = {(0, i): 1.0 for i in range(4)}
+    pooled, flat = advantages(C3PO, groups_of(C3PO, rewards))
+    assert pooled[0, :4].gt(0).all()
+    assert pooled[0, 4:].lt(0).all()
+    assert flat.tolist() == [[False], [True], [True]]
+    separate, flat = advantages(M3PO, groups_of(M3PO, rewards))
+    assert separate.eq(0).all()
+    assert flat.all()
+    assert flat.shape == (3, 4)
+
+
+def test_where_the_gradient_is_taken() -> None:
+    def draws_of(method: Method) -> list[tuple[Draw | None, int]]:
+        batch = training_batch(method, groups_of(method), 1, 2)
+        return [(part.draw, len(part.rows)) for part in batch.parts]
+
+    assert draws_of(GRPO) == [(None, 48)]
+    assert draws_of(B3PO) == [(Draw(1, 2, 0), 48)]
+    assert draws_of(C3PO) == [(Draw(1, 2, 4), 48)]
+    assert draws_of(replace(C3PO, gradient_draws=2)) == [(Draw(1, 2, 4), 48), (Draw(1, 2, 5), 48)]
+    for method in (M3PO, C3PO_REPLAY):
+        assert draws_of(method) == [(Draw(1, 2, i), 12) for i in range(4)]
+        for part in training_batch(method, groups_of(method), 1, 2).parts:
+            assert {row.completion.draw for row in part.rows} == {part.draw}
+
+
+def test_rows_are_numbered_prompt_major() -> None:
+    batch = training_batch(C3PO_REPLAY, groups_of(C3PO_REPLAY), 1, 2)
+    for part in batch.parts:
+        for row in part.rows:
+            assert row.index == int(row.completion.problem.id[1:]) * 16 + row.completion.rollout
+
+
+def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
+    rewards = {(1, 3): 1.0}
+    kept = training_batch(GRPO, groups_of(GRPO, rewards), 1, 2)
+    assert len(kept.parts[0].rows) == 48
+    assert sum(row.advantage != 0 for row in kept.parts[0].rows) == 16
+    method = replace(GRPO, advantage=Advantage(zero_variance="drop"))
+    dropped = training_batch(method, groups_of(method, rewards), 1, 2)
+    assert {row.completion.problem.id for row in dropped.parts[0].rows} == {"p1"}
+
+
+@pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pieces: int) -> None:
+    batch = training_batch(method, groups_of(method), 1, 2)
+    minis = split_batch(batch, pieces)
+    assert len(minis) == pieces
+    prompts = [{row.completion.problem.id for part in mini.parts for row in part.rows} for mini in minis]
+    assert sum(map(len, prompts)) == 3
+    for mini in minis:
+        assert [part.draw for part in mini.parts] == [part.draw for part in batch.parts]
+    rows = sorted(row.index for mini in minis for part in mini.parts for row in part.rows)
+    assert rows == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draws": 3}, r"method.draws = 3: must divide method.rollouts_per_prompt = 16 .* 1, 2, 4, 8, 16"),
+        ({"draws": 32}, r"method.draws = 32: must divide"),
+        ({"gradient_at": "fresh"}, r"method.gradient_at = 'fresh': needs draws"),
+        ({"advantages": "draw"}, r"method.advantages = 'draw': needs draws"),
+        ({"draws": 4, "gradient_draws": 2}, r"gradient_draws = 2: only gradient_at = 'fresh'"),
+        ({"draws": 4, "greedy": True}, r"greedy = true: .* draws = rollouts_per_prompt \(now 4 and 16\)"),
+        ({"rollouts_per_prompt": 0}, r"rollouts_per_prompt = 0: must be greater than 0"),
+    ],
+)
+def test_points_outside_the_lattice_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Method(**settings)

@@ -1,0 +1,91 @@
+"""Token log-probs in bounded memory equal the plain computation, in value and gradient."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from threepo.models import logprobs as module
+from threepo.models.logprobs import has_plain_head, token_logprobs
+from threepo.models.policy import Policy
+
+
+def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three rows of lengths 9, 6 and 4, padded on the right; completion tokens start at 3."""
+    torch.manual_seed(0)
+    ids = torch.randint(2, vocabulary, (3, 9))
+    attention, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.bool)
+    for i, length in enumerate((9, 6, 4)):
+        attention[i, :length] = 1
+        mask[i, 2 : length - 1] = True
+    return ids, attention, mask
+
+
+def plain(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor, temperature: float):
+    """The textbook computation, with all logits at once."""
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
+    all_logprobs = logits.log_softmax(-1)
+    chosen = all_logprobs.gather(2, ids[:, 1:, None]).squeeze(2)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return torch.where(mask, chosen, 0.0), torch.where(mask, entropy, 0.0)
+
+
+def gemma() -> torch.nn.Module:
+    """A model that shapes its logits after the head (a soft cap)."""
+    torch.manual_seed(1)
+    config = Gemma2Config(
+        vocab_size=60,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=0.05,
+    )
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 600])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_equals_the_plain_computation(
+    policy: Policy, chunk: int, temperature: float, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)  # 600 elements: two positions a chunk
+    ids, attention, mask = batch(len(policy.tokenizer))
+    weights = torch.randn(mask.shape)
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
+        policy.model.zero_grad()
+        loss = (weights * logprobs).sum() + (0.3 * entropy.sum() if entropy_gradient else 0.0)
+        loss.backward()
+        return [p.grad.clone() for p in policy.model.parameters()]
+
+    ours = token_logprobs(
+        policy.model, ids, attention, mask, temperature, with_entropy_gradient=entropy_gradient
+    )
+    expected = plain(policy.model, ids, attention, mask, temperature)
+    torch.testing.assert_close(ours.logprobs, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.entropy, expected[1], rtol=1e-5, atol=1e-5)
+    if not entropy_gradient:
+        assert not ours.entropy.requires_grad
+    for a, b in zip(gradients(ours.logprobs, ours.entropy), gradients(*expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
+    model = gemma()
+    assert not has_plain_head(model)
+    ids, attention, mask = batch(60)
+    expected, _ = plain(model, ids, attention, mask, 1.0)
+    ours = token_logprobs(model, ids, attention, mask, plain_head=False)
+    torch.testing.assert_close(ours.logprobs, expected, rtol=1e-5, atol=1e-5)
+    wrong = token_logprobs(model, ids, attention, mask, plain_head=True)
+    assert (wrong.logprobs - expected).abs().max() > 1e-3, "the probe would be pointless"
+
+
+def test_nothing_asked_for_is_zero_everywhere(policy: Policy) -> None:
+    ids, attention, mask = batch(len(policy.tokenizer))
+    result = token_logprobs(policy.model, ids, attention, torch.zeros_like(mask))
+    assert result.logprobs.eq(0).all()
+    assert result.entropy.eq(0).all()

@@ -1,0 +1,122 @@
+"""Loading, saving and prompting a policy."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from threepo.config import DataConfig, ModelConfig, TinyConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy, load_policy
+from threepo.types import Problem
+
+TEXTS = ["sort 7391\n<think>1:79</think>12", "héé  日本 a\n\n  b\tc", "</think> x <think>", "1 22 333"]
+DATA = DataConfig(train="sorting")
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_policy_is_the_same_policy(kind: str, tied: bool, tmp_path: Path) -> None:
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=tied)
+    policy = load_policy(ModelConfig(path=kind, tiny=shape), seed=3)
+    policy.save(tmp_path)
+    loaded = load_policy(ModelConfig(path=str(tmp_path)))
+    ours, theirs = dict(policy.model.named_parameters()), dict(loaded.model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ("lm_head.weight" in ours) is not tied
+    for text in TEXTS:
+        tokens = policy.tokenizer(text)["input_ids"]
+        assert loaded.tokenizer(text)["input_ids"] == tokens
+        assert loaded.tokenizer.decode(tokens, skip_special_tokens=True) == text
+    assert (loaded.stop_tokens, loaded.pad_token, loaded.context) == (policy.stop_tokens, policy.pad_token, 512)
+
+
+def test_a_plain_tokenizer_in_a_qwen2_folder_is_not_replaced_by_the_familys(policy: Policy, tmp_path: Path) -> None:
+    """transformers gives every model of type qwen2 a Qwen2Tokenizer, even where the folder holds something else."""
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, " ": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    own = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<unk>")
+    policy.model.save_pretrained(tmp_path)
+    own.save_pretrained(tmp_path)
+    loaded = load_policy(ModelConfig(path=str(tmp_path)))
+    assert loaded.tokenizer("a b")["input_ids"] == own("a b")["input_ids"]
+
+
+def test_weights_are_float32_whatever_the_checkpoint_holds(policy: Policy, tmp_path: Path) -> None:
+    policy.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    loaded = load_policy(ModelConfig(path=str(tmp_path)))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+
+
+def test_the_same_seed_makes_the_same_tiny_model_and_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1)
+    a, b, c = (load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=s).model for s in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(a.model.embed_tokens.weight, b.model.embed_tokens.weight)
+    assert not torch.equal(a.model.embed_tokens.weight, c.model.embed_tokens.weight)
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) -> None:
+    ids = torch.randint(2, 200, (2, 20))
+    mask = torch.ones(2, 19).bool()
+    exact = policy.logprobs(ids, torch.ones_like(ids), mask).logprobs
+    half = Policy(policy.model, policy.tokenizer, policy.plain_head, torch.bfloat16)
+    rounded = half.logprobs(ids, torch.ones_like(ids), mask).logprobs
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.05
+
+
+def test_prompts_with_and_without_a_chat_template(policy: Policy) -> None:
+    problem = Problem(id="p", prompt="2 + 2")
+    plain = policy.encode_prompt(problem, DataConfig(train="x", prompt_template="Q: {prompt}\nA:"), 10)
+    assert policy.tokenizer.decode(plain) == "Q: 2 + 2\nA:"
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    chat = policy.encode_prompt(problem, DataConfig(train="x", system_prompt="Be brief."), 10)
+    assert policy.tokenizer.decode(chat) == "[system]Be brief.[user]2 + 2[assistant]"
+    never = policy.encode_prompt(problem, DataConfig(train="x", chat_template="never"), 10)
+    assert policy.tokenizer.decode(never) == "2 + 2"
+    messages = Problem(id="m", prompt=({"role": "user", "content": "Hi"},))
+    assert policy.tokenizer.decode(policy.encode_prompt(messages, DATA, 10)) == "[user]Hi[assistant]"
+
+
+def test_prompts_that_cannot_be_used_are_refused(policy: Policy) -> None:
+    with pytest.raises(UserError, match=r"problem long: prompt of 100 tokens and max_new_tokens = 29 .* 128"):
+        policy.encode_prompt(Problem(id="long", prompt="x" * 100), DATA, 29)
+    with pytest.raises(UserError, match="problem empty: its prompt is empty"):
+        policy.encode_prompt(Problem(id="empty", prompt=""), DATA, 1)
+    with pytest.raises(UserError, match="no chat template"):
+        policy.encode_prompt(Problem(id="m", prompt=({"role": "user", "content": "Hi"},)), DATA, 1)
+
+
+def test_folders_that_hold_no_model_are_refused(policy: Policy, tmp_path: Path) -> None:
+    policy.save(tmp_path / "good")
+    for missing, message in (("tokenizer", "no tokenizer"), ("config.json", "no config.json")):
+        folder = tmp_path / missing
+        shutil.copytree(tmp_path / "good", folder)
+        for file in folder.glob(f"{missing}*"):
+            file.unlink()
+        with pytest.raises(UserError, match=message):
+            load_policy(ModelConfig(path=str(folder)))
+    broken = tmp_path / "broken"
+    shutil.copytree(tmp_path / "good", broken)
+    (broken / "config.json").write_text(json.dumps({"model_type": "no-such-family"}))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_policy(ModelConfig(path=str(broken)))
+    with pytest.raises(UserError, match="no config.json"):
+        load_policy(ModelConfig(path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_policy(ModelConfig(path="nobody/has-this-model"))
+    with pytest.raises(UserError, match="model.device = 'abacus'"):
+        load_policy(ModelConfig(path="tiny-qwen2", device="abacus"))

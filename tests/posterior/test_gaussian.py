@@ -1,0 +1,94 @@
+"""A posterior as a file: what is saved is what is drawn from, whoever draws."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from threepo.errors import UserError
+from threepo.models.policy import Policy
+from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.statistics import layer_kind, posterior_metrics
+from threepo.types import Draw
+
+
+def trained(model: torch.nn.Module) -> IVON:
+    """An optimizer whose Hessian is no longer constant."""
+    optimizer = IVON(model.named_parameters(), ess=1e4, seed=9)
+    for _ in range(2):
+        with optimizer.sampled_params(train=True):
+            sum((p**2).sum() for p in model.parameters()).backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_a_saved_posterior_draws_the_same_weights(policy: Policy, tmp_path: Path) -> None:
+    optimizer = trained(policy.model)
+    Posterior.of(optimizer).save(tmp_path)
+    loaded = Posterior.from_pretrained(tmp_path)
+    assert (loaded.step, loaded.seed) == (2, 9)
+    draw = Draw(4, 5, 6)
+    expected = {name: value.clone() for name, value in optimizer.weights(draw)}
+    for name, value in FixedWeights(policy.model, loaded).weights(draw):
+        assert torch.equal(value, expected[name]), name
+    loaded.perturb_(policy.model.named_parameters(), draw)
+    for name, p in policy.model.named_parameters():
+        assert torch.equal(p, expected[name]), name
+
+
+def test_loading_a_hessian_leaves_the_optimizers_own_settings(policy: Policy, tmp_path: Path) -> None:
+    source = trained(policy.model)
+    Posterior.of(source).save(tmp_path)
+    fresh = IVON(policy.model.named_parameters(), ess=7.0)
+    Posterior.from_pretrained(tmp_path).load_into(fresh)
+    for p in policy.model.parameters():
+        assert torch.equal(fresh.state[p]["hessian"], source.state[p]["hessian"])
+        assert fresh.state[p]["momentum"].eq(0).all()
+    assert fresh.param_groups[0]["ess"] == 7.0
+    assert fresh.param_groups[0]["step"] == 0
+
+
+def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no posterior"):
+        Posterior.from_pretrained(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"not a safetensors file")
+    with pytest.raises(UserError, match="damaged"):
+        Posterior.from_pretrained(tmp_path)
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE_NAME)
+    with pytest.raises(UserError, match="format"):
+        Posterior.from_pretrained(tmp_path)
+    other = torch.nn.Linear(3, 3)
+    Posterior.of(trained(other)).save(tmp_path)
+    posterior = Posterior.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="another model"):
+        posterior.load_into(IVON(policy.model.named_parameters()))
+    with pytest.raises(UserError, match="another model"):
+        posterior.perturb_(policy.model.named_parameters(), Draw(0, 0, 0))
+    with pytest.raises(UserError, match="has shape"):
+        posterior.perturb_(torch.nn.Linear(3, 4).named_parameters(), Draw(0, 0, 0))
+    with pytest.raises(UserError, match="no draws"):
+        next(FixedWeights(policy.model).weights(Draw(0, 0, 0)))
+
+
+def test_metrics_of_a_posterior_by_hand() -> None:
+    """Two weights of 3 and 4 (rms sqrt(12.5)) and sigma 1/sqrt(100 * 0.04) = 0.5 everywhere, but for one Hessian."""
+    model = torch.nn.ParameterDict({"mlp": torch.nn.Parameter(torch.tensor([3.0, 4.0]))})
+    optimizer = IVON(model.named_parameters(), ess=100.0, hess_init=0.04, weight_decay=0.0)
+    metrics = posterior_metrics(optimizer)
+    assert metrics["posterior/sigma_to_rms"] == pytest.approx(0.5 / 12.5**0.5)
+    assert metrics["posterior/sigma_to_rms/mlp"] == pytest.approx(0.5 / 12.5**0.5)
+    assert metrics["posterior/hessian_outside_share"] == 0
+    optimizer.state[model["mlp"]]["hessian"][0] = 0.01
+    metrics = posterior_metrics(optimizer)
+    assert metrics["posterior/hessian_outside_share"] == 0.5
+    assert metrics["posterior/hessian_p05"] == pytest.approx(0.25)
+    assert metrics["posterior/hessian_p95"] == pytest.approx(1.0)
+    assert metrics["posterior/sigma_to_rms"] == pytest.approx(((1.0**2 + 0.5**2) / 25) ** 0.5)
+
+
+def test_every_parameter_of_a_decoder_has_a_kind(policy: Policy) -> None:
+    kinds = {layer_kind(name) for name, _ in policy.model.named_parameters()}
+    assert kinds == {"embedding", "norm", "attention", "mlp"}
+    assert layer_kind("lm_head.weight") == "head"

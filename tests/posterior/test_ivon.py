@@ -1,0 +1,431 @@
+"""IVON: contracts 3 and 7, against the equations, and in the hands of users who do unexpected things."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import ReferenceIVON
+
+from threepo.errors import UserError
+from threepo.posterior.ivon import IVON
+from threepo.posterior.noise import normal
+from threepo.types import Draw
+
+SETTINGS = {
+    "lr": 0.3,
+    "ess": 50.0,
+    "hess_init": 0.4,
+    "weight_decay": 1e-3,
+    "clip_radius": 0.9,
+}
+
+
+def curvature(size: int) -> torch.Tensor:
+    return torch.linspace(0.2, 3.0, size)
+
+
+def quadratic_grad(weights: torch.Tensor) -> torch.Tensor:
+    """Of 0.5 * sum(c * (w - 1)^2)."""
+    return curvature(weights.numel()).to(weights.dtype) * (weights - 1)
+
+
+@pytest.mark.parametrize("estimator", ["price", "gradsq"])
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("rescale_lr", [True, False])
+def test_follows_the_reference_for_200_steps(estimator: str, draws: int, debias: bool, rescale_lr: bool) -> None:
+    size = 40
+    start = torch.linspace(-2, 2, size)
+    p = torch.nn.Parameter(start.clone())
+    ours = IVON(
+        [("w", p)], betas=(0.9, 0.95), estimator=estimator, debias=debias, rescale_lr=rescale_lr, **SETTINGS
+    )
+    reference = ReferenceIVON(
+        start.tolist(), beta1=0.9, beta2=0.95, estimator=estimator, debias=debias, rescale_lr=rescale_lr, **SETTINGS
+    )
+    for step in range(200):
+        noises, grads = [], []
+        for index in range(draws):
+            draw = Draw(0, step, index)
+            with ours.perturbed(draw):
+                p.grad = quadratic_grad(p.detach())
+            ours.observe(draw)
+            noises.append(normal(draw, "w", 0, size).tolist())
+            at = torch.tensor(reference.perturbed(noises[-1]), dtype=torch.float64)
+            grads.append(quadratic_grad(at).tolist())
+        ours.step()
+        reference.step(noises, grads)
+    for name, got, expected in (
+        ("mean", p.detach(), reference.m),
+        ("Hessian", ours.state[p]["hessian"], reference.h),
+        ("momentum", ours.state[p]["momentum"], reference.g),
+    ):
+        expected = torch.tensor(expected, dtype=torch.float64)
+        difference = (got.double() - expected).norm() / expected.norm()
+        assert difference < 1e-5, f"{name} differs by {difference:.1e}"
+
+
+@pytest.mark.parametrize("estimator", ["price", "gradsq"])
+def test_the_reference_itself_follows_the_published_package(estimator: str) -> None:
+    """ivon-opt is a peer for the test's own reference: its perturbations are read off the weights it hands out."""
+    ivon = pytest.importorskip("ivon")
+    size = 30
+    start = torch.linspace(-2, 2, size, dtype=torch.float64)
+    p = torch.nn.Parameter(start.clone())
+    peer = ivon.IVON(
+        [p],
+        lr=0.3,
+        ess=50.0,
+        hess_init=0.4,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=1e-3,
+        clip_radius=0.9,
+        hess_approx=estimator,
+        rescale_lr=True,
+    )
+    reference = ReferenceIVON(
+        start.tolist(), beta1=0.9, beta2=0.95, estimator=estimator, debias=True, rescale_lr=True, **SETTINGS
+    )
+    torch.manual_seed(0)
+    for _ in range(100):
+        with peer.sampled_params(train=True):
+            noise = [(w - m) / reference.sigma(i) for i, (w, m) in enumerate(zip(p.tolist(), reference.m, strict=True))]
+            grad = quadratic_grad(p.detach())
+            p.grad = grad.clone()
+        peer.step()
+        reference.step([noise], [grad.tolist()])
+    torch.testing.assert_close(p.detach(), torch.tensor(reference.m, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+
+
+def test_one_step_by_hand() -> None:
+    """m = 2, h = 0.5, delta = 0.5, ess = 4: sigma = 1 / sqrt(4) = 0.5."""
+    p = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = IVON(
+        [("w", p)], lr=0.1, ess=4.0, hess_init=0.5, weight_decay=0.5, betas=(0.5, 0.9), clip_radius=math.inf
+    )
+    draw = Draw(0, 0, 0)
+    z = float(normal(draw, "w", 0, 1))
+    with optimizer.perturbed(draw):
+        assert p.item() == pytest.approx(2 + 0.5 * z, rel=1e-6)
+        p.grad = torch.tensor([3.0])
+    optimizer.observe(draw)
+    optimizer.step()
+    f = 4 * (0.5 + 0.5) * (0.5 * z * 3)
+    hessian = 0.9 * 0.5 + 0.1 * f + 0.5 * 0.01 * (0.5 - f) ** 2 / 1.0
+    momentum = 0.5 * 3 / (1 - 0.5)  # debiased
+    assert float(optimizer.state[p]["hessian"]) == pytest.approx(hessian, rel=1e-5, abs=1e-6)
+    assert p.item() == pytest.approx(2 - 0.1 * (0.5 + 0.5) * (momentum + 0.5 * 2) / (hessian + 0.5), rel=1e-5)
+
+
+def test_price_estimates_the_curvature_of_a_quadratic_without_bias() -> None:
+    size, draws = 8, 20_000
+    p = torch.nn.Parameter(torch.zeros(size))
+    optimizer = IVON([("w", p)], ess=1.0, hess_init=1.0, weight_decay=0.0)
+    total = torch.zeros(size, dtype=torch.float64)
+    square = torch.zeros(size, dtype=torch.float64)
+    for index in range(draws):
+        z = normal(Draw(0, 0, index), "w", 0, size).double()
+        f = z * quadratic_grad(z)  # ess * h * eps * g with sigma = 1 and mean 0
+        total, square = total + f, square + f**2
+    mean = total / draws
+    error = ((square / draws - mean**2) / draws).sqrt()
+    assert ((mean - curvature(size)).abs() < 5 * error).all()
+    assert optimizer.state[p]["hessian"].eq(1).all()
+
+
+@given(
+    f=st.floats(-1e8, 1e8),
+    h=st.floats(1e-6, 1e3),
+    delta=st.floats(0, 1.0),
+    beta2=st.floats(0.0, 0.99999),
+)
+def test_the_hessian_never_loses_more_than_half(f: float, h: float, delta: float, beta2: float) -> None:
+    """h_new + delta >= (h + delta) / 2 for any estimate f (contract 7); a gradient is made that gives this f."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = IVON([("w", p)], ess=1.0, hess_init=h, weight_decay=delta, betas=(0.9, beta2))
+    z = float(normal(Draw(0, 0, 0), "w", 0, 1))
+    p.grad = torch.tensor([f / (z * math.sqrt(h + delta))])
+    optimizer.observe(Draw(0, 0, 0))
+    optimizer.step()
+    assert float(optimizer.state[p]["hessian"]) + delta >= (h + delta) / 2 * (1 - 1e-5)
+
+
+def test_several_draws_are_a_true_mean_in_any_order() -> None:
+    draws = [Draw(0, 0, i) for i in range(3)]
+    results = []
+    for order in (draws, draws[::-1]):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 50))
+        optimizer = IVON([("w", p)], **SETTINGS)
+        for draw in order:
+            with optimizer.perturbed(draw):
+                p.grad = quadratic_grad(p.detach())
+            optimizer.observe(draw)
+        optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_under_one_draw_accumulate() -> None:
+    def run(pieces: int) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 50))
+        optimizer = IVON([("w", p)], **SETTINGS)
+        draw = Draw(0, 0, 0)
+        with optimizer.perturbed(draw):
+            for _ in range(pieces):
+                (curvature(50) * (p - 1) ** 2 / 2 / pieces).sum().backward()
+        optimizer.observe(draw)
+        optimizer.step()
+        return p.detach()
+
+    torch.testing.assert_close(run(4), run(1), rtol=1e-6, atol=1e-7)
+
+
+def test_the_divisor_turns_a_sum_into_the_gradient_that_was_meant() -> None:
+    def run(factor: float, divisor: float | None) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 50))
+        optimizer = IVON([("w", p)], **SETTINGS)
+        for index in range(2):
+            with optimizer.perturbed(Draw(0, 0, index)):
+                p.grad = factor * quadratic_grad(p.detach())
+            optimizer.observe(Draw(0, 0, index))
+        optimizer.step(divisor=divisor)
+        return p.detach()
+
+    torch.testing.assert_close(run(64.0, 2 * 64.0), run(1.0, None), rtol=1e-6, atol=1e-7)
+
+
+def test_cumulative_reproduces_the_released_weights() -> None:
+    """spec D5: of M = 4 gradients the mean takes 1, 3/4, 1/2 and 1/4."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = IVON([("w", p)], betas=(0.0, 0.9999), clip_radius=math.inf, debias=False, noise_scale=0.0)
+    for index in range(4):
+        grad = torch.zeros(4)
+        grad[index] = 1.0
+        p.grad = grad
+        optimizer.observe(Draw(0, 0, index), cumulative=True)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["momentum"], torch.tensor([1.0, 0.75, 0.5, 0.25]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mean_is_restored_bitwise_also_after_an_exception(dtype: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.randn(5000).to(dtype))
+    before = p.detach().clone()
+    optimizer = IVON([("w", p)], ess=10.0, hess_init=1.0)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert not torch.equal(p, before)
+    assert torch.equal(p, before)
+    with pytest.raises(ZeroDivisionError), optimizer.perturbed(Draw(0, 0, 1)):
+        _ = 1 / 0
+    assert torch.equal(p, before)
+    for index in range(100):
+        with optimizer.perturbed(Draw(0, 1, index)):
+            pass
+    assert torch.equal(p, before)
+
+
+def test_the_mean_is_restored_when_perturbing_itself_fails_half_way() -> None:
+    good, bad = torch.nn.Parameter(torch.randn(100)), torch.nn.Parameter(torch.randn(4, 5))
+    before = good.detach().clone()
+    optimizer = IVON([("good", good), ("bad", bad)], ess=10.0)
+    optimizer.state[bad]["hessian"] = torch.ones(3)  # wrong shape: writing the perturbed weights raises
+    with pytest.raises(RuntimeError), optimizer.perturbed(Draw(0, 0, 0)):
+        pass
+    assert torch.equal(good, before)
+    with pytest.raises(RuntimeError, match="shape|size"), optimizer.perturbed(Draw(0, 0, 0)):
+        pass
+
+
+def test_a_backward_after_leaving_the_block_is_refused_by_autograd() -> None:
+    p = torch.nn.Parameter(torch.randn(3))
+    optimizer = IVON([("w", p)], ess=10.0)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        loss = (p**2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_are_what_perturbed_puts_into_the_model() -> None:
+    model = torch.nn.Linear(30, 20)
+    optimizer = IVON(model.named_parameters(), ess=10.0)
+    draw = Draw(1, 2, 3)
+    outside = dict(optimizer.weights(draw))
+    with optimizer.perturbed(draw):
+        for name, p in model.named_parameters():
+            assert torch.equal(outside[name], p)
+    means = dict(optimizer.weights(None))
+    for name, p in model.named_parameters():
+        assert torch.equal(means[name], p)
+
+
+def test_noise_goes_by_name_and_not_by_position() -> None:
+    a, b = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(10))
+    one = dict(IVON([("a", a), ("b", b)], ess=1.0).weights(Draw(0, 0, 0)))
+    two = dict(IVON([("b", b), ("a", a)], ess=1.0).weights(Draw(0, 0, 0)))
+    assert torch.equal(one["a"], two["a"])
+    assert not torch.equal(one["a"], one["b"])
+
+
+def test_sigma_has_the_stated_size() -> None:
+    p = torch.nn.Parameter(torch.zeros(200_000))
+    optimizer = IVON([("w", p)], ess=1e9, hess_init=1e-3, weight_decay=1e-8)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert p.std().item() == pytest.approx(1 / math.sqrt(1e9 * (1e-3 + 1e-8)), rel=0.01)
+
+
+def test_without_noise_the_hessian_stays_and_the_mean_moves() -> None:
+    p = torch.nn.Parameter(torch.ones(10))
+    optimizer = IVON([("w", p)], noise_scale=0.0)
+    before = p.detach().clone()
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert torch.equal(p, before)
+        (p**2).sum().backward()
+    optimizer.observe(Draw(0, 0, 0))
+    optimizer.step()
+    assert optimizer.state[p]["hessian"].eq(1e-3).all()
+    assert not torch.equal(p, before)
+
+
+def test_a_gradient_at_the_mean_leaves_the_hessian_alone() -> None:
+    p = torch.nn.Parameter(torch.ones(10))
+    optimizer = IVON([("w", p)])
+    with optimizer.at(None):
+        (p**2).sum().backward()
+    optimizer.observe(None)
+    optimizer.step()
+    assert optimizer.state[p]["hessian"].eq(1e-3).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_dropped_and_counted(bad: float) -> None:
+    p, q = torch.nn.Parameter(torch.ones(10)), torch.nn.Parameter(torch.ones(3))
+    optimizer = IVON([("p", p), ("q", q)])
+    before = copy.deepcopy(optimizer.state_dict())
+    p.grad = torch.ones(10)
+    q.grad = torch.tensor([0.0, bad, 0.0])
+    assert optimizer.observe(Draw(0, 0, 0)) is False
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert p.eq(1).all()
+    assert p.grad is None
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    # A step in which one draw of two is good uses the good one.
+    p.grad, q.grad = torch.ones(10), torch.full((3,), bad)
+    optimizer.observe(Draw(0, 0, 1))
+    p.grad, q.grad = torch.ones(10), torch.ones(3)
+    assert optimizer.observe(Draw(0, 0, 2)) is True
+    optimizer.step()
+    assert not p.eq(1).any()
+    assert optimizer.skipped_steps == 1
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    optimizer = IVON([("used", used), ("unused", unused)])
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        (used**2).sum().backward()
+    optimizer.observe(Draw(0, 0, 0))
+    optimizer.step()
+    assert unused.eq(1).all()
+    assert not used.eq(1).any()
+
+
+def test_frozen_parameters_get_no_noise_and_can_be_unfrozen_later() -> None:
+    frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = IVON([("frozen", frozen), ("p", p)], ess=1.0)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert frozen.eq(1).all()
+    frozen.requires_grad_(True)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert not frozen.eq(1).any()
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    quiet, loud = torch.nn.Parameter(torch.zeros(1000)), torch.nn.Parameter(torch.zeros(1000))
+    optimizer = IVON([{"params": [quiet], "noise_scale": 0.0}, {"params": [loud], "ess": 4.0}], hess_init=1.0)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert quiet.eq(0).all()
+        assert loud.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+def test_misuse_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = IVON([("w", p)])
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        optimizer.step()
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        with pytest.raises(RuntimeError, match="perturbed already"), optimizer.perturbed(Draw(0, 0, 1)):
+            pass
+        with pytest.raises(RuntimeError, match="while the weights are perturbed"):
+            optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="while the weights are perturbed"):
+            list(optimizer.weights(None))
+        p.grad = torch.ones(5)
+    assert p.eq(1).all(), "the refused second draw must not disturb the first one's restoration"
+    optimizer.observe(Draw(0, 0, 0))
+    with pytest.raises(RuntimeError, match="observed but not used"):
+        optimizer.state_dict()
+    for bad in ({"lr": 0.0}, {"ess": -1.0}, {"hess_init": 0.0}, {"betas": (0.9, 1.0)}, {"estimator": "magic"}):
+        with pytest.raises(UserError, match=next(iter(bad))):
+            IVON([torch.nn.Parameter(torch.ones(2))], **bad)
+
+
+def train(optimizer: IVON, p: torch.nn.Parameter, steps: range) -> None:
+    for _ in steps:
+        with optimizer.sampled_params(train=True):
+            p.grad = quadratic_grad(p.detach())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_holds_all_state(dtype: torch.dtype) -> None:
+    """Saved after 5 of 10 steps and loaded into a fresh optimizer: the same ten steps, bitwise; state stays float32."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 50).to(dtype))
+    optimizer = IVON([("w", p)], **SETTINGS)
+    train(optimizer, p, range(5))
+    q = torch.nn.Parameter(p.detach().clone())
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, p, range(5))
+    resumed = IVON([("w", q)], **SETTINGS)
+    resumed.load_state_dict(saved)
+    assert resumed.state[q]["hessian"].dtype == torch.float32
+    train(resumed, q, range(5))
+    assert torch.equal(p, q)
+    assert torch.equal(optimizer.state[p]["hessian"], resumed.state[q]["hessian"])
+    assert resumed.param_groups[0]["step"] == 10
+
+
+def test_closures_and_schedulers_work() -> None:
+    p = torch.nn.Parameter(torch.zeros(20))
+    optimizer = IVON([("w", p)], lr=0.5, ess=1e4, hess_init=1.0, clip_radius=math.inf)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
+
+    def closure() -> torch.Tensor:
+        loss = ((p - 1) ** 2).sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(30):
+        losses.append(float(optimizer.step(closure).detach()))
+        scheduler.step()
+    assert losses[-1] < 0.05 * losses[0]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0625)
+
+
+def test_no_norm_clipping_and_elementwise_clip() -> None:
+    """A huge gradient moves every weight by exactly lr * (h0 + delta) * xi, and its statistics stay unclipped."""
+    p = torch.nn.Parameter(torch.zeros(10))
+    optimizer = IVON([("w", p)], lr=1.0, noise_scale=0.0)
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        p.grad = torch.full((10,), 1e3)
+    optimizer.observe(Draw(0, 0, 0))
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((10,), -(1e-3 + 1e-8) * 1e-3), rtol=1e-6, atol=0)
+    torch.testing.assert_close(optimizer.state[p]["momentum"], torch.full((10,), 100.0), rtol=1e-6, atol=0)
+    assert optimizer.step_metrics()["posterior/clipped_share"] == 1.0

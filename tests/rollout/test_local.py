@@ -1,0 +1,171 @@
+"""Contract 4 for the local engine, and that a row's completion is its own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.ivon import IVON
+from threepo.rollout.local import LocalEngine
+from threepo.types import Completion, Draw, Problem, Request
+
+DATA = DataConfig(train="sorting")
+SAMPLING = SamplingConfig(max_new_tokens=24)
+DRAWS = [Draw(0, 0, i) for i in range(3)]
+PROMPTS = ["a", "sort 31\n", "a somewhat longer prompt: ", "ab"]
+
+
+def tiny(kind: str = "tiny-qwen2", tied: bool = True) -> Policy:
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, tied=tied)
+    policy = load_policy(ModelConfig(path=kind, tiny=shape), seed=2)
+    with torch.no_grad():  # a likely end of sequence, so that rows finish at different times
+        if not tied:
+            policy.model.lm_head.weight[policy.stop_tokens[0]] *= 4
+    return policy
+
+
+def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) -> list[Request]:
+    problems = [Problem(id=f"p{i}", prompt=text) for i, text in enumerate(PROMPTS)]
+    return [
+        Request(problem, policy.encode_prompt(problem, DATA, 24), draw, n * rollouts + i)
+        for problem in problems
+        for n, draw in enumerate(draws)
+        for i in range(rollouts)
+    ]
+
+
+def trainer_logprobs(policy: Policy, completion: Completion, temperature: float) -> torch.Tensor:
+    """What the trainer's forward pass says of a completion, at the weights that the model holds now."""
+    prompt = len(completion.prompt_tokens)
+    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
+    mask[0, prompt - 1 :] = True
+    with torch.no_grad():
+        return policy.logprobs(ids, torch.ones_like(ids), mask, temperature).logprobs[0, prompt - 1 :]
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_trainer_agree_for_every_draw(kind: str, tied: bool, temperature: float) -> None:
+    policy = tiny(kind, tied)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)  # sigma 0.03: draws differ visibly
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
+    engine.load(optimizer, [*DRAWS, None], 0)
+    completions = engine.generate(
+        requests_for(policy, [*DRAWS, None]), replace(SAMPLING, temperature=temperature), seed=1
+    )
+    differences = {}
+    for draw in (*DRAWS, None):
+        with optimizer.at(draw):
+            for other in (*DRAWS, None):
+                differences[draw, other] = max(
+                    float((trainer_logprobs(policy, c, temperature) - torch.tensor(c.logprobs)).abs().max())
+                    for c in completions
+                    if c.draw == other
+                )
+    for (draw, other), difference in differences.items():
+        if draw == other:
+            assert difference < 1e-4
+        else:
+            assert difference > 1e-2, "the engine served one draw's rows with another's weights"
+
+
+def test_bfloat16_engine_stays_close_to_the_trainer() -> None:
+    policy = tiny()
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    engine.load(optimizer, DRAWS[:1], 0)
+    for completion in engine.generate(requests_for(policy, DRAWS[:1]), SAMPLING, seed=1):
+        with optimizer.at(DRAWS[0]):
+            difference = trainer_logprobs(policy, completion, 1.0) - torch.tensor(completion.logprobs)
+        assert difference.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 64])
+def test_a_completion_does_not_depend_on_its_neighbours(max_rows: int) -> None:
+    policy = tiny(tied=False)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    requests = requests_for(policy, list(DRAWS))
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=64))
+    engine.load(optimizer, DRAWS, 3)
+    expected = {(c.problem.id, c.rollout): c for c in engine.generate(requests, SAMPLING, seed=1)}
+    assert {c.finish_reason for c in expected.values()} == {"stop", "length"}
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=max_rows))
+    engine.load(optimizer, DRAWS, 3)
+    for completion in engine.generate(requests[::-1][::2], SAMPLING, seed=1):
+        other = expected[completion.problem.id, completion.rollout]
+        assert completion.tokens == other.tokens
+        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert (completion.draw, completion.policy_step) == (other.draw, 3)
+
+
+def test_seed_step_problem_and_rollout_are_the_random_address() -> None:
+    policy = tiny()
+    optimizer = IVON(policy.model.named_parameters())
+    engine = LocalEngine(policy, EngineConfig())
+    request = requests_for(policy, [None])[0]
+
+    def tokens(request: Request, seed: int, step: int) -> tuple[int, ...]:
+        engine.load(optimizer, [None], step)
+        return engine.generate([request], SAMPLING, seed)[0].tokens
+
+    same = tokens(request, 1, 0)
+    assert tokens(request, 1, 0) == same
+    assert tokens(request, 2, 0) != same
+    assert tokens(request, 1, 1) != same
+    assert tokens(replace(request, rollout=1), 1, 0) != same
+    assert tokens(replace(request, problem=Problem(id="other", prompt="a")), 1, 0) != same
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
+def test_greedy_decoding_equals_transformers(kind: str) -> None:
+    policy = tiny(kind, tied=False)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters()), [None], 0)
+    for completion in engine.generate(requests_for(policy, [None], 1), replace(SAMPLING, temperature=0.0), 0):
+        generated = policy.model.generate(
+            torch.tensor([completion.prompt_tokens]),
+            attention_mask=torch.ones(1, len(completion.prompt_tokens), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=24,
+        )
+        assert generated[0, len(completion.prompt_tokens) :].tolist() == list(completion.tokens)
+
+
+def test_stopping_and_cutting() -> None:
+    policy = tiny(tied=False)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters()), [None], 0)
+    stop = policy.stop_tokens[0]
+    for completion in engine.generate(requests_for(policy, [None], 8), SAMPLING, 0):
+        assert len(completion.logprobs) == len(completion.tokens)
+        assert stop not in completion.tokens[:-1]
+        if completion.finish_reason == "stop":
+            assert completion.tokens[-1] == stop
+        else:
+            assert len(completion.tokens) == 24
+            assert completion.tokens[-1] != stop
+        assert "<|endoftext|>" not in completion.text
+
+
+def test_a_draw_that_is_not_loaded_is_refused() -> None:
+    policy = tiny()
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters()), DRAWS[:1], 0)
+    with pytest.raises(RuntimeError, match="is not loaded"):
+        engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, 0)
+
+
+def test_the_trainers_weights_are_not_touched() -> None:
+    policy = tiny()
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(optimizer, DRAWS, 0)
+    engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, 0)
+    for name, p in policy.model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.requires_grad
