@@ -7,10 +7,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test mu
 import pytest
 import torch
 from hypothesis import settings
+from transformers.utils import logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 
+logging.disable_progress_bar()
 settings.register_profile("suite", deadline=None, max_examples=50, print_blob=True)
 settings.load_profile("suite")
 

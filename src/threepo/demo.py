@@ -6,8 +6,7 @@ Everything lies under one folder (runs/demo); a demonstration that was stopped g
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,23 @@ from threepo.training.run_folder import RunFolder
 METHODS = ("grpo", "b3po", "m3po", "c3po")
 
 
-def run_demo(folder: Path, console: Console) -> dict[str, Any]:
-    """Run what is not done yet, print the table, draw the curves; returns what summary.json holds."""
-    warm_start = folder / "warm_start"
-    console.print(f"Warm start: supervised fine-tuning, in {warm_start}", highlight=False)
-    seconds = [_stage(warm_start, SFTConfig, jobs.fine_tune, lambda: load(SFTConfig, "demo/warm_start"))]
+def run_demo(
+    folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run what is not done yet, print the table, draw the curves; returns what summary.json holds.
+
+    `overrides` (section.key=value) change the four recipes of the methods, the others that of the warm start.
+    """
+    start = folder / "warm_start"
+    console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
+    warm_start = partial(load, SFTConfig, "demo/warm_start", [*warm_start_overrides, f"run.folder={start}"])
+    seconds = [_stage(start, SFTConfig, jobs.fine_tune, warm_start)]
     for method in METHODS:
-        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
-        seconds.append(_stage(folder / method, TrainConfig, jobs.train, partial(_recipe, method, warm_start)))
+        run = folder / method
+        console.print(f"RLVR: {method}, in {run}", highlight=False)
+        paths = [f"run.folder={run}", f"model.path={start}"]
+        recipe = partial(load, TrainConfig, f"demo/{method}", [*overrides, *paths])
+        seconds.append(_stage(run, TrainConfig, jobs.train, recipe))
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
     methods = {run.name: run.summary() for run in runs}
@@ -58,11 +66,5 @@ def _stage(folder: Path, record: type, job: Callable[..., Path], recipe: Callabl
             opened, plain = RunFolder.open(folder)
             job(build(record, plain), opened)
         else:
-            config = recipe()
-            job(replace(config, run=replace(config.run, folder=str(folder))))
+            job(recipe())
     return float(read_json(folder / SUMMARY)["seconds"])
-
-
-def _recipe(method: str, warm_start: Path) -> TrainConfig:
-    config = load(TrainConfig, f"demo/{method}")
-    return replace(config, model=replace(config.model, path=str(warm_start)))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,20 +11,31 @@ from pathlib import Path
 
 from threepo.errors import UserError
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, then resume the run"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "something else has that name; choose another"),
+}
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal to write `path` into a one-line `UserError`."""
+    """Turn the operating system's refusal to write `path` into a one-line `UserError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise UserError(f"cannot write {path}: {error.strerror}; free some space, then resume the run") from error
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-            raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that you may write") from error
-        raise
+    except Exception as error:
+        code = _error_number(error)
+        if code not in _FIXES:
+            raise
+        raise UserError(f"cannot write {path}: {os.strerror(code)}; {_FIXES[code]}") from error
+
+
+def _error_number(error: Exception) -> int:
+    """The system's error number; libraries written in Rust (safetensors) only have it in their message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found.group(1)) if found else 0
 
 
 @contextmanager
@@ -33,8 +45,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
     The content is on disk (fsync) before it gets its name, so neither a killed process nor a power cut leaves half
     a file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
@@ -51,8 +63,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """The same for a folder: it appears under its name when all in it is written. `path` must not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             yield temporary

@@ -29,26 +29,24 @@ def train(config: TrainConfig, resumed: RunFolder | None = None) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = rlvr.resume(config, resumed) if resumed else rlvr.start(config)
-    earlier = _seconds_before(run.folder.path, run.state.step)
-    rlvr.train(run)
-    summary = read_run(run.folder.path).summary()
-    run.folder.write_summary({"seconds": earlier + time.monotonic() - began, **summary})
-    run.folder.close()
-    return run.folder.path
+    with run.folder as folder:
+        earlier = _seconds_before(folder.path, run.state.step)
+        rlvr.train(run)
+        folder.write_summary({"seconds": earlier + time.monotonic() - began, **read_run(folder.path).summary()})
+    return folder.path
 
 
 def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
     """Fine-tune on demonstrations to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = sft.resume(config, resumed) if resumed else sft.start(config)
-    earlier = _seconds_before(run.folder.path, run.state.step)
-    sft.fine_tune(run)
-    last = read_metrics(run.folder.path)[-1]
-    run.folder.write_summary(
-        {"seconds": earlier + time.monotonic() - began, "steps": run.state.step, "loss": last["sft/loss"]}
-    )
-    run.folder.close()
-    return run.folder.path
+    with run.folder as folder:
+        earlier = _seconds_before(folder.path, run.state.step)
+        sft.fine_tune(run)
+        loss = read_metrics(folder.path)[-1]["sft/loss"]
+        seconds = earlier + time.monotonic() - began
+        folder.write_summary({"seconds": seconds, "steps": run.state.step, "loss": loss})
+    return folder.path
 
 
 def _seconds_before(run: Path, step: int) -> float:
@@ -57,8 +55,11 @@ def _seconds_before(run: Path, step: int) -> float:
     return sum(row.get(part) or 0.0 for row in read_metrics(run) if row["step"] < step for part in parts)
 
 
-def evaluate(config: EvaluationConfig) -> Evaluation:
-    """Score a model on held-out problems, at the mean or over draws of the posterior beside it."""
+def evaluate(config: EvaluationConfig, step: int = 0) -> Evaluation:
+    """Score a model on held-out problems, at the mean or over draws of the posterior beside it.
+
+    `step` is part of the random address of every completion: an evaluation while training has that of its step.
+    """
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
@@ -67,7 +68,7 @@ def evaluate(config: EvaluationConfig) -> Evaluation:
     if config.eval.draws:
         posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
     engine = build_engine(config.engine, policy)
-    return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), 0)
+    return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
 
 
 def write_evaluation(folder: Path, config: EvaluationConfig, result: Evaluation) -> None:

@@ -72,7 +72,10 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
         ("\n\n", "holds no problems"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
         ('["a"]\n', "line 1: must be an object"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', "row 2: no column 'prompt'; it has 'question'; set data.prompt_column"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            "row 2: no column 'prompt'; it has 'question'; set data.prompt_column",
+        ),
         ('{"prompt": 3}\n', "row 1: the prompt must be text"),
         ('{"prompt": [{"content": "a"}]}\n', "row 1: the prompt must be text or a list of chat messages"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "rows 1 and 2 share the id '1'"),

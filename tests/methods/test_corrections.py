@@ -54,7 +54,9 @@ def test_reciprocal_bounds_are_symmetric_in_the_log_and_others_are_not() -> None
 def test_seq_tis_truncates_from_above_only() -> None:
     """A ratio of 0.449 keeps its weight, where Seq-MIS drops the row."""
     result = apply("seq_tis", high=2.0)
-    assert result.weights[:, 0].tolist() == pytest.approx([math.exp(0.6), 2.0, math.exp(-0.8), math.exp(-0.2)], rel=1e-5)
+    assert result.weights[:, 0].tolist() == pytest.approx(
+        [math.exp(0.6), 2.0, math.exp(-0.8), math.exp(-0.2)], rel=1e-5
+    )
     assert torch.equal(result.kept, MASK)
     assert result.untouched.tolist() == [True, False, True, True]
 

@@ -61,9 +61,7 @@ def test_equals_the_plain_computation(
         loss.backward()
         return [p.grad.clone() for p in policy.model.parameters()]
 
-    ours = token_logprobs(
-        policy.model, ids, attention, mask, temperature, with_entropy_gradient=entropy_gradient
-    )
+    ours = token_logprobs(policy.model, ids, attention, mask, temperature, with_entropy_gradient=entropy_gradient)
     expected = plain(policy.model, ids, attention, mask, temperature)
     torch.testing.assert_close(ours.logprobs, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.entropy, expected[1], rtol=1e-5, atol=1e-5)

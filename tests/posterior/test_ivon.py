@@ -40,9 +40,7 @@ def test_follows_the_reference_for_200_steps(estimator: str, draws: int, debias:
     size = 40
     start = torch.linspace(-2, 2, size)
     p = torch.nn.Parameter(start.clone())
-    ours = IVON(
-        [("w", p)], betas=(0.9, 0.95), estimator=estimator, debias=debias, rescale_lr=rescale_lr, **SETTINGS
-    )
+    ours = IVON([("w", p)], betas=(0.9, 0.95), estimator=estimator, debias=debias, rescale_lr=rescale_lr, **SETTINGS)
     reference = ReferenceIVON(
         start.tolist(), beta1=0.9, beta2=0.95, estimator=estimator, debias=debias, rescale_lr=rescale_lr, **SETTINGS
     )

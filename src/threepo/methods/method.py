@@ -68,7 +68,9 @@ def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int
         for i, completion in enumerate(group.completions)
         if not (method.advantage.zero_variance == "drop" and dropped[p, i])
     ]
-    return TrainingBatch(tuple(_parts(method, rows, seed, step)), method.normalize, method.cumulative)
+    parts = tuple(_parts(method, rows, seed, step))
+    # A single part's own count is the step's; said so, M3PO with one draw is B3PO to the last bit.
+    return TrainingBatch(parts, method.normalize if len(parts) > 1 else "step", method.cumulative)
 
 
 def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:

@@ -138,10 +138,23 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
         model, tokenizer = _load_pretrained(settings.path)
     model.to(device).eval()
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        _recompute_activations(model)
     dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
     return Policy(model, tokenizer, has_plain_head(model), dtype)
+
+
+def _recompute_activations(model: Any) -> None:
+    """Switch activation checkpointing on; transformers only obeys in training mode, so there must be no dropout."""
+    dropout = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    if any(dropout) or getattr(model.config.get_text_config(), "attention_dropout", 0.0):
+        raise UserError(
+            "model.gradient_checkpointing = true: this model has dropout, which would act in training mode and make its "
+            "log-probs random; set the dropout rates in its config.json to 0"
+        )
+    # The older name is deprecated since transformers 5.20 or so, and the only one before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    model.train()
 
 
 def _load_pretrained(path: str) -> tuple[Any, Any]:

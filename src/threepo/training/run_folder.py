@@ -79,6 +79,12 @@ class RunFolder:
             )
         write_text(path, json.dumps(wanted, indent=2) + "\n")
 
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Release the lock."""
         if self._metrics is not None:

@@ -1,0 +1,62 @@
+"""Small runs for tests: a policy small enough that a step takes a tenth of a second."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+from safetensors.torch import load_file
+
+from threepo.config import SFTConfig, TrainConfig
+from threepo.runs import checkpoints, read_metrics
+from threepo.training.recipe import load
+
+TINY = (
+    "model.path=tiny-qwen2",
+    "model.tiny.hidden_size=32",
+    "model.tiny.intermediate_size=64",
+    "model.tiny.layers=1",
+    "model.tiny.heads=2",
+    "model.tiny.kv_heads=1",
+    "run.threads=1",
+)
+
+RLVR = (
+    *TINY,
+    "data.train=sorting",
+    "data.levels=[2, 3]",
+    "data.prompts_per_step=4",
+    "method.rollouts_per_prompt=8",
+    "sampling.max_new_tokens=8",
+    "eval.problems=4",
+    "eval.samples=2",
+)
+
+SFT = (*TINY, 'demonstrations.tasks=["sorting", "stack"]', "demonstrations.batch_size=8")
+
+
+def train_config(folder: Path, *settings: str) -> TrainConfig:
+    """A recipe of a small RLVR run."""
+    return load(TrainConfig, "", [*RLVR, f"run.folder={folder}", *settings])
+
+
+def sft_config(folder: Path, *settings: str) -> SFTConfig:
+    """A recipe of a small fine-tuning run."""
+    return load(SFTConfig, "", [*SFT, f"run.folder={folder}", *settings])
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that must not depend on interruptions: metrics without times, completions, and the last checkpoint."""
+    step, last = checkpoints(run)[-1]
+    return {
+        "step": step,
+        "metrics": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(run)],
+        "completions": {
+            file.name: pyarrow.parquet.read_table(file).to_pylist() for file in (run / "completions").glob("*.parquet")
+        },
+        "tensors": {
+            f"{file.name}/{name}": tensor.tolist()
+            for file in sorted(last.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        },
+        "state": (last / "train_state.json").read_text(),
+    }

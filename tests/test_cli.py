@@ -1,0 +1,193 @@
+"""The commands as a user types them: each in a process of its own where the exit status matters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runs import RLVR, SFT, outcome, train_config
+from threepo import jobs
+from threepo.cli import main
+from threepo.demo import METHODS, run_demo
+from threepo.models.policy import load_policy
+from threepo.config import ModelConfig
+from threepo.posterior.gaussian import Posterior
+from threepo.runs import checkpoints, read_metrics
+
+COMMANDS = ("train", "sft", "eval", "report", "sample", "demo")
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "threepo", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("threepo 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "name a recipe"),
+        (["train", "no/such.toml"], "no such file and no shipped recipe"),
+        (["train", "demo/c3po", "method.drwas=2"], "did you mean method.draws?"),
+        (["train", "demo/c3po", "method.draws=3"], "must divide"),
+        (["train", "demo/c3po", "model.path=/nowhere"], "holds no config.json"),
+        (["train", "--resume", "nowhere"], "holds no run"),
+        (["train", "demo/c3po", "--resume", "nowhere"], "leave out the recipe"),
+        (["train", "model.path=tiny-qwen2", "data.train=sorting"], "run.folder"),
+        (["train", "demo/warm_start"], "unknown table demonstrations"),
+        (["sft", "demo/c3po"], "unknown table data"),
+        (["eval", "/nowhere", "data.train=sorting"], "holds no config.json"),
+        (["eval", "tiny-qwen2"], "data.train = ''"),
+        (["eval", "tiny-qwen2", "data.train=sorting", "eval.draws=2"], "holds no posterior"),
+        (["report", "nowhere"], "holds no run"),
+        (["sample", "nowhere", "--output", "out"], "holds no posterior"),
+        (["sample", "nowhere", "--output", "out", "--draws", "0"], "at least 1 draw"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert error.startswith("threepo: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == [], "nothing half written"
+
+
+def test_the_same_from_a_process(tmp_path: Path) -> None:
+    result = run("train", "demo/c3po", "run.steps=no", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "threepo: run.steps = 'no': must be a whole number, not text\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path: Path) -> None:
+    settings = ["run.steps=30", "run.checkpoint_every=0"]
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "threepo", "train", *RLVR, *settings, f"run.folder={folder}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    while len(read_metrics(folder)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"continue with --resume {folder}" in error
+    assert "Traceback" not in error
+    done = checkpoints(folder)[-1][0]
+    assert 2 <= done < 30
+    assert main(["train", "--resume", str(folder)]) == 0
+    jobs.train(train_config(tmp_path / "whole", *settings))
+    assert outcome(folder)["tensors"] == outcome(tmp_path / "whole")["tensors"]
+    assert main(["train", "--resume", str(folder)]) == 0, "resuming a finished run has nothing to do, and says so"
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    jobs.train(train_config(folder, "run.steps=1"))
+    from threepo.training.run_folder import RunFolder
+
+    with RunFolder.open(folder)[0]:
+        assert main(["train", "--resume", str(folder)]) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+
+
+def test_sft_train_eval_report_and_sample_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sft, rl = tmp_path / "sft", tmp_path / "rl"
+    assert main(["sft", *SFT, f"run.folder={sft}", "run.steps=2"]) == 0
+    settings = [s for s in RLVR if not s.startswith("model.")]
+    assert (
+        main(
+            [
+                "train",
+                f"model.path={sft}",
+                *settings,
+                f"run.folder={rl}",
+                "run.steps=2",
+                "method.preset=c3po",
+                f"optimizer.load_hessian={sft}",
+                "eval.every=2",
+            ]
+        )
+        == 0
+    )
+    assert json.loads((rl / "summary.json").read_text())["steps"] == 2
+    assert main(["eval", str(rl), "eval.samples=4", "--output", str(tmp_path / "eval")]) == 0
+    assert "pass@k" in capsys.readouterr().out
+    assert main(["report", str(rl), "--output", str(tmp_path / "report.png")]) == 0
+    assert "pass@1 after" in capsys.readouterr().out
+    assert (tmp_path / "report.png").is_file()
+    assert main(["sample", str(rl), "--draws", "2", "--first", "1", "--output", str(tmp_path / "draws")]) == 0
+    posterior = Posterior.from_pretrained(checkpoints(rl)[-1][1])
+    mean = load_policy(ModelConfig(path=str(rl))).model
+    for index in (1, 2):
+        written = load_policy(ModelConfig(path=str(tmp_path / "draws" / f"draw-{index}"))).model
+        drawn = load_policy(ModelConfig(path=str(rl))).model
+        posterior.perturb_(drawn.named_parameters(), posterior.draw(index))
+        for (_, a), (_, b), (_, m) in zip(*(x.named_parameters() for x in (written, drawn, mean)), strict=True):
+            assert a.equal(b)
+            assert not a.equal(m)
+    assert main(["sample", str(rl), "--first", "1", "--output", str(tmp_path / "draws")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    small = [s for s in RLVR if not s.startswith("model.")] + ["run.steps=2", "eval.every=1"]
+    warm = [*SFT[:-2], "run.steps=2", "demonstrations.batch_size=4"]
+    summary = run_demo(tmp_path / "demo", Console(width=120), small, warm)
+    assert tuple(summary["methods"]) == METHODS == ("grpo", "b3po", "m3po", "c3po")
+    written = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert written == summary
+    required = {
+        "pass_at_1_before",
+        "pass_at_1_after",
+        "se_after",
+        "zero_advantage_share",
+        "seconds_per_step",
+        "rollouts",
+    }
+    for method in written["methods"].values():
+        assert required <= method.keys()
+        assert method["rollouts"] == 2 * 4 * 8
+    assert len({m["pass_at_1_before"] for m in written["methods"].values()}) == 1, "the same warm start"
+    assert "pass@1 after" in capsys.readouterr().out
+    assert (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in METHODS}
+    (tmp_path / "demo" / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
+    again = run_demo(tmp_path / "demo", Console(width=120), small, warm)
+    assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
+    for m in METHODS[:3]:
+        assert (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns == times[m], (
+            "a finished stage is left alone"
+        )

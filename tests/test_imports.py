@@ -1,0 +1,121 @@
+"""The import rule of the design, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import threepo
+
+SOURCE = Path(threepo.__file__).parent
+
+GROUND = {"types", "config", "errors", "files", "runs", "answers"}
+"""Read by everyone; they import only each other."""
+LEVELS = [
+    {"posterior", "objectives"},
+    {"methods"},
+    {"models", "distributed"},
+    {"rollout"},
+    {"evaluation"},
+    {"training", "analysis"},
+    {"jobs", "integrations"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+"""From the bottom up; evaluation stands below training because the loop evaluates."""
+ASIDE = {"rewards", "data"}
+"""Import the ground only; everything from `evaluation` up may use them."""
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def rooms() -> dict[Path, str]:
+    """Every source file with the room it stands in."""
+    return {path: path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Rooms of threepo that a file imports, wherever in the file; type-only imports count too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "threepo" else [f"threepo.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("threepo.")}
+    return found
+
+
+def allowed(room: str, imported: str) -> bool:
+    """Whether a file of `room` may import from the room `imported`."""
+    if imported == room or imported in GROUND:
+        return True
+    if room in GROUND or room in ASIDE:
+        return False
+    if imported in ASIDE:
+        return LEVEL_OF[room] >= LEVEL_OF["evaluation"]
+    if room == "analysis":
+        return False  # reads run folders only
+    return LEVEL_OF[imported] < LEVEL_OF[room]
+
+
+def test_every_room_is_known() -> None:
+    assert set(rooms().values()) - {"__init__"} <= GROUND | ASIDE | set(LEVEL_OF)
+
+
+def test_imports_flow_down_only() -> None:
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports threepo.{imported}"
+        for path, room in rooms().items()
+        if room != "__init__"
+        for imported in imports_of(path)
+        if not allowed(room, imported)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_itself_can_fail() -> None:
+    assert not allowed("methods", "training")
+    assert not allowed("data", "rewards")
+    assert not allowed("config", "methods")
+    assert not allowed("analysis", "training")
+    assert not allowed("posterior", "objectives")
+    assert allowed("training", "methods")
+
+
+@pytest.mark.parametrize(
+    ("package", "only"),
+    [("vllm", "rollout/vllm.py"), ("trl", "integrations/trl.py"), ("tensorboard", "training/trackers.py")],
+)
+def test_optional_packages_are_imported_in_one_file(package: str, only: str) -> None:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert path == SOURCE / only or not any(package in module.split(".") for module in modules), path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import threepo",
+        "import threepo; threepo.Method, threepo.C3PO, threepo.Draw, dir(threepo)",
+        "from threepo.cli import build_parser; build_parser().format_help()",
+        "from threepo.config import TrainConfig; from threepo.training.recipe import load; load(TrainConfig, 'demo/c3po')",
+        "from threepo.data.source import open_training; from threepo.rewards.grading import load_grader",
+    ],
+)
+def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
+    program = f"{statement}\nimport sys; print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib', 'rich') if m in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_all_public_names_are_there() -> None:
+    for name in threepo.__all__:
+        assert getattr(threepo, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = threepo.nothing

@@ -1,0 +1,350 @@
+"""Schedule, batching, metrics, run folders, checkpoints and polite stopping."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factories import completion, row
+from threepo.config import Correction, RunConfig, ScheduleConfig
+from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.files import atomic_file, atomic_folder, write_text
+from threepo.methods.presets import GRPO, M3PO
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.posterior.policy_optimizer import PointAdamW
+from threepo.runs import checkpoints, model_folder, read_metrics
+from threepo.training.batching import collate, pack
+from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
+from threepo.training.interrupt import polite_stop
+from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
+from threepo.training.run_folder import RunFolder, completion_row
+from threepo.training.schedule import factor
+from threepo.training.trackers import TensorBoard
+from threepo.training.update import RowRecord, UpdateRecord
+from threepo.types import Draw, Group
+
+CPU = torch.device("cpu")
+
+# Schedule
+
+
+def test_schedule_by_hand() -> None:
+    """Ten steps, 30 % warm-up: thirds up to 1 at the third step, then down a half cosine to the floor at the last."""
+    cosine = ScheduleConfig(kind="cosine", warmup_share=0.3, floor=0.1)
+    values = [factor(step, 10, cosine) for step in range(10)]
+    assert values[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert values[5] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 3 / 7)))
+    assert values[-1] == pytest.approx(0.1)
+    constant = ScheduleConfig(warmup_share=0.06)
+    assert [factor(step, 100, constant) for step in (0, 5, 6, 99)] == pytest.approx([1 / 6, 1.0, 1.0, 1.0])
+    assert factor(0, 1, ScheduleConfig(warmup_share=0.0)) == 1.0
+
+
+@given(st.integers(1, 500), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["constant", "cosine"]))
+def test_a_schedule_stays_between_nothing_and_one(steps: int, warmup: float, floor: float, kind: str) -> None:
+    values = [factor(step, steps, ScheduleConfig(kind=kind, warmup_share=warmup, floor=floor)) for step in range(steps)]
+    assert all(0 <= value <= 1 + 1e-12 for value in values)
+    peak = max(range(steps), key=values.__getitem__)
+    assert values[:peak] == sorted(values[:peak])
+    assert values[peak:] == sorted(values[peak:], reverse=True)
+
+
+# Batching
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 200))
+def test_packing_loses_nothing_and_keeps_the_budget(lengths: list[int], budget: int) -> None:
+    rows = [row(i, tokens=range(1, n + 1), prompt_tokens=(7, 8)) for i, n in enumerate(lengths)]
+    micros = list(pack(rows, budget, 0, CPU))
+    assert sorted(r.index for micro in micros for r in micro.rows) == list(range(len(rows)))
+    for micro in micros:
+        assert micro.input_ids.numel() <= budget or len(micro.rows) == 1
+
+
+def test_a_micro_batch_by_hand() -> None:
+    rows = [
+        row(0, 0.5, 2.0, prompt_tokens=(1, 2), tokens=(3, 4), logprobs=(-0.1, -0.2)),
+        row(1, -1.0, 1.0, prompt_tokens=(5,), tokens=(6,), logprobs=(-0.3,)),
+    ]
+    micro = collate(rows, pad_token=9, device=CPU)
+    assert micro.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
+    assert micro.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert micro.mask.tolist() == [[False, True, True], [True, False, False]]
+    assert micro.behaviour_logprobs.tolist() == [pytest.approx([0, -0.1, -0.2]), pytest.approx([-0.3, 0, 0])]
+    assert micro.advantages.tolist() == [0.5, -1.0]
+    assert micro.row_weights.tolist() == [2.0, 1.0]
+
+
+# Metrics
+
+
+def group(prompt: str, rewards: list[float], **fields: object) -> Group:
+    rows = tuple(completion(prompt, i, reward=r, **fields) for i, r in enumerate(rewards))
+    return Group(rows[0].problem, rows)
+
+
+def test_zero_advantage_shares_by_hand() -> None:
+    groups = [
+        group("mixed", [1, 0, 0, 0] * 4),
+        group("solved", [1] * 16),
+        group("hopeless", [0] * 16),
+        group("by draw", [1] * 4 + [0] * 12),
+    ]
+    pooled = rollout_metrics(GRPO, groups)
+    assert pooled["groups/zero_advantage_share"] == 0.5
+    assert pooled["groups/all_right_share"] == 0.25
+    assert pooled["reward/mean"] == pytest.approx((4 + 16 + 4) / 64)
+    by_draw = rollout_metrics(M3PO, groups)
+    assert by_draw["groups/zero_advantage_share"] == 0.75
+    assert by_draw["groups/flat_share"] == pytest.approx(12 / 16)
+
+
+def test_outcomes_and_lengths_by_hand() -> None:
+    unanswered = completion("a", 0, tokens=(1,) * 7, status="no_answer")
+    cut = replace(completion("a", 1, tokens=(1,) * 3, reward=1), finish_reason="length")
+    metrics = rollout_metrics(replace(GRPO, rollouts_per_prompt=2), [Group(cut.problem, (unanswered, cut))])
+    assert (metrics["reward/no_answer_share"], metrics["reward/correct_share"]) == (0.5, 0.5)
+    assert (metrics["completions/length_mean"], metrics["completions/length_max"]) == (5, 7)
+    assert metrics["completions/cut_share"] == 0.5
+
+
+def record_of(rows: list[RowRecord]) -> UpdateRecord:
+    return UpdateRecord(loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows)
+
+
+def test_correction_metrics_by_hand() -> None:
+    kept = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
+    dropped = RowRecord(1, tokens=6, logprob_sum=-1.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
+    metrics = update_metrics(record_of([kept, dropped]))
+    assert metrics["policy/loss"] == -0.5
+    assert metrics["policy/entropy"] == 0.5
+    assert metrics["correction/kept_share"] == 0.5
+    assert metrics["correction/kept_token_share"] == 0.4
+    assert metrics["correction/effective_sample_share"] == 0.5
+    assert metrics["correction/rho_p50"] == pytest.approx(2.25)
+    assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
+    assert not corrects_nothing(Correction(kind="seq_mis"), record_of([kept, dropped]))
+    assert corrects_nothing(Correction(kind="seq_mis"), record_of([kept]))
+    assert not corrects_nothing(Correction(kind="none"), record_of([kept]))
+
+
+# Files
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file.txt"
+    write_text(path, "one")
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as temporary:
+        temporary.write_text("half of tw")
+        _ = 1 / 0
+    assert path.read_text() == "one"
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "checkpoint") as folder:
+        (folder / "weights").write_text("some")
+        _ = 1 / 0
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file.txt", "folder"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(policy: Policy, tmp_path: Path) -> None:
+    """The kernel's file-size limit stands in for a full disk: both refuse a write in the middle of a file."""
+    optimizer = IVON(policy.model.named_parameters())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        with pytest.raises(UserError, match=r"cannot write .*big.*; free some space"):
+            write_text(tmp_path / "big", "x" * 100_000)
+        with pytest.raises(UserError, match=r"cannot write .*step-000001.*; free some space"):
+            save_checkpoint(tmp_path / "step-000001", policy, optimizer, TrainState(step=1))
+        folder = RunFolder.create(tmp_path / "run", RunConfig())
+        with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl.*; free some space"):
+            for step in range(1000):
+                folder.log({"step": step, "value": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    assert len(read_metrics(tmp_path / "run")) > 100
+
+
+def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
+            RunFolder.create(path, RunConfig())
+
+
+# Run folders
+
+
+def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig(steps=5))
+    with pytest.raises(UserError, match="is in use by another process"):
+        RunFolder.open(tmp_path / "run")
+    folder.close()
+    with pytest.raises(UserError, match=r"holds a run of another config \(steps = 5 there, 6 here\)"):
+        RunFolder.create(tmp_path / "run", RunConfig(steps=6))
+    with pytest.raises(UserError, match="holds this run already; continue it with --resume"):
+        RunFolder.create(tmp_path / "run", RunConfig(steps=5))
+    opened, plain = RunFolder.open(tmp_path / "run")
+    assert plain["steps"] == 5
+    opened.close()
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.open(tmp_path / "elsewhere")
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        RunFolder.open(tmp_path / "run")
+
+
+def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from threepo.config import RunConfig;"
+        "from threepo.training.run_folder import RunFolder;"
+        "f = RunFolder.create(Path(sys.argv[1]), RunConfig()); print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"locked\n"
+    with pytest.raises(UserError, match="in use"):
+        RunFolder.open(tmp_path / "run")
+    process.kill()
+    process.wait()
+    RunFolder.open(tmp_path / "run")[0].close()
+
+
+def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig())
+    for step in range(5):
+        folder.log({"step": step, "value": math.nan if step == 2 else 0.1 * step})
+        folder.write_completions(step, [completion_row(step, completion(draw=Draw(1, step, 2)))])
+    folder.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "val')
+    rows = read_metrics(tmp_path)
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    assert rows[2]["value"] is None
+    assert rows[3]["value"] == 0.1 * 3
+    folder, _ = RunFolder.open(tmp_path)
+    folder.forget_after(3)
+    folder.log({"step": 3, "value": 9.0})
+    folder.close()
+    assert [(r["step"], r["value"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 0.1), (2, None), (3, 9.0)]
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [f"step-00000{i}.parquet" for i in range(3)]
+    saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
+    assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)
+    assert (saved["status"], saved["tokens"]) == ("wrong", [11, 12, 13])
+    assert saved["behaviour_logprob_sum"] == -3.0
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", ["ivon", "adamw"])
+def test_a_checkpoint_restores_the_optimizer_bitwise(policy: Policy, kind: str, tmp_path: Path) -> None:
+    def make() -> IVON | PointAdamW:
+        named = policy.model.named_parameters()
+        return IVON(named, ess=1e6) if kind == "ivon" else PointAdamW(named, lr=1e-3)
+
+    def advance(optimizer: IVON | PointAdamW, steps: range) -> None:
+        for step in steps:
+            draw = Draw(0, step, 0) if kind == "ivon" else None
+            with optimizer.at(draw):
+                sum(((p - 0.1) ** 2).sum() for p in policy.model.parameters()).backward()
+            optimizer.observe(draw)
+            optimizer.step()
+
+    optimizer = make()
+    advance(optimizer, range(3))
+    state = TrainState(step=3, optimizer_steps=3 if kind == "ivon" else 0, skipped_steps=2, quiet_steps=4)
+    save_checkpoint(tmp_path / "step-000003", policy, optimizer, state)
+    saved = [p.detach().clone() for p in policy.model.parameters()]
+    advance(optimizer, range(3, 5))
+    expected = [p.detach().clone() for p in policy.model.parameters()]
+    with torch.no_grad():
+        for p, value in zip(policy.model.parameters(), saved, strict=True):
+            p.copy_(value)
+    resumed = make()
+    assert load_train_state(tmp_path / "step-000003") == state
+    restore_optimizer(tmp_path / "step-000003", resumed, state)
+    assert resumed.skipped_steps == 2
+    advance(resumed, range(3, 5))
+    assert all(torch.equal(p, e) for p, e in zip(policy.model.parameters(), expected, strict=True))
+    assert (tmp_path / "step-000003" / "posterior.safetensors").exists() is (kind == "ivon")
+
+
+def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig())
+    for step in (1, 2, 10):
+        folder.checkpoint_path(step).mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-000011.abc").mkdir()
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 10]
+    folder.prune_checkpoints(0)
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 10]
+    folder.prune_checkpoints(2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 10]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    assert model_folder(tmp_path).name == "step-000010"
+    assert model_folder(tmp_path / "checkpoints" / "step-000002").name == "step-000002"
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        model_folder(tmp_path / "empty")
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path: Path) -> None:
+    received = []
+    previous = signal.signal(number, lambda *_: received.append("second"))
+    try:
+        with polite_stop() as stop:
+            stop.obey(3, 10, tmp_path)
+            os.kill(os.getpid(), number)
+            assert stop.signal_number == number
+            assert received == []
+            os.kill(os.getpid(), number)
+            assert received == ["second"]
+            stop.obey(10, 10, tmp_path)  # all steps are done: nothing to interrupt
+            with pytest.raises(Interrupted, match=r"after step 3 of 10; continue with --resume"):
+                stop.obey(3, 10, tmp_path)
+    finally:
+        signal.signal(number, previous)
+
+
+# Trackers
+
+
+def test_tensorboard_gets_the_metrics_and_never_stops_a_run(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoard(tmp_path, 0)
+    tracker.log(3, {"reward/mean": 0.25})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+    with pytest.warns(ThreepoWarning, match="is now off"):
+        tracker.log(4, {"reward/mean": "not a number"})  # type: ignore[dict-item]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.log(5, {"reward/mean": 1.0})
+
+
+def test_metrics_are_plain_json(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig())
+    folder.log({"step": 0, "a": math.inf, "b": 1e-300})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": 1e-300}

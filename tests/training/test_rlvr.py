@@ -1,0 +1,221 @@
+"""The loop as a whole: it learns, it stops and resumes bitwise, it survives being killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import outcome, train_config
+from threepo import jobs
+from threepo.config import TrainConfig
+from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.methods.presets import PRESETS
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.runs import checkpoints, read_metrics
+from threepo.training import rlvr
+from threepo.training.recipe import load
+from threepo.training.run_folder import RunFolder
+
+LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
+"""Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_method_learns(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("first_character.py").write_text(LOWER_HALF)
+    greedy = preset == "thompson"
+    optimizer = (
+        ["optimizer.lr=1e-2", "optimizer.weight_decay=0"]
+        if preset == "grpo"
+        else [
+            "optimizer.lr=5e3",
+            "optimizer.ess=1e8" if not greedy else "optimizer.ess=1e6",  # greedy rollouts differ by their weights alone
+        ]
+    )
+    config = train_config(
+        tmp_path / "run",
+        f"method.preset={preset}",
+        *(["method.draws=8"] if greedy else []),
+        "reward.function=first_character:reward",
+        "model.tiny.tied=false",  # with tied embeddings a random model repeats itself, and greedy draws are all alike
+        "run.steps=25",
+        "sampling.max_new_tokens=2",
+        "schedule.warmup_share=0",
+        *optimizer,
+    )
+    jobs.train(config)
+    rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process a SIGTERM in the middle of training step `step`."""
+    inner = rlvr.rollout
+
+    def rollout(run: rlvr.Run, at: int, clock: rlvr.Clock) -> object:
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(run, at, clock)
+
+    monkeypatch.setattr(rlvr, "rollout", rollout)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
+        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
+        ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
+    ],
+)
+def test_stopping_and_resuming_equals_never_stopping_bitwise(
+    preset: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [f"method.preset={preset}", "run.steps=6", "eval.every=2", *settings]
+    jobs.train(train_config(tmp_path / "whole", *common))
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        with pytest.raises(Interrupted, match="SIGTERM after step 3 of 6"):
+            jobs.train(train_config(tmp_path / "parts", *common))
+    assert checkpoints(tmp_path / "parts")[-1][0] == 3
+    folder, plain = reopen(tmp_path / "parts")
+    jobs.train(plain, folder)
+    whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    for key in whole:
+        assert parts[key] == whole[key], key
+
+
+def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
+    from threepo.config.reader import build
+
+    folder, plain = RunFolder.open(path)
+    return folder, build(TrainConfig, plain)
+
+
+def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path: Path) -> None:
+    """SIGKILL, which no program can prepare for, at moments that fall anywhere: in a step, a write, a start."""
+    settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=40", "run.checkpoint_every=3"]
+    whole = train_config(tmp_path / "whole", *settings)
+    jobs.train(whole)
+    killed = tmp_path / "killed"
+    RunFolder.create(killed, replace(whole, run=replace(whole.run, folder=str(killed)))).close()
+    command = [sys.executable, "-m", "threepo", "train", "--resume", str(killed)]
+    generator = random.Random(20260810)
+    reached = []
+    for _ in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = len(read_metrics(killed))
+        deadline = time.monotonic() + 120
+        while len(read_metrics(killed)) <= before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # wait for this process to make a step of its own, then let it run a random while
+        time.sleep(generator.uniform(0, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        reached.append(len(read_metrics(killed)))
+    assert reached[-1] < 40, "the last kill came after the end: make the run longer"
+    subprocess.run(command, check=True, capture_output=True)
+    assert (killed / "summary.json").is_file()
+    one, other = outcome(tmp_path / "whole"), outcome(killed)
+    for key in one:
+        assert other[key] == one[key], key
+
+
+def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    jobs.train(train_config(tmp_path / "run", "run.steps=5", "eval.every=2"))
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [-1, 1, 3, 4]
+    assert [row["step"] for row in rows] == [-1, 0, 1, 2, 3, 4]
+
+
+def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
+    settings = ["method.preset=c3po", "optimizer.ess=1e6", "run.steps=3"]
+    jobs.train(train_config(tmp_path / "with", *settings, "eval.every=1", "eval.draws=2"))
+    jobs.train(train_config(tmp_path / "without", *settings))
+    one, other = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert one["tensors"] == other["tensors"]
+    assert one["completions"] == other["completions"]
+
+
+def test_methods_see_the_same_prompts_at_the_same_step(tmp_path: Path) -> None:
+    seen = {}
+    for preset in ("grpo", "m3po"):
+        jobs.train(train_config(tmp_path / preset, f"method.preset={preset}", "run.steps=2"))
+        completions = outcome(tmp_path / preset)["completions"]
+        seen[preset] = {name: [row["problem_id"] for row in rows] for name, rows in completions.items()}
+    assert seen["grpo"] == seen["m3po"]
+
+
+def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
+    jobs.train(train_config(tmp_path / "run", "method.preset=m3po", "run.steps=1"))
+    rows = outcome(tmp_path / "run")["completions"]["step-000000.parquet"]
+    assert len(rows) == 4 * 8
+    assert [row["draw_index"] for row in rows] == [n for _ in range(4) for n in range(4) for _ in range(2)]
+    for row in rows:
+        assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-3)
+        assert row["rho"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
+    settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
+    with pytest.warns(
+        ThreepoWarning, match="seq_mis correction has dropped or truncated nothing for 3 steps"
+    ) as caught:
+        jobs.train(train_config(tmp_path / "run", *settings))
+    assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
+
+
+def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("first_character.py").write_text(LOWER_HALF)
+    settings = ["method.preset=b3po", "run.steps=2", "optimizer.ess=1e6", "reward.function=first_character:reward"]
+    jobs.train(train_config(tmp_path / "first", *settings))
+    for momentum in ("false", "true"):
+        config = train_config(
+            tmp_path / momentum,
+            f"model.path={tmp_path / 'first'}",
+            "method.preset=c3po",
+            f"optimizer.load_hessian={tmp_path / 'first'}",
+            f"optimizer.load_momentum={momentum}",
+        )
+        run = rlvr.start(config)
+        assert isinstance(run.optimizer, IVON)
+        learned = Posterior.from_pretrained(checkpoints(tmp_path / "first")[-1][1])
+        for name, p in run.policy.model.named_parameters():
+            assert torch.equal(run.optimizer.state[p]["hessian"], learned.hessian[name])
+        loaded = any(bool(run.optimizer.state[p]["momentum"].any()) for p in run.policy.model.parameters())
+        assert loaded is (momentum == "true")
+        run.folder.close()
+
+
+def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    for settings, message in (
+        (["sampling.max_new_tokens=600"], "exceed the model's context"),
+        (["data.levels=[1]"], "starts at level 2"),
+        (["reward.function=exact_:f"], "no module 'exact_'"),
+        ([f"model.path={tmp_path / 'nothing'}"], "no config.json"),
+        (["method.preset=b3po", f"optimizer.load_hessian={tmp_path}"], "holds no posterior"),
+    ):
+        with pytest.raises(UserError, match=message):
+            jobs.train(train_config(tmp_path / "run", *settings))
+        assert not (tmp_path / "run").exists()
+
+
+def test_bfloat16_engine_and_compute_run(tmp_path: Path) -> None:
+    settings = ["method.preset=c3po", "run.steps=2", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    jobs.train(train_config(tmp_path / "run", *settings, "model.gradient_checkpointing=true"))
+    row = read_metrics(tmp_path / "run")[-1]
+    assert 0 < row["correction/kl"] < 0.05
+
+
+def test_a_run_can_be_started_from_a_shipped_recipe(tmp_path: Path) -> None:
+    config = load(TrainConfig, "demo/c3po", [f"run.folder={tmp_path / 'run'}", "model.path=tiny-qwen2", "run.steps=1"])
+    assert config.method == PRESETS["c3po"]

@@ -1,0 +1,104 @@
+"""Warm start: it learns, it resumes bitwise, it leaves a posterior, and the shipped recipe is what it says."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import outcome, sft_config
+from threepo import jobs
+from threepo.config import SFTConfig
+from threepo.config.reader import build
+from threepo.errors import Interrupted, UserError
+from threepo.models.policy import Policy
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.runs import checkpoints, read_metrics
+from threepo.training import sft
+from threepo.training.recipe import load
+from threepo.training.run_folder import RunFolder
+
+
+@pytest.mark.parametrize("optimizer", [["optimizer.kind=adamw", "optimizer.lr=1e-2"], ["optimizer.lr=5e3"]])
+def test_the_loss_falls(optimizer: list[str], tmp_path: Path) -> None:
+    jobs.fine_tune(sft_config(tmp_path / "run", "run.steps=30", *optimizer))
+    losses = [row["sft/loss"] for row in read_metrics(tmp_path / "run")]
+    assert losses[0] == pytest.approx(math.log(260), rel=0.1), "a random model knows nothing of 260 tokens"
+    assert sum(losses[-3:]) / 3 < 0.6 * losses[0]
+
+
+def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
+    source = sft.Demonstrations(sft_config(Path("unused")).demonstrations)
+    rows = sft.encode(policy, source.batch(0))
+    total = sft.backward(policy, rows, token_budget=100)
+    grads = [p.grad.clone() for p in policy.model.parameters()]
+    policy.model.zero_grad()
+    expected = torch.zeros(())
+    for row in rows:
+        c = row.completion
+        assert c.tokens[-1] == policy.tokenizer.eos_token_id
+        assert policy.tokenizer.decode(c.tokens[:-1]) == c.text
+        ids = torch.tensor([c.prompt_tokens + c.tokens])
+        labels = ids.clone()
+        labels[0, : len(c.prompt_tokens)] = -100
+        expected = expected + policy.model(ids, labels=labels).loss * len(c.tokens)
+    expected.backward()
+    assert total == pytest.approx(expected.item(), rel=1e-4)
+    for p, grad in zip(policy.model.parameters(), grads, strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ivon", "adamw"])
+def test_stopping_and_resuming_equals_never_stopping_bitwise(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["run.steps=6", f"optimizer.kind={kind}", "run.checkpoint_every=2"]
+    jobs.fine_tune(sft_config(tmp_path / "whole", *settings))
+    inner, calls = sft.backward, []
+
+    def fail(*arguments: object) -> float:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError
+        return inner(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "backward", fail)
+        with pytest.raises(ZeroDivisionError):
+            jobs.fine_tune(sft_config(tmp_path / "parts", *settings))
+    assert checkpoints(tmp_path / "parts")[-1][0] == 2
+    folder, plain = RunFolder.open(tmp_path / "parts")
+    jobs.fine_tune(build(SFTConfig, plain), folder)
+    whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    for key in whole:
+        assert parts[key] == whole[key], key
+
+
+def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = []
+    inner = IVON.perturbed
+    monkeypatch.setattr(IVON, "perturbed", lambda self, draw: draws.append(draw) or inner(self, draw))
+    jobs.fine_tune(sft_config(tmp_path / "run", "run.steps=3", "batching.tokens=64"))
+    assert [draw.step for draw in draws] == [0, 1, 2]
+
+
+def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:
+    jobs.fine_tune(sft_config(tmp_path / "run", "run.steps=4", "optimizer.betas=[0.9, 0.9]"))
+    posterior = Posterior.from_pretrained(checkpoints(tmp_path / "run")[-1][1])
+    assert posterior.step == 4
+    assert all(h.std() > 0 for h in posterior.hessian.values())
+
+
+def test_what_cannot_be_encoded_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="exceed the model's context of 16"):
+        jobs.fine_tune(sft_config(tmp_path / "run", "model.tiny.context=16"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_shipped_warm_start_runs(tmp_path: Path) -> None:
+    config = load(SFTConfig, "demo/warm_start")
+    jobs.fine_tune(replace(config, run=replace(config.run, steps=5, folder=str(tmp_path / "run"))))
+    losses = [row["sft/loss"] for row in read_metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.5

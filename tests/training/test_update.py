@@ -1,0 +1,361 @@
+"""One policy update: contracts 1, 6 and 8, and what the optimizer is given."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from threepo.config import Advantage, Correction, Method, ObjectiveConfig
+from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
+from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.training.batching import collate
+from threepo.training.update import UpdateRecord, UpdateSettings, update_policy
+from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
+
+PLAIN = UpdateSettings(ObjectiveConfig(), Correction(), temperature=1.0, token_budget=10_000)
+PROMPTS = 3
+
+
+def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: bool = True) -> list[Group]:
+    """Made-up completions of three prompts, of uneven lengths, with log-probs of the very weights they belong to.
+
+    The text of a completion depends on its prompt and rollout number only, so methods can be compared on equal rows.
+    """
+    made = []
+    problems = [(Problem(id=f"p{i}", prompt=f"p{i}"), (4 + i, 9, 17 + i)) for i in range(PROMPTS)]
+    for request in requests(method, problems, rollout_draws(method, 0, 0)):
+        generator = torch.Generator().manual_seed(100 * int(request.problem.id[1:]) + request.rollout)
+        length = int(torch.randint(2, 9, (1,), generator=generator))
+        tokens = tuple(torch.randint(5, 200, (length,), generator=generator).tolist())
+        correct = bool(torch.rand(1, generator=generator) < 0.4)
+        completion = Completion(
+            problem=request.problem,
+            prompt_tokens=request.prompt_tokens,
+            tokens=tokens,
+            logprobs=(0.0,) * length,
+            text="",
+            finish_reason="stop",
+            draw=request.draw,
+            rollout=request.rollout,
+            policy_step=0,
+            verdict=Verdict(correct, "right" if correct else "wrong", "x"),
+        )
+        if by_trainer:
+            micro = collate([TrainingRow(completion, 0, 0.0)], policy.pad_token, policy.device)
+            with optimizer.at(request.draw), torch.no_grad():
+                scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask)
+            completion = replace(completion, logprobs=tuple(scored.logprobs[micro.mask].tolist()))
+        made.append(completion)
+    return group_by_prompt(made)
+
+
+class Spy(IVON):
+    """IVON that keeps what it is given: the gradient statistics that the step is made from."""
+
+    def step(self, closure: Callable[[], float] | None = None, *, divisor: float | None = None) -> object:
+        """Record the mean gradient, then step."""
+        count = divisor or len(self._observed.draws)
+        self.mean_grad = {name: self._observed.grad[p].clone() / count for name, p, _ in self._trainable()}
+        return super().step(closure, divisor=divisor)
+
+
+def gradient_of(
+    policy: Policy,
+    method: Method,
+    groups: list[Group] | None = None,
+    *,
+    settings: UpdateSettings = PLAIN,
+    noise_scale: float = 0.0,
+    ess: float = 1e6,
+) -> tuple[UpdateRecord, dict[str, torch.Tensor], IVON]:
+    """Run one update; returns its record and the mean gradient that the optimizer was given."""
+    optimizer = Spy(policy.model.named_parameters(), noise_scale=noise_scale, ess=ess)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    groups = groups or rollouts(policy, method, optimizer)
+    batch = training_batch(method, groups, 0, 0)
+    record = update_policy(policy, optimizer, batch, replace(settings, correction=method.correction))
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            p.copy_(before[name])
+    return record, optimizer.mean_grad, optimizer
+
+
+def assert_bitwise(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name}: up to {(a[name] - b[name]).abs().max():.1e} apart"
+
+
+def relabelled(groups: list[Group], method: Method) -> list[Group]:
+    """The same rows as `method` would have generated them: the draws differ, texts and log-probs do not."""
+    draws = rollout_draws(method, 0, 0)
+    share = method.rollouts_per_prompt // len(draws)
+    return [
+        replace(group, completions=tuple(replace(c, draw=draws[c.rollout // share]) for c in group.completions))
+        for group in groups
+    ]
+
+
+# Contract 1
+
+
+@pytest.mark.parametrize(
+    "method", [B3PO, C3PO, replace(C3PO, correction=Correction(kind="token_tis")), replace(C3PO, draws=16)]
+)
+def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, method: Method) -> None:
+    optimizer = IVON(policy.model.named_parameters(), noise_scale=0.0)
+    groups = rollouts(policy, GRPO, optimizer, by_trainer=False)
+    # The engine's log-probs are the trainer's own, as in a batch of the same shape, so every ratio is exactly one.
+    groups = with_logprobs_of_one_batch(policy, groups)
+    expected, grad, _ = gradient_of(policy, GRPO, groups)
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method))
+    assert record.loss == expected.loss
+    assert record.normalizer == expected.normalizer
+    assert_bitwise(other, grad)
+
+
+def with_logprobs_of_one_batch(policy: Policy, groups: list[Group]) -> list[Group]:
+    rows = [TrainingRow(c, i, 0.0) for i, c in enumerate(c for group in groups for c in group.completions)]
+    ordered = sorted(rows, key=lambda row: (len(row.completion.prompt_tokens + row.completion.tokens), row.index))
+    micro = collate(ordered, policy.pad_token, policy.device)
+    with torch.no_grad():
+        scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask).logprobs
+    found = {
+        (row.completion.problem.id, row.completion.rollout): tuple(scored[i][micro.mask[i]].tolist())
+        for i, row in enumerate(micro.rows)
+    }
+    return [
+        replace(g, completions=tuple(replace(c, logprobs=found[c.problem.id, c.rollout]) for c in g.completions))
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("draws", [2, 4])
+def test_without_noise_replay_is_grpo_taken_in_as_many_parts(policy: Policy, draws: int) -> None:
+    """The parts' sums are added in another order than one batch would add them, and nothing else differs."""
+    method = replace(C3PO_REPLAY, draws=draws)
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
+    expected, grad, _ = gradient_of(policy, GRPO, groups)
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method))
+    assert record.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert record.normalizer == expected.normalizer
+    for name in grad:
+        torch.testing.assert_close(other[name], grad[name], rtol=1e-4, atol=1e-7)
+
+
+def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(policy: Policy) -> None:
+    """Each draw's rollouts are a GRPO problem of their own with G = 4; their gradients are averaged."""
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
+    groups = relabelled(groups, M3PO)
+    _, together, _ = gradient_of(policy, M3PO, groups)
+    total: dict[str, torch.Tensor] = {}
+    small = replace(GRPO, rollouts_per_prompt=4)
+    for draw in rollout_draws(M3PO, 0, 0):
+        mine = [replace(g, completions=tuple(c for c in g.completions if c.draw == draw)) for g in groups]
+        _, grad, _ = gradient_of(policy, small, mine)
+        for name in grad:
+            total[name] = total[name] + grad[name] if name in total else grad[name]
+    for name in total:
+        torch.testing.assert_close(together[name], total[name] / 4, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", [replace(M3PO, draws=1), replace(C3PO_REPLAY, draws=1)], ids=lambda m: m.name)
+def test_one_draw_of_m3po_or_replay_is_b3po_bitwise(policy: Policy, method: Method) -> None:
+    _, expected, one = gradient_of(policy, B3PO, noise_scale=1.0)
+    _, grad, other = gradient_of(policy, method, noise_scale=1.0)
+    assert_bitwise(grad, expected)
+    for p in policy.model.parameters():
+        assert torch.equal(one.state[p]["hessian"], other.state[p]["hessian"])
+        assert not one.state[p]["hessian"].eq(1e-3).all()
+
+
+# Contract 8
+
+
+@pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
+@pytest.mark.parametrize("aggregation", ["token", "group", "sequence"])
+def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, method: Method, aggregation: str) -> None:
+    noise = 0.0 if method.draws == 0 else 1.0
+    objective = ObjectiveConfig(aggregation=aggregation)
+    results = [
+        gradient_of(
+            policy, method, settings=replace(PLAIN, objective=objective, token_budget=budget), noise_scale=noise
+        )
+        for budget in (10_000, 50, 1)
+    ]
+    for record, grad, _ in results[1:]:
+        assert record.loss == pytest.approx(results[0][0].loss, rel=1e-4, abs=1e-5)
+        assert record.normalizer == pytest.approx(results[0][0].normalizer, rel=1e-9)
+        assert record.tokens == results[0][0].tokens
+        for name in grad:
+            torch.testing.assert_close(grad[name], results[0][1][name], rtol=1e-3, atol=1e-6)
+
+
+def test_the_gradient_is_the_textbook_one(policy: Policy) -> None:
+    """On-policy GRPO: minus the sum over tokens of A * grad log p, over the number of tokens."""
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    record, grad, _ = gradient_of(policy, GRPO, groups)
+    policy.model.zero_grad()
+    tokens = 0
+    for group in groups:
+        rewards = torch.tensor([c.verdict.reward for c in group.completions])
+        values = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for completion, value in zip(group.completions, values, strict=True):
+            ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+            logprobs = policy.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+            (-value * logprobs[len(completion.prompt_tokens) - 1 :].sum()).backward()
+            tokens += len(completion.tokens)
+    assert record.normalizer == tokens
+    for name, p in policy.model.named_parameters():
+        torch.testing.assert_close(grad[name], p.grad / tokens, rtol=1e-3, atol=1e-6)
+
+
+# Contract 6
+
+
+def test_seq_mis_keeps_everything_without_noise_and_drops_with_much(policy: Policy) -> None:
+    calm, _, _ = gradient_of(policy, C3PO, noise_scale=0.0)
+    assert all(row.untouched and row.kept_tokens == row.tokens for row in calm.rows)
+    assert calm.kl / calm.tokens < 1e-9
+    wild, _, _ = gradient_of(policy, C3PO, noise_scale=1.0, ess=1e4)
+    dropped = [row for row in wild.rows if row.kept_tokens == 0]
+    assert 0.1 < len(dropped) / len(wild.rows) < 1
+    assert all(row.weight == 0 and not 0.5 <= row.rho <= 2 for row in dropped)
+    assert all(0.5 <= row.rho <= 2 for row in wild.rows if row.kept_tokens)
+    assert wild.normalizer == sum(row.kept_tokens for row in wild.rows)
+    assert wild.kl / wild.tokens > 0.01
+
+
+def test_the_normalizer_can_count_all_tokens(policy: Policy) -> None:
+    method = replace(C3PO, correction=Correction(kind="seq_mis", normalizer="all"))
+    record, _, _ = gradient_of(policy, method, noise_scale=1.0, ess=1e4)
+    assert record.normalizer == record.tokens > sum(row.kept_tokens for row in record.rows)
+
+
+def test_replay_makes_every_rollout_on_policy(policy: Policy) -> None:
+    record, _, _ = gradient_of(policy, C3PO_REPLAY, noise_scale=1.0, ess=1e4)
+    assert all(abs(row.rho - 1) < 1e-3 for row in record.rows)
+
+
+# Nothing to learn
+
+
+def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Policy) -> None:
+    method = replace(C3PO, correction=Correction(kind="seq_mis", low=1e6, high=1e7))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    record = update_policy(policy, optimizer, batch, replace(PLAIN, correction=method.correction))
+    assert record.normalizer == 0
+    assert optimizer.skipped_steps == 1
+    assert optimizer.param_groups[0]["step"] == 0
+    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in policy.model.parameters())
+    optimizer.state_dict()  # nothing is left pending
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop"])
+def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None:
+    """spec 3.13 (vi): A = 0 and the gradient is 0, so the Hessian only decays; dropped, the step is skipped."""
+    method = replace(C3PO, advantage=Advantage(zero_variance=zero_variance))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, betas=(0.9, 0.99))
+    groups = rollouts(policy, method, optimizer)
+    groups = [
+        replace(g, completions=tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in g.completions))
+        for g in groups
+    ]
+    batch = training_batch(method, groups, 0, 0)
+    update_policy(policy, optimizer, batch, replace(PLAIN, correction=method.correction))
+    p = next(policy.model.parameters())
+    if zero_variance == "keep":
+        expected = 0.99 * 1e-3 + 0.5 * 0.01**2 * 1e-3
+        torch.testing.assert_close(optimizer.state[p]["hessian"], torch.full_like(p, expected), rtol=1e-5, atol=0)
+    else:
+        assert optimizer.skipped_steps == 1
+        assert optimizer.state[p]["hessian"].eq(1e-3).all()
+
+
+@pytest.mark.parametrize("method", [GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY], ids=lambda m: m.name)
+def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: Method) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    update_policy(policy, optimizer, batch, replace(PLAIN, correction=method.correction))
+    assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+
+
+# Several updates a batch
+
+
+@pytest.mark.parametrize("method", [GRPO, C3PO, M3PO], ids=lambda m: m.name)
+def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy, method: Method) -> None:
+    optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e6)  # large steps, so that ratios move
+    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3), correction=method.correction)
+    record = update_policy(policy, optimizer, batch, settings)
+    assert optimizer.param_groups[0]["step"] == 3
+    assert len(record.rows) == PROMPTS * 16
+    assert record.ratio / record.tokens != 1.0
+    assert record.clipped_low + record.clipped_high > 0
+
+
+def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
+    """Split in three, the first mini-batch's gradient is that of a batch with its prompt alone."""
+    optimizer = Spy(policy.model.named_parameters(), noise_scale=0.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    groups = rollouts(policy, GRPO, optimizer)
+    batch = training_batch(GRPO, groups, 0, 0)
+    update_policy(policy, optimizer, batch, replace(PLAIN, objective=ObjectiveConfig(mini_batches=3)))
+    last = dict(optimizer.mean_grad)
+    _, alone, _ = gradient_of(policy, GRPO, groups[2:])
+    for name in alone:
+        torch.testing.assert_close(last[name], alone[name], rtol=1e-4, atol=1e-7)
+
+
+def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
+    """Decoupled Monte Carlo (spec 3.6): two fresh draws give the mean of what each of them gives alone."""
+    two = replace(C3PO, gradient_draws=2, correction=Correction())
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    groups = rollouts(policy, two, optimizer)
+    _, together, _ = gradient_of(policy, two, groups, noise_scale=1.0)
+    batch = training_batch(two, groups, 0, 0)
+    total: dict[str, torch.Tensor] = {}
+    for part in batch.parts:
+        spy = Spy(policy.model.named_parameters(), ess=1e6)
+        spy.param_groups[0]["lr"] = 0.0
+        update_policy(policy, spy, replace(batch, parts=(part,)), PLAIN)
+        for name, grad in spy.mean_grad.items():
+            total[name] = total.get(name, 0) + grad / 2
+    for name in total:
+        torch.testing.assert_close(together[name], total[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
+    def entropy_after(coefficient: float) -> float:
+        optimizer = IVON(policy.model.named_parameters(), lr=100.0, noise_scale=0.0)
+        before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+        groups = rollouts(policy, GRPO, optimizer)
+        batch = training_batch(GRPO, groups, 0, 0)
+        settings = replace(PLAIN, objective=ObjectiveConfig(entropy_coefficient=coefficient))
+        for _ in range(3):
+            record = update_policy(policy, optimizer, batch, settings)
+        with torch.no_grad():
+            for name, p in policy.model.named_parameters():
+                p.copy_(before[name])
+        return record.entropy / record.tokens
+
+    with torch.no_grad():  # peaked distributions: random ones have no entropy to gain
+        for p in policy.model.parameters():
+            p.mul_(3)
+    assert entropy_after(10.0) > entropy_after(0.0) + 0.005
+
+
+def test_temperature_divides_the_trainers_logits_too(policy: Policy) -> None:
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    cold, _, _ = gradient_of(policy, GRPO, groups, settings=replace(PLAIN, temperature=0.5))
+    warm, _, _ = gradient_of(policy, GRPO, groups)
+    assert cold.entropy < warm.entropy
+    assert cold.kl > 1e-4 > warm.kl
