@@ -13,9 +13,9 @@ import pytest
 from runs import RLVR, SFT, outcome, train_config
 from threepo import jobs
 from threepo.cli import main
+from threepo.config import ModelConfig
 from threepo.demo import METHODS, run_demo
 from threepo.models.policy import load_policy
-from threepo.config import ModelConfig
 from threepo.posterior.gaussian import Posterior
 from threepo.runs import checkpoints, read_metrics
 
@@ -60,7 +60,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "demo/warm_start"], "unknown table demonstrations"),
         (["sft", "demo/c3po"], "unknown table data"),
         (["eval", "/nowhere", "data.train=sorting"], "holds no config.json"),
-        (["eval", "tiny-qwen2"], "data.train = ''"),
+        (["eval", "tiny-qwen2"], "data.train is missing"),
         (["eval", "tiny-qwen2", "data.train=sorting", "eval.draws=2"], "holds no posterior"),
         (["report", "nowhere"], "holds no run"),
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),

@@ -145,7 +145,7 @@ def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model = 3: is a table"):
         load(TrainConfig, str(path))
     path.write_text("")
-    with pytest.raises(UserError, match="model.path = ''"):
+    with pytest.raises(UserError, match="model.path is missing: set it in the recipe"):
         load(TrainConfig, str(path))
 
 

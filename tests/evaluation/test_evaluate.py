@@ -6,14 +6,13 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from factories import completion
 from runs import train_config
 from threepo import jobs
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import FIRST_EVAL_DRAW, score
 from threepo.runs import read_metrics
 from threepo.training.recipe import load_evaluation
-
-from factories import completion
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Corrections on log-ratios made by hand (spec 4.8)."""
+"""Corrections on log-ratios made by hand (method.md 4)."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_seq_mis_with_weight_one_only_masks() -> None:
 
 
 def test_reciprocal_bounds_are_symmetric_in_the_log_and_others_are_not() -> None:
-    """spec 4.3: k1 bounds and rho bounds pick the same set only when reciprocal; ours are on rho."""
+    """method.md 4: k1 bounds and rho bounds pick the same set only when reciprocal; ours are on rho."""
     assert kept_rows(apply("seq_mis", low=0.4, high=2.5)) == [True, True, True, True]
     assert kept_rows(apply("seq_mis", low=0.4, high=2.0)) == [True, False, True, True]
 
@@ -112,7 +112,7 @@ def test_extreme_ratios_are_clamped() -> None:
 
 
 def test_feasibility_curve_of_seq_mis() -> None:
-    """spec 4.7: with per-token KL k, log rho ~ N(-Tk, 2Tk) and the kept share falls as tabulated."""
+    """method.md 4: with per-token KL k, log rho ~ N(-Tk, 2Tk) and the kept share falls as tabulated."""
     torch.manual_seed(0)
     for tk, expected in ((0.05, 0.97), (0.1, 0.87), (0.3, 0.59), (1.0, 0.30), (2.0, 0.17), (5.0, 0.05)):
         d = -tk / 50 + (2 * tk / 50) ** 0.5 * torch.randn(20_000, 50)

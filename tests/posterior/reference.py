@@ -1,4 +1,4 @@
-"""IVON once more, from the published equations (Shen et al., 2024, algorithm 1; spec 1), in float64, one scalar at a time.
+"""IVON once more, from the published equations (Shen et al., 2024; method.md 1), in float64, one scalar at a time.
 
 Shares no code with threepo. Noise comes from outside, so that any implementation can be followed.
 """

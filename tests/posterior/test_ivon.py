@@ -197,7 +197,7 @@ def test_the_divisor_turns_a_sum_into_the_gradient_that_was_meant() -> None:
 
 
 def test_cumulative_reproduces_the_released_weights() -> None:
-    """spec D5: of M = 4 gradients the mean takes 1, 3/4, 1/2 and 1/4."""
+    """method.md 7: of M = 4 gradients the mean takes 1, 3/4, 1/2 and 1/4."""
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = IVON([("w", p)], betas=(0.0, 0.9999), clip_radius=math.inf, debias=False, noise_scale=0.0)
     for index in range(4):

@@ -11,7 +11,7 @@ from runs import outcome, sft_config
 from threepo import jobs
 from threepo.config import SFTConfig
 from threepo.config.reader import build
-from threepo.errors import Interrupted, UserError
+from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON

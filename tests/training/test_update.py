@@ -258,7 +258,7 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
 
 @pytest.mark.parametrize("zero_variance", ["keep", "drop"])
 def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None:
-    """spec 3.13 (vi): A = 0 and the gradient is 0, so the Hessian only decays; dropped, the step is skipped."""
+    """A = 0 and the gradient is 0, so the Hessian only decays; dropped, the step is skipped."""
     method = replace(C3PO, advantage=Advantage(zero_variance=zero_variance))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, betas=(0.9, 0.99))
     groups = rollouts(policy, method, optimizer)
@@ -316,7 +316,7 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
 
 
 def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
-    """Decoupled Monte Carlo (spec 3.6): two fresh draws give the mean of what each of them gives alone."""
+    """Decoupled Monte Carlo (method.md 3.2): two fresh draws give the mean of what each of them gives alone."""
     two = replace(C3PO, gradient_draws=2, correction=Correction())
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     groups = rollouts(policy, two, optimizer)

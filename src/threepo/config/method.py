@@ -9,7 +9,7 @@ from threepo.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage:
-    """[method.advantage]: from the rewards of a group to advantages (spec 2.1)."""
+    """[method.advantage]: from the rewards of a group to advantages (method.md 2.1)."""
 
     scale: Literal["std", "none"] = "std"
     """`std`: divide the centred rewards by their standard deviation; `none`: only centre them."""
@@ -27,7 +27,7 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """[method.correction]: importance correction from the rollout policies to the gradient's policy (spec 4)."""
+    """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4)."""
 
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
     """T(runcated) or M(asked) importance sampling per token or per sequence; `geometric_mis` masks by the mean
@@ -37,7 +37,7 @@ class Correction:
     high: float = 2.0
     """Upper bound of the ratio: beyond it, masking kinds drop and truncating kinds clamp."""
     weight: Literal["ratio", "one"] = "ratio"
-    """What is kept by a masking kind is weighted by its ratio, or by 1 (the paper leaves it open; spec 4.4)."""
+    """What is kept by a masking kind is weighted by its ratio, or by 1 (the paper leaves it open; method.md 7)."""
     normalizer: Literal["kept", "all"] = "kept"
     """Divide by the tokens that were kept (verl) or by all tokens (TRL)."""
     warn_after: int = 50
@@ -60,7 +60,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (docs/method.md).
+    """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (method.md).
 
     In a recipe, `preset` picks a named point and further keys change its axes.
     """
@@ -76,13 +76,13 @@ class Method:
     gradient_at: Literal["mean", "generator", "fresh"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a draw of its own."""
     gradient_draws: int = 1
-    """With gradient_at = fresh: how many fresh draws, averaged (decoupled Monte Carlo, spec 3.6)."""
+    """With gradient_at = fresh: how many fresh draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
-    """Divide by the token count of the update, or by each draw's own and average the draws (M3PO, spec 3.12)."""
+    """Divide by the token count of the update, or by each draw's own and average the draws (M3PO, method.md 3.3)."""
     greedy: bool = False
-    """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, spec 6.2)."""
+    """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
-    """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (spec 3.3, D5)."""
+    """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
     optimizer: Literal["adamw", "ivon"] = "adamw"
     """Optimizer of the preset; used when the recipe's [optimizer] names no kind."""
     advantage: Advantage = field(default_factory=Advantage)

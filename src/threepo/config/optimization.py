@@ -9,7 +9,7 @@ from threepo.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """[objective]: the policy loss (spec 2)."""
+    """[objective]: the policy loss (method.md 2)."""
 
     clip_low: float = 0.2
     """The ratio to the old policy is clipped from below at 1 - clip_low."""
@@ -61,14 +61,14 @@ class AdamWConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class IVONConfig:
-    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (spec 1)."""
+    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (method.md 1)."""
 
     kind: Literal["ivon"] = "ivon"
     """IVON: learns the mean and the diagonal Hessian, so sigma = 1 / sqrt(ess * (hessian + weight_decay))."""
     lr: float = 1.0
     """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
     ess: float = 1e9
-    """Effective sample size, lambda: less means more noise. Keep sigma at about 5 % of the weights' RMS (spec 6.6)."""
+    """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
     hess_init: float = 1e-3
     """Initial Hessian, h0, of every weight."""
     betas: tuple[float, float] = (0.9, 0.9999)
@@ -88,7 +88,7 @@ class IVONConfig:
     load_hessian: str = ""
     """Start from the Hessian in this folder's posterior.safetensors, from SFT say, instead of the constant h0."""
     load_momentum: bool = False
-    """With load_hessian: load the momentum too, as the paper's released code does (spec 1.13, D2)."""
+    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
 
     def __post_init__(self) -> None:
         positive(self, "optimizer", "lr", "ess", "hess_init", "clip_radius")

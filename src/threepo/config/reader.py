@@ -80,7 +80,7 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
     for key, value in table.items():
         path = f"{name}.{key}" if name else key
         if key not in known:
-            raise UserError(_unknown(path, key, list(known), bool(name)))
+            raise UserError(_unknown(path, key, list(known), bool(name), getattr(record, "kind", None)))
         hint = hints[key]
         if isinstance(hint, types.UnionType):
             hint, value = _choose_kind(get_args(hint), known[key], value, path)
@@ -89,15 +89,18 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
         if key in values or f.default is not MISSING or f.default_factory is not MISSING:
             continue
         if not is_dataclass(hints[key]):
-            raise UserError(f"{name}.{key}: missing; it has no default")
+            raise UserError(
+                f"{name}.{key} is missing: set it in the recipe, or on the command line as {name}.{key}=..."
+            )
         values[key] = build(hints[key], {}, f"{name}.{key}" if name else key)
     return record(**values)
 
 
-def _unknown(path: str, key: str, known: list[str], is_key: bool) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+def _unknown(path: str, key: str, known: list[str], is_key: bool, kind: str | None) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {path[: -len(key)]}{near[0]}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown {'key' if is_key else 'table'} {path}; {hint}"
+    of_kind = f" of kind {kind!r}" if kind else ""
+    return f"unknown {'key' if is_key else 'table'} {path}{of_kind}; {hint}"
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -84,7 +84,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """A recipe of `threepo sft`: warm start by supervised fine-tuning (spec 7)."""
+    """A recipe of `threepo sft`: warm start by supervised fine-tuning (method.md 5)."""
 
     model: ModelConfig
     """The model to start from."""

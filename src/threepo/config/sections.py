@@ -71,7 +71,7 @@ class TinyConfig:
 class ModelConfig:
     """[model]: the policy."""
 
-    path: str = ""
+    path: str
     """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the training forward and backward pass (autocast); master weights are float32 always."""
@@ -90,7 +90,7 @@ class ModelConfig:
 class DataConfig:
     """[data]: the problems, and how they are put to the policy."""
 
-    train: str = ""
+    train: str
     """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, or a .jsonl or .parquet file."""
     eval: str = ""
     """The same for held-out problems; empty: the held-out half of a procedural task named in `train`."""
@@ -126,7 +126,7 @@ class DataConfig:
 class DemonstrationConfig:
     """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
 
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[str, ...]
     """Procedural tasks, mixed evenly."""
     levels: tuple[int, ...] = ()
     """Difficulty levels; empty: each task's own default."""
@@ -194,7 +194,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """[eval]: evaluation on held-out problems, at the mean weights unless draws says otherwise (spec 10)."""
+    """[eval]: evaluation on held-out problems, at the mean weights unless draws says otherwise (method.md 6)."""
 
     every: int = 0
     """Training steps between evaluations; 0: none while training (a demo or `threepo eval` evaluates afterwards)."""
@@ -211,7 +211,7 @@ class EvalConfig:
     max_new_tokens: int = 0
     """As in [sampling]; 0: the same as in training."""
     draws: int = 0
-    """0: at the mean. S: over S draws of the posterior, K/S completions from each (spec 10.6)."""
+    """0: at the mean. S: over S draws of the posterior, K/S completions from each (method.md 6)."""
 
     def __post_init__(self) -> None:
         positive(self, "eval", "problems", "samples")

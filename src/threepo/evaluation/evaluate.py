@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems: at the mean of the posterior, or over several draws of it (spec 10)."""
+"""Evaluation on held-out problems: at the mean of the posterior, or over several draws of it (method.md 6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

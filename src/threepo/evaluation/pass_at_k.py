@@ -1,4 +1,4 @@
-"""pass@k without bias, and three standard errors that say what they measure (spec 10.3, 10.4)."""
+"""pass@k without bias, and three standard errors that say what they measure (method.md 6)."""
 
 import math
 from collections.abc import Sequence

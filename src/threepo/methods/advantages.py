@@ -1,4 +1,4 @@
-"""Group-relative advantages (paper section 2.1; spec 2.1). Every choice is a field of `config.Advantage`."""
+"""Group-relative advantages (paper section 2.1; method.md 2.1). Every choice is a field of `config.Advantage`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Importance corrections from the policies that wrote the rollouts to the policy whose gradient is taken (spec 4).
+"""Importance corrections from the policies that wrote the rollouts to the policy whose gradient is taken (method.md 4).
 
 The log-ratio of token t is D_t = logp_gradient(t) - logp_behaviour(t), both detached, where logp_gradient is computed
 by the trainer at the weights where the gradient is taken. Sequence kinds use rho = exp(sum_t D_t): the sum, not the

@@ -59,7 +59,7 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
 
 
 def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int) -> TrainingBatch:
-    """Rows with their advantages, sorted into the weights where their gradient is to be taken (spec 3)."""
+    """Rows with their advantages, sorted into the weights where their gradient is to be taken (method.md 3)."""
     values, flat_groups = advantages(method, groups)
     dropped = flat_groups.repeat_interleave(method.group_size, dim=1)
     rows = [

@@ -1,4 +1,4 @@
-"""The named points of the lattice (docs/method.md); every one is a `Method`, and more can be made the same way.
+"""The named points of the lattice (method.md); every one is a `Method`, and more can be made the same way.
 
 import dataclasses, threepo
 two_draws = dataclasses.replace(threepo.C3PO, draws=2)

@@ -145,11 +145,12 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
 
 def _recompute_activations(model: Any) -> None:
     """Switch activation checkpointing on; transformers only obeys in training mode, so there must be no dropout."""
-    dropout = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    if any(dropout) or getattr(model.config.get_text_config(), "attention_dropout", 0.0):
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
+    if any(rates):
         raise UserError(
-            "model.gradient_checkpointing = true: this model has dropout, which would act in training mode and make its "
-            "log-probs random; set the dropout rates in its config.json to 0"
+            "model.gradient_checkpointing = true: this model has dropout, which would act in training mode and "
+            "make its log-probs random; set the dropout rates in its config.json to 0"
         )
     # The older name is deprecated since transformers 5.20 or so, and the only one before.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

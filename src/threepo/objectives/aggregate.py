@@ -1,7 +1,7 @@
 """How token losses become one number: sums first, one division at the end.
 
 A row's weight makes the choice, so that every choice is a sum over tokens divided once by a global sum of the same
-weights, and the result does not depend on how rows are batched or spread over ranks (spec 2.3, D3).
+weights, and the result does not depend on how rows are batched or spread over ranks (method.md 2.3).
 """
 
 from collections.abc import Sequence

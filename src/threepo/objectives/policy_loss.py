@@ -1,4 +1,7 @@
-"""The clipped surrogate of GRPO, as a sum over tokens (paper equation 1; spec 2.2). Legend: R rows, T positions."""
+"""The clipped surrogate of GRPO, as a sum over tokens (paper equation 1; method.md 2.2).
+
+Legend: R rows, T token positions.
+"""
 
 from dataclasses import dataclass
 

@@ -129,7 +129,7 @@ class Posterior:
             raise UserError(f"posterior of {min(left)}: the model has no such parameter; it belongs to another model")
 
     def load_into(self, optimizer: IVON) -> None:
-        """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (spec 1.13)."""
+        """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
         for name, p, _ in named_in_groups(optimizer.param_groups):
             if not p.requires_grad:
                 continue

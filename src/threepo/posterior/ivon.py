@@ -61,7 +61,7 @@ class IVON(torch.optim.Optimizer):
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         seed: noise seed of the draws that `next_draw` makes.
 
-    There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (spec 1.10).
+    There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
     A gradient that is not finite is dropped and counted in `skipped_steps`.
     """
 
@@ -172,7 +172,7 @@ class IVON(torch.optim.Optimizer):
         """Take the parameters' gradients, divided by `divisor`, as the gradient at `draw` (None: at the mean).
 
         The gradients are moved out of the parameters, not copied. With `cumulative`, each draw's gradient has those
-        before it added (spec 3.3, D5). Returns False, and counts it, if a gradient is not finite.
+        before it added (method.md 7). Returns False, and counts it, if a gradient is not finite.
         """
         trainable = [(name, p, group) for name, p, group in self._trainable() if p.grad is not None]
         seen = self._observed

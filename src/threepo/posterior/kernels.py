@@ -1,6 +1,6 @@
 """The arithmetic of IVON on one tensor, in blocks that stay in cache; plain torch, exact for any blocking.
 
-Everything here is a free function of tensors and numbers. All arithmetic is float32; symbols as in spec 1:
+Everything here is a free function of tensors and numbers. All arithmetic is float32; symbols as in method.md 1:
 m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius, z standard normal noise.
 """
 
@@ -51,7 +51,7 @@ def add_noise_times(out: torch.Tensor, grad: torch.Tensor, key: Key) -> None:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The scalars of one update; `update` below uses them in the order of spec 1.4."""
+    """The scalars of one update; `update` below uses them in the order of method.md 1.3."""
 
     scale: Scale
     step_size: float
@@ -83,7 +83,7 @@ class Statistics:
 def update(
     mean: torch.Tensor, hessian: torch.Tensor, momentum: torch.Tensor, seen: Statistics, numbers: StepNumbers
 ) -> torch.Tensor:
-    """One IVON step in place (Shen et al., 2024; spec 1.3, 1.4). Returns the number of clipped coordinates, 0-dim."""
+    """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3). Returns the number clipped, 0-dim."""
     m, h, g, grad = flat(mean), flat(hessian), flat(momentum), flat(seen.grad)
     second = None if seen.second is None else flat(seen.second)
     clipped = torch.zeros((), dtype=torch.int64, device=m.device)

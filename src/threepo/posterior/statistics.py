@@ -1,4 +1,4 @@
-"""What the log says about a posterior: is the Hessian alive, and how loud is the noise (spec 1.7, 6.6)?"""
+"""What the log says about a posterior: is the Hessian alive, and how loud is the noise (method.md 1.6)?"""
 
 import math
 

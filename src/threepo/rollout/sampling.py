@@ -14,7 +14,7 @@ def processed_logprobs(logits: torch.Tensor, temperature: float, top_p: float, t
     """Log-probs [R, V] (float32) of the distribution that tokens are drawn from: temperature, then top-k, then top-p.
 
     What is cut has log-prob -inf, and the rest is renormalised. Temperature 0 stands for greedy decoding, whose
-    log-probs are those of temperature 1 without cuts (spec 6.2): a deterministic choice has none of its own.
+    log-probs are those of temperature 1 without cuts (method.md 3.5): a deterministic choice has none of its own.
     """
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0 or (top_p >= 1 and top_k == 0):

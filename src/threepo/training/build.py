@@ -56,7 +56,7 @@ def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int
 
 
 def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
-    """Start IVON from a learned Hessian, and momentum if asked for, where the recipe names one (spec 1.13)."""
+    """Start IVON from a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
     if isinstance(settings, AdamWConfig) or not settings.load_hessian:
         return
     assert isinstance(optimizer, IVON)

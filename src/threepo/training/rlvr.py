@@ -74,6 +74,7 @@ def train(run: Run) -> None:
                 metrics |= evaluate(run, step + 1)
                 clock.lap("time/eval")
             run.folder.write_completions(step, completion_rows(step, groups, record.rows))
+            clock.lap("time/log")
             tokens = sum(len(c.tokens) for group in groups for c in group.completions)
             metrics |= clock.times | {
                 "time/step": sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update")),

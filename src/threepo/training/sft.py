@@ -1,4 +1,4 @@
-"""Warm start by supervised fine-tuning (spec 7): imitate demonstrations, and learn a posterior while at it.
+"""Warm start by supervised fine-tuning (method.md 5): imitate demonstrations, and learn a posterior while at it.
 
     threepo sft RECIPE [section.key=value ...]
     threepo sft --resume RUN

@@ -139,7 +139,7 @@ def _backward(
 def old_logprobs(
     policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
 ) -> OldLogprobs:
-    """Log-probs of every row where its gradient will be taken, before the first update (spec 4.5, decoupled)."""
+    """Log-probs of every row where its gradient will be taken, before the first update (method.md 2.2)."""
     old: OldLogprobs = {}
     for part in batch.parts:
         with optimizer.at(part.draw):

@@ -1,0 +1,128 @@
+"""The documents say what is so: README lines run, metrics and settings are explained, links lead somewhere."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import sft_config, train_config
+from threepo import jobs
+from threepo.cli import main
+from threepo.config import ModelConfig, TinyConfig
+from threepo.models.policy import load_policy
+from threepo.runs import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def section(title: str) -> str:
+    """The text of a README section."""
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_your_own_model_and_reward_from_the_readmes_lines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files and commands exactly as printed; only the model directory is ours: a Llama that knows nothing."""
+    text = section("Your own model and reward")
+    monkeypatch.chdir(tmp_path)
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=False)
+    load_policy(ModelConfig(path="tiny-llama", tiny=shape)).save(tmp_path / "my-model")
+    files = re.findall(r"^`([\w.]+)`[^`]*?:\n\n```\w+\n(.*?)```", text.replace("`prompt`", "prompt"), re.DOTALL | re.M)
+    files += re.findall(r"^`(my_reward.py)`.*?```python\n(.*?)```", text, re.DOTALL | re.M)
+    assert {name for name, _ in files} == {"problems.jsonl", "my_reward.py", "my_run.toml"}
+    for name, content in files:
+        Path(name).write_text(content)
+    commands = re.findall(r"^threepo .*$", text, re.M)
+    assert len(commands) == 6
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0, command
+    assert "pass@1 after" in capsys.readouterr().out
+    assert len(read_metrics(Path("runs/my_run"))) == 10
+    assert Path("report.png").is_file()
+    assert len(list(Path("drawn_models").iterdir())) == 2
+    rewards = [row["reward/mean"] for row in read_metrics(Path("runs/my_run"))]
+    assert any(rewards), "the reward function was never satisfied: it is not wired"
+
+
+def test_python_in_the_readme_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", section("The optimizer alone"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], check=True)
+
+
+def test_the_readmes_tree_names_what_is_there() -> None:
+    tree = section("What is where")
+    for name in re.findall(r"(\w+\.py)\b", tree):
+        assert list((ROOT / "src" / "threepo").rglob(name)), name
+    for folder in re.findall(r"^  (\w+)/", tree, re.M):
+        assert (ROOT / "src" / "threepo" / folder).is_dir(), folder
+    for package in (path.name for path in (ROOT / "src" / "threepo").iterdir() if (path / "__init__.py").is_file()):
+        assert f"  {package}/" in tree, package
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_configuration_page_is_what_the_source_says() -> None:
+    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert specification is not None
+    assert specification.loader is not None
+    generate = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(generate)
+    assert generate.PAGE.read_text(encoding="utf-8") == generate.render(), "run `make docs`"
+
+
+def test_every_field_that_a_page_names_exists() -> None:
+    """`table.key` in backticks, in the pages that map settings to fields."""
+    known = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    tables = {
+        name.split("]")[0]: set(re.findall(r"^\| `(\w+)` \|", body, re.M))
+        for name, body in re.findall(r"^## \[([\w.]+\][^\n]*)\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.M)
+        if not name.startswith("optimizer")
+    }
+    optimizer = re.findall(r"^## \[optimizer\][^\n]*\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.M)
+    tables["optimizer"] = set(re.findall(r"^\| `(\w+)` \|", "".join(optimizer), re.M))
+    tables["method"].add("preset")
+    for page in ("paper_index.md", "method.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for table, key in re.findall(r"`((?:\w+\.)*\w+)\.(\w+)(?: = [^`]*)?`", text):
+            if table in tables and key not in ("correction", "advantage"):
+                assert key in tables[table], f"{page}: {table}.{key}"
+
+
+def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path) -> None:
+    logged: set[str] = set()
+    settings = ["run.steps=1", "eval.every=1"]
+    for name, config in (
+        ("grpo", train_config(tmp_path / "grpo", *settings)),
+        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "model.tiny.tied=false")),
+    ):
+        jobs.train(config)
+        logged |= {key for row in read_metrics(tmp_path / name) for key in row}
+    jobs.fine_tune(sft_config(tmp_path / "sft", "run.steps=1"))
+    logged |= {key for row in read_metrics(tmp_path / "sft") for key in row}
+    logged.discard("step")
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^\| `([\w/<>]+)` \|", text, re.M)
+    patterns = {name: re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in explained}
+    for key in sorted(logged):
+        assert any(pattern.fullmatch(key) for pattern in patterns.values()), f"{key} is not explained"
+    for name, pattern in patterns.items():
+        assert any(pattern.fullmatch(key) for key in logged), f"{name} is explained, but not logged"
+    columns = set(re.findall(r"`(\w+)`", text.split("## Completions")[1].split("| --- |")[1].replace("`stop`", "")))
+    import pyarrow.parquet
+
+    written = set(pyarrow.parquet.read_table(tmp_path / "c3po" / "completions" / "step-000000.parquet").column_names)
+    assert written <= columns
