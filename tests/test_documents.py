@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from runs import sft_config, train_config
@@ -34,12 +35,12 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     monkeypatch.chdir(tmp_path)
     shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=False)
     load_policy(ModelConfig(path="tiny-llama", tiny=shape)).save(tmp_path / "my-model")
-    files = re.findall(r"^`([\w.]+)`[^`]*?:\n\n```\w+\n(.*?)```", text.replace("`prompt`", "prompt"), re.DOTALL | re.M)
-    files += re.findall(r"^`(my_reward.py)`.*?```python\n(.*?)```", text, re.DOTALL | re.M)
+    block = r"`[^\n]*\n?[^\n]*:\n\n```\w+\n(.*?)```"
+    files = re.findall(r"^`([\w.]+)" + block, text, re.DOTALL | re.MULTILINE)
     assert {name for name, _ in files} == {"problems.jsonl", "my_reward.py", "my_run.toml"}
     for name, content in files:
         Path(name).write_text(content)
-    commands = re.findall(r"^threepo .*$", text, re.M)
+    commands = re.findall(r"^threepo .*$", text, re.MULTILINE)
     assert len(commands) == 6
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
@@ -62,7 +63,7 @@ def test_the_readmes_tree_names_what_is_there() -> None:
     tree = section("What is where")
     for name in re.findall(r"(\w+\.py)\b", tree):
         assert list((ROOT / "src" / "threepo").rglob(name)), name
-    for folder in re.findall(r"^  (\w+)/", tree, re.M):
+    for folder in re.findall(r"^  (\w+)/", tree, re.MULTILINE):
         assert (ROOT / "src" / "threepo" / folder).is_dir(), folder
     for package in (path.name for path in (ROOT / "src" / "threepo").iterdir() if (path / "__init__.py").is_file()):
         assert f"  {package}/" in tree, package
@@ -88,12 +89,12 @@ def test_every_field_that_a_page_names_exists() -> None:
     """`table.key` in backticks, in the pages that map settings to fields."""
     known = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     tables = {
-        name.split("]")[0]: set(re.findall(r"^\| `(\w+)` \|", body, re.M))
-        for name, body in re.findall(r"^## \[([\w.]+\][^\n]*)\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.M)
+        name.split("]")[0]: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE))
+        for name, body in re.findall(r"^## \[([\w.]+\][^\n]*)\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.MULTILINE)
         if not name.startswith("optimizer")
     }
-    optimizer = re.findall(r"^## \[optimizer\][^\n]*\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.M)
-    tables["optimizer"] = set(re.findall(r"^\| `(\w+)` \|", "".join(optimizer), re.M))
+    optimizer = re.findall(r"^## \[optimizer\][^\n]*\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.MULTILINE)
+    tables["optimizer"] = set(re.findall(r"^\| `(\w+)` \|", "".join(optimizer), re.MULTILINE))
     tables["method"].add("preset")
     for page in ("paper_index.md", "method.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -114,15 +115,13 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path) -> None:
     jobs.fine_tune(sft_config(tmp_path / "sft", "run.steps=1"))
     logged |= {key for row in read_metrics(tmp_path / "sft") for key in row}
     logged.discard("step")
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    explained = re.findall(r"^\| `([\w/<>]+)` \|", text, re.M)
+    text, _, completions = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Completions")
+    explained = re.findall(r"^\| `([\w/<>]+)` \|", text, re.MULTILINE)
     patterns = {name: re.compile(re.sub(r"<\w+>", r"\\w+", name)) for name in explained}
     for key in sorted(logged):
         assert any(pattern.fullmatch(key) for pattern in patterns.values()), f"{key} is not explained"
     for name, pattern in patterns.items():
         assert any(pattern.fullmatch(key) for key in logged), f"{name} is explained, but not logged"
-    columns = set(re.findall(r"`(\w+)`", text.split("## Completions")[1].split("| --- |")[1].replace("`stop`", "")))
-    import pyarrow.parquet
-
-    written = set(pyarrow.parquet.read_table(tmp_path / "c3po" / "completions" / "step-000000.parquet").column_names)
-    assert written <= columns
+    columns = {name for cell in re.findall(r"^\| (`.*?) \|", completions, re.MULTILINE) for name in cell.split(", ")}
+    written = pyarrow.parquet.read_table(tmp_path / "c3po" / "completions" / "step-000000.parquet").column_names
+    assert columns == {f"`{name}`" for name in written}
