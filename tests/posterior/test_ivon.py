@@ -356,6 +356,8 @@ def test_misuse_is_refused() -> None:
     optimizer = IVON([("w", p)])
     with pytest.raises(RuntimeError, match="without a gradient"):
         optimizer.step()
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.observe(Draw(0, 0, 0))
     with optimizer.perturbed(Draw(0, 0, 0)):
         with pytest.raises(RuntimeError, match="perturbed already"), optimizer.perturbed(Draw(0, 0, 1)):
             pass

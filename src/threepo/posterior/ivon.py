@@ -175,6 +175,8 @@ class IVON(torch.optim.Optimizer):
         before it added (method.md 7). Returns False, and counts it, if a gradient is not finite.
         """
         trainable = [(name, p, group) for name, p, group in self._trainable() if p.grad is not None]
+        if not trainable:
+            raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
         seen = self._observed
         finite = math.isfinite(total_norm([p.grad for _, p, _ in trainable if p.grad is not None]))
         for name, p, group in trainable:

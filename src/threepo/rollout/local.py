@@ -65,7 +65,7 @@ class LocalEngine:
         device = self._policy.device
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
         random = uniforms(keys, 0, sampling.max_new_tokens, device)
-        stops = torch.tensor(self._policy.stop_tokens, device=device)
+        stops = torch.tensor(self._policy.stop_tokens, dtype=torch.int64, device=device)
         tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64)
         logprobs = torch.zeros(len(requests), sampling.max_new_tokens)
         lengths = torch.full((len(requests),), sampling.max_new_tokens)

@@ -26,9 +26,10 @@ def recipes_folder() -> Path:
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the shipped recipes, as `load` takes them."""
+    """Names of the shipped recipes, as `load` takes them; what begins with _ is only there to be extended."""
     folder = recipes_folder()
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.toml"))
+    paths = [path for path in folder.rglob("*.toml") if not path.name.startswith("_")]
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in paths)
 
 
 def find_recipe(name: str) -> Path:

@@ -31,7 +31,7 @@ from threepo.training.clock import Clock, due
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, completion_row
+from threepo.training.run_folder import RunFolder, completion_row, refuse_taken
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord, UpdateSettings, update_policy
@@ -180,6 +180,8 @@ def resume(config: TrainConfig, folder: RunFolder) -> Run:
 
 
 def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
+    if not folder:
+        refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     source = open_training(config.data)

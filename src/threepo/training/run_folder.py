@@ -38,7 +38,8 @@ class RunFolder:
         """A folder for a new run; `UserError` if there is a run in it already."""
         folder = cls(path)
         try:
-            folder._claim(config)
+            refuse_taken(path, config)
+            write_text(path / CONFIG, json.dumps(to_plain(config), indent=2) + "\n")
         except BaseException:
             folder.close()
             raise
@@ -63,21 +64,6 @@ class RunFolder:
                 f"run folder {self.path}: is in use by another process; wait for it, or choose another"
             ) from error
         return handle
-
-    def _claim(self, config: Any) -> None:
-        path = self.path / CONFIG
-        wanted = to_plain(config)
-        if path.is_file():
-            difference = _first_difference(read_json(path), wanted)
-            if difference:
-                raise UserError(
-                    f"run folder {self.path}: holds a run of another config ({difference}); choose another run.folder"
-                )
-            raise UserError(
-                f"run folder {self.path}: holds this run already; continue it with --resume {self.path}, or choose "
-                f"another run.folder"
-            )
-        write_text(path, json.dumps(wanted, indent=2) + "\n")
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -139,6 +125,18 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         write_text(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def refuse_taken(path: Path, config: Any) -> None:
+    """Raise `UserError` if the folder `path` holds a run, of this configuration or of another one."""
+    if not (path / CONFIG).is_file():
+        return
+    difference = _first_difference(read_json(path / CONFIG), to_plain(config))
+    if difference:
+        raise UserError(f"run folder {path}: holds a run of another config ({difference}); choose another run.folder")
+    raise UserError(
+        f"run folder {path}: holds this run already; continue it with --resume {path}, or choose another run.folder"
+    )
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder
+from threepo.training.run_folder import RunFolder, refuse_taken
 from threepo.training.schedule import factor
 from threepo.types import Completion, Draw, TrainingRow
 
@@ -114,6 +114,8 @@ def resume(config: SFTConfig, folder: RunFolder) -> FineTuning:
 
 
 def _assemble(config: SFTConfig, folder: RunFolder | None) -> FineTuning:
+    if not folder:
+        refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     source = Demonstrations(config.demonstrations)

@@ -90,6 +90,8 @@ def update_policy(
     for mini_batch in split_batch(batch, settings.objective.mini_batches):
         before = record.normalizer
         for part in mini_batch.parts:
+            if not part.rows:
+                continue
             part_before = record.normalizer
             with optimizer.at(part.draw):
                 _backward(policy, part, old, settings, record)
