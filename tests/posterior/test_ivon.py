@@ -311,6 +311,10 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(bad: float) -> Non
     assert p.eq(1).all()
     assert p.grad is None
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    skipped = optimizer.next_draw()
+    optimizer.discard()
+    assert optimizer.next_draw() != skipped, "a skipped step must not make the same draw again"
+    optimizer.skipped_steps = 1
     # A step in which one draw of two is good uses the good one.
     p.grad, q.grad = torch.ones(10), torch.full((3,), bad)
     optimizer.observe(Draw(0, 0, 1))

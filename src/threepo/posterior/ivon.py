@@ -180,8 +180,8 @@ class IVON(torch.optim.Optimizer):
         seen = self._observed
         finite = math.isfinite(total_norm([p.grad for _, p, _ in trainable if p.grad is not None]))
         for name, p, group in trainable:
-            grad = p.grad
-            assert grad is not None
+            assert p.grad is not None
+            grad = p.grad.float()  # sums over draws are kept in float32; this copies nothing that is float32 already
             p.grad = None
             if not finite:
                 continue
@@ -199,7 +199,7 @@ class IVON(torch.optim.Optimizer):
 
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
-        self._observed, self._draws_made = _Observations(), 0
+        self._observed = _Observations()  # the count of draws goes on: the step's address has not changed
         self.zero_grad(set_to_none=True)
         self.skipped_steps += 1
 
@@ -221,9 +221,9 @@ class IVON(torch.optim.Optimizer):
         self, second: torch.Tensor, name: str, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None
     ) -> None:
         if group["estimator"] == "gradsq":
-            second.addcmul_(grad.float(), grad.float())
+            second.addcmul_(grad, grad)
         elif draw is not None:
-            kernels.add_noise_times(second, grad.float(), noise_key(draw, name))
+            kernels.add_noise_times(second, grad, noise_key(draw, name))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
@@ -238,7 +238,7 @@ class IVON(torch.optim.Optimizer):
             with self.sampled_params(train=True), torch.enable_grad():
                 loss = closure()
         self._refuse_while_perturbed("the mean is updated")
-        seen, self._observed, self._draws_made = self._observed, _Observations(), 0
+        seen, self._observed = self._observed, _Observations()
         if not seen.draws:
             if not seen.rejected:
                 raise RuntimeError(
@@ -248,6 +248,7 @@ class IVON(torch.optim.Optimizer):
             self.discard()
             return loss
         scale = 1.0 / (divisor or len(seen.draws))
+        self._draws_made = 0
         for group in self.param_groups:
             group["step"] += 1
         clipped, count = 0, 0

@@ -74,6 +74,7 @@ class Statistics:
     """What was observed for one parameter: sums over the draws of a step."""
 
     grad: torch.Tensor
+    """float32, in the parameter's shape."""
     second: torch.Tensor | None
     """Sum of z * grad (price) or grad^2 (gradsq); None: one draw only, so it is made from `grad` on the way."""
     key: Key | None
@@ -91,12 +92,12 @@ def update(
         assert seen.key is not None, "the price estimator needs the draw's noise"
         for start, z in normal_chunks(seen.key, 0, m.numel(), m.device):
             part = slice(start, start + len(z))
-            x = grad[part].float()
+            x = grad[part]
             clipped += _update_chunk(m[part], h[part], g[part], x, x * z, numbers)
         return clipped
     for start in range(0, m.numel(), CHUNK):
         part = slice(start, start + CHUNK)
-        x = grad[part].float()
+        x = grad[part]
         moment = None if numbers.estimator == "none" else x.square() if second is None else second[part]
         clipped += _update_chunk(m[part], h[part], g[part], x, moment, numbers)
     return clipped
