@@ -24,6 +24,7 @@ class ReferenceIVON:
         estimator: str,
         debias: bool,
         rescale_lr: bool,
+        noise_scale: float = 1.0,
     ) -> None:
         self.m = list(weights)
         self.h = [hess_init] * len(self.m)
@@ -32,10 +33,10 @@ class ReferenceIVON:
         self.lr = lr * (hess_init + weight_decay) if rescale_lr else lr
         self.ess, self.delta, self.xi = ess, weight_decay, clip_radius
         self.beta1, self.beta2 = beta1, beta2
-        self.estimator, self.debias = estimator, debias
+        self.estimator, self.debias, self.noise_scale = estimator, debias, noise_scale
 
     def sigma(self, i: int) -> float:
-        return 1.0 / math.sqrt(self.ess * (self.h[i] + self.delta))
+        return self.noise_scale / math.sqrt(self.ess * (self.h[i] + self.delta))
 
     def perturbed(self, z: Sequence[float]) -> list[float]:
         return [self.m[i] + self.sigma(i) * z[i] for i in range(len(self.m))]
@@ -49,7 +50,7 @@ class ReferenceIVON:
             mean_grad = sum(grad[i] for grad in grads) / draws
             if self.estimator == "price":
                 mean_product = sum(sigma * z[i] * grad[i] for z, grad in zip(noises, grads, strict=True)) / draws
-                f = self.ess * (self.h[i] + self.delta) * mean_product
+                f = mean_product / sigma**2  # ess * (h + delta) * mean_product where noise_scale is 1
             else:
                 f = self.ess * sum(grad[i] ** 2 for grad in grads) / draws
             self.g[i] = self.beta1 * self.g[i] + (1 - self.beta1) * mean_grad

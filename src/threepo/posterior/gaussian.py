@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,7 @@ from threepo.posterior import kernels
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key
 from threepo.posterior.policy_optimizer import named_in_groups
+from threepo.posterior.scalars import Scale
 from threepo.types import Draw
 
 FILE_NAME = "posterior.safetensors"
@@ -34,11 +36,14 @@ class GroupSettings:
     noise_scale: float
     hess_init: float
     parameters: tuple[str, ...]
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """`isotropic`: hess_init takes the Hessian's place in sigma."""
 
     @property
-    def scale(self) -> kernels.Scale:
+    def scale(self) -> Scale:
         """The same as the kernels take it."""
-        return kernels.Scale(self.ess, self.weight_decay, self.noise_scale)
+        isotropic = self.hess_init if self.noise_shape == "isotropic" else None
+        return Scale(self.ess, self.weight_decay, self.noise_scale, isotropic)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Posterior:
                 group["noise_scale"],
                 group["hess_init"],
                 tuple(name for name, p, own in named if own is group and p.requires_grad),
+                group["noise_shape"],
             )
             for group in optimizer.param_groups
         )
@@ -124,7 +130,7 @@ class Posterior:
                 )
             left.discard(name)
             if scales[name].noise_scale:
-                kernels.write_perturbed(p, p, h.to(p.device), noise_key(draw, name), scales[name])
+                kernels.perturb(p, p, h.to(p.device), noise_key(draw, name), scales[name])
         if left:
             raise UserError(f"posterior of {min(left)}: the model has no such parameter; it belongs to another model")
 

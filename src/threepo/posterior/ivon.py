@@ -8,8 +8,9 @@
         optimizer.observe(draw)               # several draws before a step are averaged
         optimizer.step()
 
-The parameters hold the mean. The optimizer holds the Hessian and the momentum, in float32, in `state[p]`; the step
-count is in `param_groups`, so `state_dict` has all there is. The mean is restored bitwise, also after an exception.
+The parameters hold the mean. The optimizer holds the Hessian and the momentum, in float32, in `state[p]`, and for
+parameters of lower precision a float32 mean too; its counts are in `param_groups`, so `state_dict` has all there is. The
+mean is restored bitwise, also after an exception.
 """
 
 import math
@@ -22,12 +23,14 @@ import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
+from threepo.posterior.layout import local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
+from threepo.posterior.scalars import Scale, StepNumbers
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-STATE = ("hessian", "momentum")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -36,11 +39,15 @@ class _Observations:
 
     draws: list[Draw | None] = field(default_factory=list)
     grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Of one draw: the gradient as backward left it. Of several: their sum in float32."""
     second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Sum of noise * gradient, or of squared gradients; filled from the second draw on."""
     carried: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """The last draw's gradient, where each draw is to add to the one before."""
-    rejected: int = 0
+    norm: float = 0.0
+    """Of the last draw's gradient."""
+    rejected: bool = False
+    """A gradient was not finite, so there will be no step."""
 
 
 class IVON(torch.optim.Optimizer):
@@ -48,7 +55,9 @@ class IVON(torch.optim.Optimizer):
 
     Args:
         params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them,
-            which are then addressed by position. Groups may set their own lr, ess, weight_decay or noise_scale.
+            which are then addressed by position. Groups may set any of the settings below for themselves, except
+            `seed`; `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and DTensors
+            (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
         lr: learning rate; multiplied by `hess_init + weight_decay` when `rescale_lr` is set.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
         hess_init: initial Hessian h0.
@@ -59,10 +68,14 @@ class IVON(torch.optim.Optimizer):
         debias: divide the momentum by 1 - beta1^t.
         rescale_lr: see `lr`.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
+        noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, that of `hess_init`.
+        learn_hessian: without it the Hessian stays what it is.
+        master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
+            rounding. The parameters must hold their values when the optimizer is made.
         seed: noise seed of the draws that `next_draw` makes.
 
     There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
-    A gradient that is not finite is dropped and counted in `skipped_steps`.
+    A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`.
     """
 
     def __init__(
@@ -79,6 +92,9 @@ class IVON(torch.optim.Optimizer):
         debias: bool = True,
         rescale_lr: bool = True,
         noise_scale: float = 1.0,
+        noise_shape: Literal["learned", "isotropic"] = "learned",
+        learn_hessian: bool = True,
+        master_weights: bool = True,
         seed: int = 0,
     ) -> None:
         defaults = {
@@ -92,14 +108,18 @@ class IVON(torch.optim.Optimizer):
             "debias": debias,
             "rescale_lr": rescale_lr,
             "noise_scale": noise_scale,
+            "noise_shape": noise_shape,
+            "learn_hessian": learn_hessian,
+            "master_weights": master_weights,
+            "seed": seed,
             "step": 0,
+            "draws_made": 0,
+            "skipped_steps": 0,
         }
-        self.seed = seed
-        self.skipped_steps = 0
+        self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = _Observations()
-        self._draws_made = 0
-        self._last = {"optimizer/grad_norm": 0.0, "posterior/clipped_share": 0.0}
+        self._last: _LastStep | None = None
         super().__init__(params, defaults)
         self._trainable()  # makes the state, so that memory runs out here if it does
 
@@ -107,32 +127,53 @@ class IVON(torch.optim.Optimizer):
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
         _check_group(self.param_groups[-1])
+        names = [name for name, _, _ in named_in_groups(self.param_groups)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"IVON params: two parameters are named {twice!r} and would share their noise; rename one")
+
+    @property
+    def seed(self) -> int:
+        """Noise seed of the draws that `next_draw` makes."""
+        return int(self.param_groups[0]["seed"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken, because a gradient was not finite or `discard` was called."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    def _count(self, name: str, value: int) -> None:
+        for group in self.param_groups:
+            group[name] = value
 
     # Drawing weights
 
     def next_draw(self) -> Draw:
         """A draw that was not made before: addressed by the step count and the draws since the last step."""
-        draw = Draw(self.seed, self.param_groups[0]["step"], self._draws_made)
-        self._draws_made += 1
+        group = self.param_groups[0]
+        draw = Draw(self.seed, group["step"], group["draws_made"])
+        self._count("draws_made", group["draws_made"] + 1)
         return draw
 
     @contextmanager
     def perturbed(self, draw: Draw) -> Iterator[None]:
         """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
-        if self._means:
-            raise RuntimeError("the weights are perturbed already: leave the `with perturbed(...)` block first")
+        self._refuse_while_perturbed("another draw is made")
+        self._perturbed = True
         try:
             with torch.no_grad():
                 for name, p, group in self._trainable():
                     if group["noise_scale"]:
-                        self._means[p] = p.detach().clone()
+                        # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
+                        self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
                         self._write(p, name, p, group, draw)
             yield
         finally:
             with torch.no_grad():
                 for perturbed, mean in self._means.items():
-                    perturbed.copy_(mean)
+                    local(perturbed).copy_(local(mean))
             self._means.clear()
+            self._perturbed = False
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
@@ -163,7 +204,8 @@ class IVON(torch.optim.Optimizer):
                 yield name, value
 
     def _write(self, out: torch.Tensor, name: str, p: torch.Tensor, group: dict[str, Any], draw: Draw) -> None:
-        kernels.write_perturbed(out, p, self.state[p]["hessian"], noise_key(draw, name), _scale(group))
+        state = self.state[p]
+        kernels.perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scale_of(group))
 
     # Learning
 
@@ -172,36 +214,35 @@ class IVON(torch.optim.Optimizer):
         """Take the parameters' gradients, divided by `divisor`, as the gradient at `draw` (None: at the mean).
 
         The gradients are moved out of the parameters, not copied. With `cumulative`, each draw's gradient has those
-        before it added (method.md 7). Returns False, and counts it, if a gradient is not finite.
+        before it added (method.md 7). Returns False if a gradient is not finite: the coming `step` is then skipped.
         """
-        trainable = [(name, p, group) for name, p, group in self._trainable() if p.grad is not None]
-        if not trainable:
+        self._refuse_while_perturbed("gradients are observed")
+        found = [(name, p, group, p.grad) for name, p, group in self._trainable() if p.grad is not None]
+        if not found:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
         seen = self._observed
-        finite = math.isfinite(total_norm([p.grad for _, p, _ in trainable if p.grad is not None]))
-        for name, p, group in trainable:
-            assert p.grad is not None
-            grad = p.grad.float()  # sums over draws are kept in float32; this copies nothing that is float32 already
+        for _, p, _, _ in found:
             p.grad = None
-            if not finite:
-                continue
+        seen.norm = total_norm([grad for *_, grad in found]) / divisor
+        if seen.rejected or not math.isfinite(seen.norm):
+            self._observed = _Observations(rejected=True)
+            return False
+        for name, p, group, grad in found:
             if divisor != 1.0:
-                grad.div_(divisor)
+                grad = grad.float().div_(divisor)
             if cumulative:
-                grad = grad.add_(seen.carried[p]) if p in seen.carried else grad
+                grad = grad.float().add_(seen.carried[p]) if p in seen.carried else grad
                 seen.carried[p] = grad.clone()
             self._add(name, p, group, grad, draw)
-        if finite:
-            seen.draws.append(draw)
-        else:
-            seen.rejected += 1
-        return finite
+        seen.draws.append(draw)
+        return True
 
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
         self._observed = _Observations()  # the count of draws goes on: the step's address has not changed
+        self._last = None
         self.zero_grad(set_to_none=True)
-        self.skipped_steps += 1
+        self._count("skipped_steps", self.skipped_steps + 1)
 
     def _add(self, name: str, p: torch.Tensor, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None) -> None:
         seen = self._observed
@@ -211,84 +252,82 @@ class IVON(torch.optim.Optimizer):
             return
         second = seen.second.get(p)
         if second is None:
-            second = seen.second[p] = torch.zeros_like(p, dtype=torch.float32)
+            second = seen.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
             if earlier is not None:
-                self._add_second(second, name, group, earlier, seen.draws[0])
-        self._add_second(second, name, group, grad, draw)
-        seen.grad[p] = grad if earlier is None else earlier.add_(grad)
-
-    def _add_second(
-        self, second: torch.Tensor, name: str, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None
-    ) -> None:
-        if group["estimator"] == "gradsq":
-            second.addcmul_(grad, grad)
-        elif draw is not None:
-            kernels.add_noise_times(second, grad, noise_key(draw, name))
+                _add_second(second, name, group, earlier, seen.draws[0])
+        _add_second(second, name, group, grad, draw)
+        seen.grad[p] = grad.float() if earlier is None else earlier.float().add_(grad)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
         """Update mean, momentum and Hessian from the gradients observed since the last step.
 
         The gradient is the observed sum over `divisor`; left out, that is the number of draws, a true mean. A closure
-        is evaluated at one draw of its own. Without an observation this raises; if all were rejected, it does nothing
-        but count.
+        is evaluated at one draw of its own. Without an observation this raises; if a gradient was not finite, it does
+        nothing but count.
         """
         loss = None
         if closure is not None:
             with self.sampled_params(train=True), torch.enable_grad():
                 loss = closure()
         self._refuse_while_perturbed("the mean is updated")
-        seen, self._observed = self._observed, _Observations()
-        if not seen.draws:
-            if not seen.rejected:
-                raise RuntimeError(
-                    "step() without a gradient: run backward inside `with optimizer.perturbed(draw)`, then call "
-                    "optimizer.observe(draw)"
-                )
+        if self._observed.rejected:
             self.discard()
             return loss
-        scale = 1.0 / (divisor or len(seen.draws))
-        self._draws_made = 0
-        for group in self.param_groups:
-            group["step"] += 1
-        clipped, count = 0, 0
+        seen, self._observed = self._observed, _Observations()
+        if not seen.draws:
+            raise RuntimeError(
+                "step() without a gradient: run backward inside `with optimizer.perturbed(draw)`, then call "
+                "optimizer.observe(draw)"
+            )
+        factor = 1.0 / (divisor or len(seen.draws))
+        self._count("step", self.param_groups[0]["step"] + 1)
+        self._count("draws_made", 0)
+        norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
+        self._last = _LastStep(norm * factor)
         for name, p, group in self._trainable():
             if p in seen.grad:
-                clipped += int(self._update(name, p, group, seen, scale))
-                count += p.numel()
-        self._last = {
-            "optimizer/grad_norm": total_norm(list(seen.grad.values())) * scale,
-            "posterior/clipped_share": clipped / max(count, 1),
-        }
+                self._last.clipped.append((p, self._update(name, p, group, seen, factor)))
         return loss
 
     def _update(
-        self, name: str, p: torch.Tensor, group: dict[str, Any], seen: _Observations, scale: float
+        self, name: str, p: torch.Tensor, group: dict[str, Any], seen: _Observations, factor: float
     ) -> torch.Tensor:
         state, (beta1, beta2) = self.state[p], group["betas"]
-        learns = group["noise_scale"] > 0 and None not in seen.draws
-        second_scale = scale if group["estimator"] == "price" else len(seen.draws) * scale**2
-        numbers = kernels.StepNumbers(
-            scale=_scale(group),
-            step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
+        learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in seen.draws
+        numbers = StepNumbers(
+            scale=scale_of(group),
+            estimator=group["estimator"] if learns else "none",
             beta1=beta1,
             beta2=beta2,
-            clip_radius=group["clip_radius"],
+            grad_factor=factor,
+            second_factor=factor if group["estimator"] == "price" else len(seen.draws) * factor**2,
             debias=1 - beta1 ** group["step"] if group["debias"] else 1.0,
-            grad_factor=scale,
-            second_factor=second_scale,
-            estimator=group["estimator"] if learns else "none",
+            clip_radius=group["clip_radius"],
+            step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
         )
         first = seen.draws[0]
         key = noise_key(first, name) if first is not None else None
-        statistics = kernels.Statistics(seen.grad[p], seen.second.get(p), key)
-        return kernels.update(p, state["hessian"], state["momentum"], statistics, numbers)
+        # Taken out, so that a gradient is freed as soon as it is used.
+        statistics = kernels.Statistics(seen.grad.pop(p), seen.second.pop(p, None), key)
+        mean, copy = (state["mean"], p) if "mean" in state else (p, None)
+        return kernels.update(mean, state["hessian"], state["momentum"], statistics, numbers, copy)
 
     # State
 
     def step_metrics(self) -> dict[str, float]:
-        """Gradient norm and share of clipped coordinates of the last step, and the count of skipped steps."""
-        return {**self._last, "optimizer/skipped_steps": float(self.skipped_steps)}
+        """Gradient norm and share of clipped coordinates of the last step (0 if it was skipped); steps skipped so far.
+
+        With sharded parameters every rank must call it: the share is summed over the shards.
+        """
+        last = self._last or _LastStep(0.0)
+        clipped = sum_over_shards(last.clipped)
+        count = sum(p.numel() for p, _ in last.clipped)
+        return {
+            "optimizer/grad_norm": last.grad_norm,
+            "posterior/clipped_share": clipped / max(count, 1),
+            "optimizer/skipped_steps": float(self.skipped_steps),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """All state, with the mean in the parameters; refused while weights are perturbed or a step is half done."""
@@ -303,35 +342,67 @@ class IVON(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         for index, saved in state_dict["state"].items():
             p = order[index]
-            for key in STATE:
-                self.state[p][key] = saved[key].detach().to(p.device, torch.float32, copy=True)
+            for key, value in saved.items():
+                self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
+        with torch.no_grad():
+            for _, p, _ in self._trainable():
+                if "mean" in self.state[p]:
+                    p.copy_(self.state[p]["mean"])
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
             if p not in self.state:
-                self.state[p]["hessian"] = torch.full_like(p, group["hess_init"], dtype=torch.float32)
-                self.state[p]["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+                zeros = torch.zeros_like(
+                    p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format
+                )
+                self.state[p]["hessian"] = torch.full_like(zeros, group["hess_init"])
+                self.state[p]["momentum"] = zeros
+                if p.dtype in _LOW_PRECISION and group["master_weights"]:
+                    self.state[p]["mean"] = torch.empty_like(zeros).copy_(p.detach())
         return trainable
 
     def _refuse_while_perturbed(self, what: str) -> None:
-        if self._means:
+        if self._perturbed:
             raise RuntimeError(f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first")
 
 
-def _scale(group: dict[str, Any]) -> kernels.Scale:
-    return kernels.Scale(group["ess"], group["weight_decay"], group["noise_scale"])
+@dataclass
+class _LastStep:
+    grad_norm: float
+    clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
+
+
+def _add_second(second: torch.Tensor, name: str, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None) -> None:
+    if group["estimator"] == "gradsq":
+        second.addcmul_(grad, grad)
+    elif draw is not None:
+        kernels.add_noise_times(second, grad, noise_key(draw, name))
+
+
+def scale_of(group: dict[str, Any]) -> Scale:
+    """What a parameter group's Hessians mean."""
+    isotropic = group["hess_init"] if group["noise_shape"] == "isotropic" else None
+    return Scale(group["ess"], group["weight_decay"], group["noise_scale"], isotropic)
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    for name in ("lr", "ess", "hess_init", "clip_radius"):
+    for name in ("ess", "hess_init", "clip_radius"):
         if not group[name] > 0:
             raise UserError(f"IVON {name} = {group[name]!r}: must be greater than 0")
-    for name in ("weight_decay", "noise_scale"):
+    for name in ("lr", "weight_decay", "noise_scale"):
         if not group[name] >= 0:
             raise UserError(f"IVON {name} = {group[name]!r}: must be 0 or more")
+    for name in ("lr", "ess", "hess_init", "weight_decay", "noise_scale"):
+        if not math.isfinite(group[name]):
+            raise UserError(f"IVON {name} = {group[name]!r}: must be finite")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise UserError(f"IVON betas = {group['betas']!r}: both must lie in [0, 1)")
-    if group["estimator"] not in ("price", "gradsq"):
-        raise UserError(f"IVON estimator = {group['estimator']!r}: must be 'price' or 'gradsq'")
+    for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):
+        if group[name] not in choices:
+            raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
+    for p in group["params"]:
+        if not p.dtype.is_floating_point:
+            raise UserError(f"IVON params: one has dtype {p.dtype}; leave out what has no gradient")

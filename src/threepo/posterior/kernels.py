@@ -1,127 +1,142 @@
-"""The arithmetic of IVON on one tensor, in blocks that stay in cache; plain torch, exact for any blocking.
+"""IVON's arithmetic on whole parameters: finds what lies on this rank, and hands it to the fastest kernels there are.
 
-Everything here is a free function of tensors and numbers. All arithmetic is float32; symbols as in method.md 1:
-m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius, z standard normal noise.
+Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), plain torch (plain.py) everywhere else. Which one it
+is changes the time, not a bit of the numbers. Parameters may be plain tensors, of any memory layout, or DTensors; the
+hessian, the momentum and everything else that comes with a parameter have its shape and placement.
 """
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from threepo.posterior.noise import CHUNK, Key, normal_chunks
+from threepo.posterior import native, plain
+from threepo.posterior.layout import local, pieces
+from threepo.posterior.noise import Key, noise_key
+from threepo.posterior.scalars import Scale, StepNumbers
+from threepo.types import Draw
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What turns a Hessian into a standard deviation: sigma = noise_scale / sqrt(ess * (h + weight_decay))."""
-
-    ess: float
-    weight_decay: float
-    noise_scale: float
-
-    def precision_root(self, hessian: torch.Tensor) -> torch.Tensor:
-        """sqrt(ess * (h + delta)): the noise-free 1 / sigma. Same shape as `hessian`."""
-        return (hessian + self.weight_decay).mul_(self.ess).sqrt_()
-
-    def sigma(self, hessian: torch.Tensor) -> torch.Tensor:
-        """The posterior's standard deviation per weight. Same shape as `hessian`."""
-        return self.noise_scale / self.precision_root(hessian)
+@cache
+def _triton_kernels() -> ModuleType | None:
+    """Triton comes with CUDA builds of torch; where it is missing, plain torch does the work."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("threepo.posterior.triton_kernels")
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional view; parameters must be dense, so that element i means the same to everyone."""
-    return tensor.detach().view(-1)
+def backend(*tensors: torch.Tensor | None) -> Any:
+    """The module whose kernels take these flat tensors."""
+    if native.takes(*tensors):
+        return native
+    if all(tensor is None or tensor.is_cuda for tensor in tensors):
+        return _triton_kernels() or plain
+    return plain
 
 
-def write_perturbed(out: torch.Tensor, mean: torch.Tensor, hessian: torch.Tensor, key: Key, scale: Scale) -> None:
-    """out = mean + sigma * z, added in float32 and rounded once to the dtype of `out`. `out` may be `mean`."""
-    target, m, h = flat(out), flat(mean), flat(hessian)
-    for start, z in normal_chunks(key, 0, m.numel(), m.device):
-        part = slice(start, start + len(z))
-        target[part] = m[part].float() + scale.sigma(h[part]).mul_(z)
+def _check_shapes(first: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """The compiled kernels take addresses, so nobody after this would notice."""
+    for other in others:
+        if other is not None and (other.shape != first.shape or local(other).shape != local(first).shape):
+            raise RuntimeError(f"shapes differ: {list(first.shape)} and {list(other.shape)}, here or in their shards")
 
 
-def add_noise_times(out: torch.Tensor, grad: torch.Tensor, key: Key) -> None:
-    """out += z * grad."""
-    total, g = flat(out), flat(grad)
-    for start, z in normal_chunks(key, 0, g.numel(), g.device):
-        total[start : start + len(z)].addcmul_(z, g[start : start + len(z)])
+class _Flat:
+    """The local elements of a tensor, flat and in logical order, for the time of a `with` block.
+
+    Where the memory has another order (channels-last, a transposed view) a copy is worked on, and written back.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = local(tensor.detach())
+
+    def __enter__(self) -> torch.Tensor:
+        self.flat = self.tensor.reshape(-1)
+        return self.flat
+
+    def __exit__(self, *_: object) -> None:
+        if not self.tensor.is_contiguous():
+            self.tensor.copy_(self.flat.view(self.tensor.shape))
+        elif not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)  # what the compiled kernels wrote, autograd shall know
 
 
-@dataclass(frozen=True)
-class StepNumbers:
-    """The scalars of one update; `update` below uses them in the order of method.md 1.3."""
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """The local elements of a tensor, flat and in logical order, for reading."""
+    return local(tensor.detach()).reshape(-1)
 
-    scale: Scale
-    step_size: float
-    """lr, times (h0 + delta) when the learning rate is rescaled."""
-    beta1: float
-    beta2: float
-    clip_radius: float
-    debias: float
-    """1 - beta1^t, or 1."""
-    grad_factor: float
-    """Turns the sum of the observed gradients into their mean."""
-    second_factor: float
-    """The same for the sum of noise times gradient, or of squared gradients."""
-    estimator: Literal["price", "gradsq", "none"]
-    """`none`: keep the Hessian, because no noise was there to learn it from."""
+
+def perturb(
+    out: torch.Tensor,
+    mean: torch.Tensor,
+    hessian: torch.Tensor,
+    key: Key,
+    scale: Scale,
+) -> None:
+    """out = mean + sigma * z, added in float32 and rounded once to the dtype of `out`, which may be `mean`."""
+    _check_shapes(mean, out, hessian)
+    h = read(hessian)
+    with _Flat(out) as target:
+        m = target if out is mean else read(mean)
+        for piece in pieces(mean):
+            part = piece.local
+            backend(m, target, h).perturb(target[part], m[part], h[part], key, piece.start, scale)
+
+
+def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key) -> None:
+    """total += z * grad."""
+    _check_shapes(total, grad)
+    t, g = read(total), read(grad)
+    for piece in pieces(grad):
+        backend(t, g).add_noise_times(t[piece.local], g[piece.local], key, piece.start)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What was observed for one parameter: sums over the draws of a step."""
+    """What was observed for one parameter: sums over the draws of a step, in the parameter's shape."""
 
     grad: torch.Tensor
-    """float32, in the parameter's shape."""
     second: torch.Tensor | None
-    """Sum of z * grad (price) or grad^2 (gradsq); None: one draw only, so it is made from `grad` on the way."""
+    """Sum of z * grad (price) or grad^2 (gradsq), float32; None: one draw only, so it is made from `grad`."""
     key: Key | None
     """Noise key of that one draw."""
 
 
 def update(
-    mean: torch.Tensor, hessian: torch.Tensor, momentum: torch.Tensor, seen: Statistics, numbers: StepNumbers
+    mean: torch.Tensor,
+    hessian: torch.Tensor,
+    momentum: torch.Tensor,
+    seen: Statistics,
+    numbers: StepNumbers,
+    copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3). Returns the number clipped, 0-dim."""
-    m, h, g, grad = flat(mean), flat(hessian), flat(momentum), flat(seen.grad)
-    second = None if seen.second is None else flat(seen.second)
-    clipped = torch.zeros((), dtype=torch.int64, device=m.device)
-    if numbers.estimator == "price" and second is None:
-        assert seen.key is not None, "the price estimator needs the draw's noise"
-        for start, z in normal_chunks(seen.key, 0, m.numel(), m.device):
-            part = slice(start, start + len(z))
-            x = grad[part]
-            clipped += _update_chunk(m[part], h[part], g[part], x, x * z, numbers)
-        return clipped
-    for start in range(0, m.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        x = grad[part]
-        moment = None if numbers.estimator == "none" else x.square() if second is None else second[part]
-        clipped += _update_chunk(m[part], h[part], g[part], x, moment, numbers)
+    """One IVON step in place; `copy`, if given, gets the new mean too. Returns the number clipped here, 0-dim."""
+    _check_shapes(mean, hessian, momentum, seen.grad, seen.second, copy)
+    h, g, grad = read(hessian), read(momentum), read(seen.grad)
+    second = None if seen.second is None else read(seen.second)
+    clipped = torch.zeros((), dtype=torch.int64, device=h.device)
+    with _Flat(mean) as m, _Flat(mean if copy is None else copy) as c:
+        for piece in pieces(mean):
+            clipped += backend(m, c, h, g, grad, second).update(
+                m[piece.local],
+                None if copy is None else c[piece.local],
+                h[piece.local],
+                g[piece.local],
+                grad[piece.local],
+                None if second is None else second[piece.local],
+                seen.key,
+                piece.start,
+                numbers,
+            )
     return clipped
 
 
-def _update_chunk(
-    m: torch.Tensor,
-    h: torch.Tensor,
-    g: torch.Tensor,
-    grad: torch.Tensor,
-    moment: torch.Tensor | None,
-    n: StepNumbers,
-) -> torch.Tensor:
-    delta = n.scale.weight_decay
-    g.mul_(n.beta1).add_(grad, alpha=(1 - n.beta1) * n.grad_factor)
-    if moment is not None:
-        # The estimate f and the correction use the old Hessian.
-        if n.estimator == "price":
-            f = n.scale.precision_root(h).mul_(moment).mul_(n.second_factor / n.scale.noise_scale)
-        else:
-            f = moment.mul(n.scale.ess * n.second_factor)
-        retraction = (h - f).square_().div_(h + delta).mul_(0.5 * (1 - n.beta2) ** 2)
-        h.mul_(n.beta2).add_(f, alpha=1 - n.beta2).add_(retraction)
-    move = m.float().mul(delta).add_(g, alpha=1 / n.debias).div_(h + delta)
-    clipped = (move.abs() > n.clip_radius).sum()
-    m.sub_(move.clamp_(-n.clip_radius, n.clip_radius).mul_(n.step_size))
-    return clipped
+def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
+    out = torch.empty(stop - start, dtype=torch.float32, device=device)
+    backend(out).normal(out, noise_key(draw, name), start)
+    return out

@@ -8,8 +8,14 @@ any process: the trainer, the rollout engine, another rank, an analysis next wee
 How: the first four parts of the address are hashed to a 128-bit key (BLAKE2b). Element i of the tensor belongs to
 block i // 1024; elements j and j + 512 of a block share the counter c = 512 * block + j. SplitMix64 (Steele, Lea and
 Flood, 2014), keyed at its start and again between its two multiplications, maps the counter to 64 bits, and
-Box-Muller maps those to the two normals. The integer part is exact everywhere; log, sin and cos may differ in the
-last bit between processor families (so far only the CPU version exists), but one device type agrees with itself.
+Box-Muller maps those to the two normals:
+
+    b = bits as a signed integer;  u = |b| / 2^63 + 2^-64;  r = sign(b) sqrt(-2 ln u);  x = pi (low 32 bits) / 2^32
+    z[j] = r cos x,  z[j + 512] = r sin x        (x lies in [-pi/2, pi/2): the sign of r gives the other half circle)
+
+The logarithm, sine and cosine are polynomials in float32, evaluated with IEEE additions and multiplications in a fixed
+order and no fused ones. So the numbers are the same, bit for bit, on every processor, with any number of threads,
+in the compiled kernels (native.c, triton_kernels.py) and in the plain torch of this file, which defines them.
 """
 
 import hashlib
@@ -28,6 +34,17 @@ CHUNK = 64 * BLOCK
 """Elements made per pass: enough to hide the interpreter, small enough for the cache of a core."""
 
 _PAIRS = BLOCK // 2
+
+# Minimax polynomials of this file's ranges, in float32; native.c and triton_kernels.py hold the same numbers.
+# sin x = x + x q S(q) and cos x = 1 + q C(q) with q = x^2 on [-pi/2, pi/2], absolute error below 6e-8;
+# ln(1 + v) = v - v^2/2 + v^3 L(v) on [sqrt(1/2) - 1, sqrt(2) - 1], relative error 6e-9. Highest power first.
+SIN = (2.6089324e-06, -0.00019811112, 0.008333088, -0.16666660)
+COS = (2.3194384e-05, -0.0013855927, 0.041663989, -0.49999932)
+LOG = (-0.076345004, 0.12761582, -0.13160183, 0.14201757, -0.16623357, 0.20001227, -0.25000820, 0.33333331)
+LN2 = 0.69314718
+SQRT_HALF_BITS = 0x3F3504F3
+"""The float32 sqrt(1/2) as an integer: where the mantissa's range is cut."""
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
@@ -69,6 +86,52 @@ def _mix(z: torch.Tensor, second: int | torch.Tensor, scratch: torch.Tensor) -> 
     return z.bitwise_xor_(torch.bitwise_right_shift(z, 31, out=scratch).bitwise_and_((1 << 33) - 1))
 
 
+def sqrt_(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root in place. Torch's own in float32 is off by a bit now and then on some CPUs.
+
+    A float32's root is never so close to the middle of two float32 that an error in float64 could matter.
+    """
+    return x.sqrt_() if x.device.type == "mps" else x.copy_(x.double().sqrt_())
+
+
+def _horner(x: torch.Tensor, coefficients: tuple[float, ...], out: torch.Tensor) -> torch.Tensor:
+    """The polynomial with these coefficients, highest power first. Torch fuses nothing across these calls."""
+    torch.mul(x, coefficients[0], out=out).add_(coefficients[1])
+    for c in coefficients[2:]:
+        out.mul_(x).add_(c)
+    return out
+
+
+class _Scratch:
+    """Buffers of one pass over `pairs` counters, so that nothing is allocated in the loop."""
+
+    def __init__(self, pairs: int, device: torch.device) -> None:
+        self.bits, self.shifted = torch.empty(2, pairs, dtype=torch.int64, device=device).unbind()
+        self.u, self.x, self.v, self.a, self.b = torch.empty(5, pairs, device=device).unbind()
+        self.exponent = torch.empty(pairs, dtype=torch.int32, device=device)
+
+    def box_muller(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Turn `bits` into normals; the outputs have a view's shape of [pairs]. Overwrites all buffers."""
+        u, x, v, a, b, exponent = self.u, self.x, self.v, self.a, self.b, self.exponent
+        x.copy_(torch.bitwise_left_shift(self.bits, 32, out=self.shifted)).mul_(math.pi * 2.0**-64)
+        signed = a.copy_(self.bits)  # the leading 24 of 63 bits: small u are fine-grained, tails reach 9.4 sigma
+        torch.abs(signed, out=u).mul_(2.0**-63).add_(2.0**-64)  # half a step, because log(0) has no place here
+        u_bits = u.view(torch.int32)
+        torch.sub(u_bits, SQRT_HALF_BITS, out=exponent).bitwise_right_shift_(23)
+        u_bits.sub_(exponent.mul_(1 << 23))
+        torch.sub(u, 1.0, out=v)
+        u.copy_(exponent).mul_(2.0**-23)  # u = 2^exponent (1 + v); from here `u` is the exponent
+        _horner(v, LOG, out=b).mul_(v)
+        squared = torch.mul(v, v, out=self.shifted.view(torch.float32)[: len(v)])
+        b.mul_(squared).sub_(squared.mul_(0.5)).add_(v)
+        radius = torch.copysign(sqrt_(u.mul_(LN2).add_(b).mul_(-2.0)), signed, out=u)
+        q = torch.mul(x, x, out=v)
+        sine = _horner(q, SIN, out=a).mul_(q).mul_(x).add_(x)
+        cosine = _horner(q, COS, out=b).mul_(q).add_(1.0)
+        torch.mul(radius.view(cosines.shape), cosine.view(cosines.shape), out=cosines)
+        torch.mul(radius.view(sines.shape), sine.view(sines.shape), out=sines)
+
+
 def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
     """Standard normals for the elements [start, stop) of a flattened tensor, as (offset from start, float32 chunk).
 
@@ -79,30 +142,16 @@ def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iter
         return
     begin = start // BLOCK * BLOCK
     most = min(CHUNK // BLOCK, -(-(stop - begin) // BLOCK))  # blocks a pass
-    bits, scratch = torch.empty(2, most * _PAIRS, dtype=torch.int64, device=device).unbind()
-    radius, angle, wave = torch.empty(3, most * _PAIRS, dtype=torch.float32, device=device).unbind()
+    scratch = _Scratch(most * _PAIRS, device)
     normals = torch.empty(most * BLOCK, dtype=torch.float32, device=device)
+    pairs = normals.view(most, 2, _PAIRS)
     base = _counter_base(device)[: most * _PAIRS]
     for first in range(begin, stop, most * BLOCK):
-        torch.add(base, _signed(first // 2 * _GOLDEN + key[0]), out=bits)
-        _mix(bits, _signed(key[1]), scratch)
-        angle.copy_(torch.bitwise_left_shift(bits, 32, out=scratch)).mul_(math.pi * 2.0**-63)
-        # The leading bits of 63 survive in float32, so small uniforms are fine-grained and tails reach 9.4 sigma.
-        # Half a step is added because log(0) has no place here; both factors are powers of two, hence exact.
-        radius.copy_(bits.bitwise_and_((1 << 63) - 1)).mul_(2.0**-63).add_(2.0**-64).log_().mul_(-2.0).sqrt_()
-        pairs = normals.view(most, 2, _PAIRS)
-        torch.mul(radius.view(most, _PAIRS), torch.cos(angle, out=wave).view(most, _PAIRS), out=pairs[:, 0])
-        torch.mul(radius.view(most, _PAIRS), angle.sin_().view(most, _PAIRS), out=pairs[:, 1])
+        torch.add(base, _signed(first // 2 * _GOLDEN + key[0]), out=scratch.bits)
+        _mix(scratch.bits, _signed(key[1]), scratch.shifted)
+        scratch.box_muller(pairs[:, 0], pairs[:, 1])
         low, high = max(start, first), min(stop, first + most * BLOCK)
         yield low - start, normals[low - first : high - first]
-
-
-def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
-    out = torch.empty(stop - start, dtype=torch.float32, device=device)
-    for offset, chunk in normal_chunks(noise_key(draw, name), start, stop, out.device):
-        out[offset : offset + len(chunk)] = chunk
-    return out
 
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from threepo.posterior.layout import local, sum_over_shards, wide
 from threepo.types import Draw
 
 
@@ -28,7 +29,10 @@ class PolicyOptimizer(WeightSource, Protocol):
     """The part of IVON and PointAdamW that training loops use."""
 
     param_groups: list[dict[str, Any]]
-    skipped_steps: int
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken so far."""
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """Put the weights of `draw` into the model for the body, and restore the mean bitwise afterwards."""
@@ -60,11 +64,9 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch
 
 
 def total_norm(grads: list[torch.Tensor]) -> float:
-    """Euclidean norm of all gradients together; not finite as soon as one element is not."""
-    if not grads:
-        return 0.0
-    norms = torch._foreach_norm([grad.float() for grad in grads])
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+    """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not."""
+    norms = torch._foreach_norm([local(grad) for grad in grads], dtype=torch.float32) if grads else []
+    return math.sqrt(sum_over_shards((grad, wide(norm).square()) for grad, norm in zip(grads, norms, strict=True)))
 
 
 class PointAdamW(torch.optim.AdamW):
@@ -77,9 +79,15 @@ class PointAdamW(torch.optim.AdamW):
     def __init__(self, params: Any, max_grad_norm: float = 1.0, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.max_grad_norm = max_grad_norm
-        self.skipped_steps = 0
+        for group in self.param_groups:
+            group["skipped_steps"] = 0
         self._observed = 0
         self._norm = 0.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken, because a gradient was not finite or `discard` was called."""
+        return int(self.param_groups[0]["skipped_steps"])
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """The mean is all there is; a draw is refused."""
@@ -120,8 +128,11 @@ class PointAdamW(torch.optim.AdamW):
     def discard(self) -> None:
         """Clear the gradients, and count a skipped step."""
         self._observed = 0
+        self._norm = 0.0
         self.zero_grad(set_to_none=True)
-        self.skipped_steps += 1
+        skipped = self.skipped_steps + 1
+        for group in self.param_groups:
+            group["skipped_steps"] = skipped
 
     def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters themselves, by name."""
@@ -130,7 +141,7 @@ class PointAdamW(torch.optim.AdamW):
             yield name, p.detach()
 
     def step_metrics(self) -> dict[str, float]:
-        """Norm of the last gradient before clipping, and the count of skipped steps."""
+        """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""
         return {"optimizer/grad_norm": self._norm, "optimizer/skipped_steps": float(self.skipped_steps)}
 
     def _grads(self) -> list[torch.Tensor]:

@@ -4,12 +4,13 @@ import math
 
 import torch
 
-from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import Scale, flat
+from threepo.posterior.ivon import IVON, scale_of
+from threepo.posterior.kernels import read
+from threepo.posterior.layout import local
 from threepo.posterior.policy_optimizer import named_in_groups
 
 SAMPLE = 4096
-"""Elements read per parameter for quantiles and shares: evenly spaced, the same ones every time."""
+"""Elements read per parameter, about: evenly spaced, the same ones every time."""
 
 _KINDS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
 
@@ -28,14 +29,14 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
     for name, p, group in named_in_groups(optimizer.param_groups):
-        if not p.requires_grad:
+        if not p.requires_grad or not local(p).numel():
             continue
-        stride = max(1, p.numel() // SAMPLE)
-        h = flat(optimizer.state[p]["hessian"])[::stride].float().cpu()
-        m = flat(p)[::stride].float().cpu()
+        stride = _stride(p)
+        h = read(optimizer.state[p]["hessian"])[::stride].float().cpu()
+        m = read(p)[::stride].float().cpu()
         ratios.append(h / group["hess_init"])
         weights.append(torch.full_like(h, p.numel() / len(h)))
-        sigma = Scale(group["ess"], group["weight_decay"], group["noise_scale"]).sigma(h)
+        sigma = scale_of(group).sigma(h)
         total = squares.setdefault(layer_kind(name), [0.0, 0.0])
         total[0] += float(sigma.square().mean()) * p.numel()
         total[1] += float(m.square().mean()) * p.numel()
@@ -49,6 +50,14 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     for kind, totals in squares.items():
         metrics[f"posterior/sigma_to_rms/{kind}"] = _root_ratio(*totals)
     return metrics
+
+
+def _stride(p: torch.Tensor) -> int:
+    """About SAMPLE elements, spread over all columns: a stride that shares a factor with the row's length misses some."""
+    stride = max(1, p.numel() // SAMPLE)
+    while p.ndim > 1 and math.gcd(stride, p.shape[-1]) > 1:
+        stride -= 1
+    return stride
 
 
 def _root_ratio(sigma_square: float, weight_square: float) -> float:

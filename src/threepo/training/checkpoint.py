@@ -72,8 +72,6 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState)
     if isinstance(optimizer, IVON):
         Posterior.from_pretrained(path).load_into(optimizer)
         load_momentum(path, optimizer)
-        for group in optimizer.param_groups:
-            group["step"] = state.optimizer_steps
     else:
         torch_state: dict[str, Any] = optimizer.state_dict()
         order = {name: index for index, (name, _, _) in enumerate(named)}
@@ -82,7 +80,10 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState)
             kind, _, name = key.partition("/")
             torch_state["state"].setdefault(order[name], {})[kind] = value
         optimizer.load_state_dict(torch_state)
-    optimizer.skipped_steps = state.skipped_steps
+    for group in optimizer.param_groups:
+        group["skipped_steps"] = state.skipped_steps
+        if isinstance(optimizer, IVON):
+            group["step"] = state.optimizer_steps
 
 
 def load_momentum(path: Path, optimizer: IVON) -> None:

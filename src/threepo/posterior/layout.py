@@ -1,0 +1,93 @@
+"""Where the elements that a rank holds lie in the whole parameter; the one place that knows of DTensor."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements that is contiguous both in the flat local tensor and in the flat whole tensor."""
+
+    local: slice
+    """Where it is in the flat local tensor."""
+    start: int
+    """Index of its first element in the flat whole tensor."""
+
+
+def _dtensor_class() -> type | None:
+    if not torch.distributed.is_available():
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+_DTensor = _dtensor_class()
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is spread over ranks."""
+    return _DTensor is not None and isinstance(tensor, _DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """A number in the widest type that its device has."""
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Sum of 0-dim numbers that go with parameters, each rank holding those of its shard.
+
+    A collective where parameters are sharded: every rank must call.
+    """
+    totals: dict[Any, torch.Tensor] = {}
+    for tensor, value in values:
+        key: Any = value.device
+        if is_dtensor(tensor):
+            if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+                raise RuntimeError("a gradient is a partial sum: let backward finish its reduction before observe()")
+            # Replicas hold the same number, which counts once.
+            sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
+            key = (tensor.device_mesh, sharded)  # type: ignore[attr-defined]
+        totals[key] = totals[key] + value if key in totals else value.clone()
+    for key, total in totals.items():
+        if isinstance(key, tuple):
+            mesh, sharded = key
+            for dim in sharded:
+                torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+    return sum(float(total) for total in totals.values())
+
+
+def pieces(tensor: torch.Tensor) -> list[Piece]:
+    """The runs of this rank's elements, in local order; one run for a plain tensor or rows of a sharded one."""
+    if not is_dtensor(tensor):
+        return [Piece(slice(0, tensor.numel()), 0)] if tensor.numel() else []
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    return _runs(tuple(tensor.shape), tuple(shape), tuple(offset))
+
+
+def _runs(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
+    """The contiguous runs of the box of shape `part` at `offset` in a row-major tensor of shape `whole`."""
+    if math.prod(part) == 0:
+        return []
+    # Trailing dimensions that are whole belong to the run; the last one that is cut may be a part of it too.
+    last = len(whole) - 1
+    while last > 0 and part[last] == whole[last]:
+        last -= 1
+    strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
+    length = math.prod(part[max(last, 0) :])
+    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
+    for dim in range(last):
+        starts = [start + i * strides[dim] for start in starts for i in range(part[dim])]
+    return [Piece(slice(i * length, (i + 1) * length), start) for i, start in enumerate(starts)]
