@@ -9,8 +9,8 @@
         optimizer.step()
 
 The parameters hold the mean. The optimizer holds the Hessian and the momentum, in float32, in `state[p]`, and for
-parameters of lower precision a float32 mean too; its counts are in `param_groups`, so `state_dict` has all there is. The
-mean is restored bitwise, also after an exception.
+parameters of lower precision a float32 mean too; its counts are in `param_groups`, so `state_dict` has all there is.
+The mean is restored bitwise, also after an exception.
 """
 
 import math
@@ -55,9 +55,9 @@ class IVON(torch.optim.Optimizer):
 
     Args:
         params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them,
-            which are then addressed by position. Groups may set any of the settings below for themselves, except
-            `seed`; `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and DTensors
-            (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
+            which are then addressed by position. Groups may have any of the settings below for themselves, except
+            `seed`; `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device,
+            and DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
         lr: learning rate; multiplied by `hess_init + weight_decay` when `rescale_lr` is set.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
         hess_init: initial Hessian h0.

@@ -1,8 +1,8 @@
 """IVON's arithmetic on whole parameters: finds what lies on this rank, and hands it to the fastest kernels there are.
 
-Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), plain torch (plain.py) everywhere else. Which one it
-is changes the time, not a bit of the numbers. Parameters may be plain tensors, of any memory layout, or DTensors; the
-hessian, the momentum and everything else that comes with a parameter have its shape and placement.
+Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), plain torch (plain.py) everywhere else. Which one
+it is changes the time, not a bit of the numbers. Parameters may be plain tensors, of any memory layout, or DTensors;
+the Hessian, the momentum and everything else that comes with a parameter have its shape and placement.
 """
 
 import importlib

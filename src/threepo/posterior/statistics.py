@@ -53,7 +53,7 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
 
 
 def _stride(p: torch.Tensor) -> int:
-    """About SAMPLE elements, spread over all columns: a stride that shares a factor with the row's length misses some."""
+    """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
     stride = max(1, p.numel() // SAMPLE)
     while p.ndim > 1 and math.gcd(stride, p.shape[-1]) > 1:
         stride -= 1
