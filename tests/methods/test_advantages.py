@@ -37,6 +37,10 @@ def test_equal_rewards_give_exactly_nothing(value: float, scale: str) -> None:
     assert group_advantages(torch.full((3, 7), value), Advantage(scale=scale)).eq(0).all()
 
 
+def test_a_group_of_one_is_silent_only_without_reward() -> None:
+    assert zero_variance(torch.tensor([[0.0], [1.0]])).tolist() == [True, False]
+
+
 def test_a_group_of_one_keeps_its_reward() -> None:
     assert group_advantages(torch.tensor([[2.0]]), Advantage()).item() == pytest.approx(2.0, rel=1e-5)
 

@@ -121,6 +121,19 @@ def test_rows_are_numbered_prompt_major() -> None:
             assert row.index == int(row.completion.problem.id[1:]) * 16 + row.completion.rollout
 
 
+def test_fewer_prompts_than_mini_batches_make_a_mini_batch_each() -> None:
+    batch = training_batch(GRPO, groups_of(GRPO), seed=0, step=0)
+    assert [len(piece.parts[0].rows) for piece in split_batch(batch, 8)] == [GRPO.rollouts_per_prompt] * 3
+    nothing = replace(batch, parts=(replace(batch.parts[0], rows=()),))
+    assert split_batch(nothing, 8) == [nothing]
+
+
+def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
+    method = replace(C3PO, gradient_draws=2)
+    assert training_batch(method, groups_of(method), seed=0, step=0).normalize == "part"
+    assert training_batch(C3PO, groups_of(C3PO), seed=0, step=0).normalize == "step"
+
+
 def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
     rewards = {(1, 3): 1.0}
     kept = training_batch(GRPO, groups_of(GRPO, rewards), 1, 2)

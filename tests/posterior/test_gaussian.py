@@ -88,6 +88,17 @@ def test_metrics_of_a_posterior_by_hand() -> None:
     assert metrics["posterior/sigma_to_rms"] == pytest.approx(((1.0**2 + 0.5**2) / 25) ** 0.5)
 
 
+@pytest.mark.parametrize("shape", [(256, 4096), (512, 2048), (1000, 1024), (64, 64, 64)])
+def test_metrics_of_a_posterior_see_every_column(shape: tuple[int, ...]) -> None:
+    """Half of the columns have another Hessian; reading few columns of a large matrix would miss or overstate them."""
+    p = torch.nn.Parameter(torch.ones(shape))
+    optimizer = IVON([("w", p)], hess_init=1.0)
+    optimizer.state[p]["hessian"][..., ::2] = 3.0
+    assert posterior_metrics(optimizer)["posterior/hessian_outside_share"] == pytest.approx(0.5, abs=0.02)
+    optimizer.state[p]["hessian"].fill_(1.0)[..., : shape[-1] // 4] = 3.0
+    assert posterior_metrics(optimizer)["posterior/hessian_outside_share"] == pytest.approx(0.25, abs=0.02)
+
+
 def test_every_parameter_of_a_decoder_has_a_kind(policy: Policy) -> None:
     kinds = {layer_kind(name) for name, _ in policy.model.named_parameters()}
     assert kinds == {"embedding", "norm", "attention", "mlp"}

@@ -51,6 +51,7 @@ def test_schedule_by_hand() -> None:
     constant = ScheduleConfig(warmup_share=0.06)
     assert [factor(step, 100, constant) for step in (0, 5, 6, 99)] == pytest.approx([1 / 6, 1.0, 1.0, 1.0])
     assert factor(0, 1, ScheduleConfig(warmup_share=0.0)) == 1.0
+    assert factor(6, 100, ScheduleConfig(warmup_share=0.07)) == 1.0, "seven steps, though 0.07 * 100 > 7"
 
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["constant", "cosine"]))
@@ -122,7 +123,7 @@ def test_outcomes_and_lengths_by_hand() -> None:
 
 
 def record_of(rows: list[RowRecord]) -> UpdateRecord:
-    return UpdateRecord(loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows)
+    return UpdateRecord([-0.25, -0.75], loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows)
 
 
 def test_correction_metrics_by_hand() -> None:
@@ -139,6 +140,7 @@ def test_correction_metrics_by_hand() -> None:
     assert not corrects_nothing(Correction(kind="seq_mis"), record_of([kept, dropped]))
     assert corrects_nothing(Correction(kind="seq_mis"), record_of([kept]))
     assert not corrects_nothing(Correction(kind="none"), record_of([kept]))
+    assert not corrects_nothing(Correction(kind="seq_mis"), record_of([])), "a step without rows says nothing"
 
 
 # Files

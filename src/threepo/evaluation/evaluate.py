@@ -8,6 +8,7 @@ import numpy as np
 from threepo.config import DataConfig, EvalConfig, SamplingConfig
 from threepo.evaluation.pass_at_k import StandardErrors, ks_up_to, mean_pass_at_k, standard_errors
 from threepo.models.policy import Policy
+from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader
 from threepo.rollout.engine import RolloutEngine
@@ -82,7 +83,8 @@ class Examination:
             for tokens in [policy.encode_prompt(problem, self.data, sampling.max_new_tokens)]
             for i in range(settings.samples)
         ]
-        completions = engine.generate(requests, sampling, self.seed)
+        # An address of its own: training on these very problems must not have sampled the same completions.
+        completions = engine.generate(requests, sampling, address_key("threepo-eval", self.seed)[0] >> 1)
         verdicts = self.grader([c.problem for c in completions], [c.text for c in completions])
         graded = [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
         return score(graded, settings.samples)

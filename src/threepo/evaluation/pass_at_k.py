@@ -34,7 +34,8 @@ class StandardErrors:
     sampling: float
     """For these very problems, of sampling K completions again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
     bootstrap: float
-    """Standard deviation under resampling of problems and of completions within them."""
+    """Standard deviation under resampling of problems and then of completions within them. It counts sampling noise
+    twice, because the scores that it resamples hold it already: an upper figure, by up to a third for small K."""
 
 
 def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:

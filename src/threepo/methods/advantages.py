@@ -28,5 +28,7 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
 
 
 def zero_variance(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups have equal rewards throughout: bool of shape [...] for rewards of shape [..., G]."""
+    """Which groups have advantages of 0 throughout: bool of shape [...] for rewards of shape [..., G]."""
+    if rewards.shape[-1] == 1:
+        return rewards[..., 0] == 0
     return (rewards == rewards[..., :1]).all(dim=-1)

@@ -69,8 +69,10 @@ def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int
         if not (method.advantage.zero_variance == "drop" and dropped[p, i])
     ]
     parts = tuple(_parts(method, rows, seed, step))
-    # A single part's own count is the step's; said so, M3PO with one draw is B3PO to the last bit.
-    return TrainingBatch(parts, method.normalize if len(parts) > 1 else "step", method.cumulative)
+    # A single part's own count is the step's; said so, M3PO with one draw is B3PO to the last bit. Fresh draws hold
+    # all rows each, and count alike however many of them a correction drops.
+    normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
+    return TrainingBatch(parts, normalize, method.cumulative)
 
 
 def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:
@@ -83,12 +85,13 @@ def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> lis
 
 
 def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
-    """The batch as `pieces` mini-batches; the prompts are dealt out in order, all rows of a prompt together."""
-    if pieces == 1:
-        return [batch]
+    """The batch as `pieces` mini-batches, or one per prompt if there are fewer; rows of a prompt stay together."""
     order = {
         row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)
     }
+    pieces = min(pieces, len(order))
+    if pieces <= 1:
+        return [batch]
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
     return [
         replace(

@@ -11,9 +11,10 @@ from typing import Literal
 from threepo.types import TrainingRow
 
 
-def weigh_rows(
-    rows: Sequence[TrainingRow], aggregation: Literal["token", "group", "sequence"]
-) -> tuple[TrainingRow, ...]:
+Aggregation = Literal["token", "group", "sequence"]
+
+
+def weigh_rows(rows: Sequence[TrainingRow], aggregation: Aggregation) -> tuple[TrainingRow, ...]:
     """The rows of one update with the factor of their token losses.
 
     `token`: 1, a mean over all tokens. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as

@@ -40,7 +40,7 @@ def update_metrics(record: UpdateRecord) -> Metrics:
     tokens, rows = record.tokens, record.rows
     rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
     metrics = {
-        "policy/loss": record.loss / record.normalizer if record.normalizer else 0.0,
+        "policy/loss": _mean(record.minimised) if record.minimised else 0.0,
         "policy/entropy": record.entropy / tokens,
         "policy/ratio_mean": record.ratio / tokens,
         "policy/clipped_low_share": record.clipped_low / tokens,
@@ -68,8 +68,8 @@ def _kept_by_length(rows: list[RowRecord]) -> Metrics:
 
 
 def corrects_nothing(correction: Correction, record: UpdateRecord) -> bool:
-    """Whether a correction is set and left every row of the step as it was."""
-    return correction.kind != "none" and all(row.untouched for row in record.rows)
+    """Whether a correction is set, there were rows, and it left every one as it was."""
+    return correction.kind != "none" and bool(record.rows) and all(row.untouched for row in record.rows)
 
 
 def _verdict(completion: Completion):  # type: ignore[no-untyped-def]

@@ -111,7 +111,8 @@ def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecor
     for group in run.optimizer.param_groups:
         group["lr"] = config.optimizer.lr * factor(step, config.run.steps, config.schedule)
     batch = lattice.training_batch(method, groups, config.run.seed, step)
-    temperature = config.sampling.temperature or 1.0
+    # Greedy rollouts are recorded at temperature 1, whatever the recipe's is (method.md 3.5).
+    temperature = 1.0 if method.greedy else config.sampling.temperature or 1.0
     settings = UpdateSettings(config.objective, method.correction, temperature, config.batching.tokens)
     record = update_policy(run.policy, run.optimizer, batch, settings)
     clock.lap("time/update")
@@ -133,7 +134,8 @@ def optimizer_metrics(run: Run) -> Metrics:
 def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
     """The state after a step; warns when the correction has not acted for long (it may be wired to nothing)."""
     correction = run.config.method.correction
-    quiet = run.state.quiet_steps + 1 if corrects_nothing(correction, record) else 0
+    acted = bool(record.rows) and not corrects_nothing(correction, record)
+    quiet = 0 if acted or correction.kind == "none" else run.state.quiet_steps + bool(record.rows)
     if quiet and quiet == correction.warn_after:
         warnings.warn(
             f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be "

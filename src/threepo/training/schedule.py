@@ -11,7 +11,7 @@ def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
     Linear warm-up to 1 over the first `warmup_share` of the steps, reached at its last step; then constant, or a
     half cosine from 1 down to `floor`, reached at the last step.
     """
-    warmup = math.ceil(settings.warmup_share * steps)
+    warmup = math.ceil(settings.warmup_share * steps - 1e-9)  # 0.07 * 100 is 7.000000000000001
     if step < warmup:
         return (step + 1) / warmup
     if settings.kind == "constant":

@@ -30,6 +30,9 @@ from threepo.training.run_folder import RunFolder, refuse_taken
 from threepo.training.schedule import factor
 from threepo.types import Completion, Draw, TrainingRow
 
+SFT_DRAW = 1 << 21
+"""Index of the draws of a warm start, so that reinforcement learning under the same seed meets other noise."""
+
 
 @dataclass
 class FineTuning:
@@ -52,7 +55,7 @@ def fine_tune(run: FineTuning) -> None:
             for group in run.optimizer.param_groups:
                 group["lr"] = config.optimizer.lr * factor(step, steps, config.schedule)
             rows = encode(run.policy, run.source.batch(step))
-            draw = Draw(config.run.seed, step, 0) if isinstance(run.optimizer, IVON) else None
+            draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
             tokens = sum(len(row.completion.tokens) for row in rows)
             with run.optimizer.at(draw):
                 loss = backward(run.policy, rows, config.batching.tokens)

@@ -4,7 +4,7 @@ The code obeys the fields of the batch and never asks which method made it. Loss
 once, in the optimizer, by the count that the batch asks for: the result does not depend on the micro-batches.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from threepo.config import Correction, ObjectiveConfig
 from threepo.methods.corrections import Corrected, correct
 from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
-from threepo.objectives.aggregate import weigh_rows
+from threepo.objectives.aggregate import Aggregation, weigh_rows
 from threepo.objectives.policy_loss import LossSums, policy_loss
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.training.batching import pack, spread
@@ -29,7 +29,7 @@ class RowRecord:
     index: int
     tokens: int
     logprob_sum: float
-    """At the weights where the gradient was taken."""
+    """At the weights where the gradient was taken; with several updates a batch, before the first of them."""
     rho: float
     """Sequence ratio of the gradient's policy to the row's generator."""
     weight: float
@@ -42,6 +42,8 @@ class RowRecord:
 class UpdateRecord:
     """Sums over all tokens of an update."""
 
+    minimised: list[float] = field(default_factory=list)
+    """For each optimizer step, the loss as it was divided."""
     loss: float = 0.0
     normalizer: float = 0.0
     tokens: int = 0
@@ -53,7 +55,7 @@ class UpdateRecord:
     rows: list[RowRecord] = field(default_factory=list)
 
     def add(self, micro: MicroBatch, sums: LossSums, logprobs: torch.Tensor, entropy: float, fix: Corrected) -> None:
-        """Take in one micro-batch; `logprobs` [R, L-1] are detached."""
+        """Take in one micro-batch; `logprobs` [R, L-1] are those before the first update, detached."""
         mask = micro.mask
         self.loss += float(sums.loss.detach())
         self.normalizer += sums.normalizer
@@ -88,33 +90,46 @@ def update_policy(
     record = UpdateRecord()
     old = old_logprobs(policy, optimizer, batch, settings) if settings.objective.mini_batches > 1 else None
     for mini_batch in split_batch(batch, settings.objective.mini_batches):
-        before = record.normalizer
-        for part in mini_batch.parts:
-            if not part.rows:
-                continue
-            part_before = record.normalizer
+        losses, counts = [], []
+        for part in _weighed(mini_batch, settings.objective.aggregation):
+            loss_before, count_before = record.loss, record.normalizer
             with optimizer.at(part.draw):
                 _backward(policy, part, old, settings, record)
-            count = record.normalizer - part_before
+            losses.append(record.loss - loss_before)
+            counts.append(record.normalizer - count_before)
             if batch.normalize == "step":
                 optimizer.observe(part.draw, cumulative=batch.cumulative)
-            elif count > 0:
-                optimizer.observe(part.draw, count, cumulative=batch.cumulative)
-        total = record.normalizer - before
-        if total > 0:
-            optimizer.step(divisor=total if batch.normalize == "step" else None)
-        else:
+            elif counts[-1] > 0:
+                optimizer.observe(part.draw, counts[-1], cumulative=batch.cumulative)
+        if sum(counts) == 0:
             optimizer.discard()  # nothing to learn from: every row was dropped
+            continue
+        if batch.normalize == "step":
+            record.minimised.append(sum(losses) / sum(counts))
+            optimizer.step(divisor=sum(counts))
+        else:
+            means = [loss / count for loss, count in zip(losses, counts, strict=True) if count > 0]
+            record.minimised.append(sum(means) / len(means))
+            optimizer.step()
     return record
+
+
+def _weighed(batch: TrainingBatch, aggregation: Aggregation) -> list[GradientPart]:
+    """The parts that have rows, with row weights made over all rows that share a divisor."""
+    parts = [part for part in batch.parts if part.rows]
+    if batch.normalize == "part":
+        return [replace(part, rows=weigh_rows(part.rows, aggregation)) for part in parts]
+    together = {row.index: row for part in parts for row in part.rows}
+    weighed = {row.index: row for row in weigh_rows(list(together.values()), aggregation)}
+    return [replace(part, rows=tuple(weighed[row.index] for row in part.rows)) for part in parts]
 
 
 def _backward(
     policy: Policy, part: GradientPart, old: OldLogprobs | None, settings: UpdateSettings, record: UpdateRecord
 ) -> None:
     """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now."""
-    rows = weigh_rows(part.rows, settings.objective.aggregation)
     bonus = settings.objective.entropy_coefficient > 0
-    for micro in pack(rows, settings.token_budget, policy.pad_token, policy.device):
+    for micro in pack(part.rows, settings.token_budget, policy.pad_token, policy.device):
         scored = policy.logprobs(
             micro.input_ids, micro.attention_mask, micro.mask, settings.temperature, with_entropy_gradient=bonus
         )
@@ -134,7 +149,7 @@ def _backward(
             settings=settings.objective,
         )
         sums.loss.backward()  # type: ignore[no-untyped-call]
-        record.add(micro, sums, scored.logprobs.detach(), float(scored.entropy.detach().sum()), fix)
+        record.add(micro, sums, before, float(scored.entropy.detach().sum()), fix)
 
 
 @torch.no_grad()
