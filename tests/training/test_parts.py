@@ -123,7 +123,9 @@ def test_outcomes_and_lengths_by_hand() -> None:
 
 
 def record_of(rows: list[RowRecord]) -> UpdateRecord:
-    return UpdateRecord([-0.25, -0.75], loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows)
+    return UpdateRecord(
+        [-0.25, -0.75], loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows
+    )
 
 
 def test_correction_metrics_by_hand() -> None:

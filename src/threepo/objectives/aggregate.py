@@ -10,7 +10,6 @@ from typing import Literal
 
 from threepo.types import TrainingRow
 
-
 Aggregation = Literal["token", "group", "sequence"]
 
 

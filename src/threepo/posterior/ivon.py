@@ -23,7 +23,7 @@ import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
-from threepo.posterior.layout import local, sum_over_shards
+from threepo.posterior.layout import drop_gathered_copies, is_dtensor, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
 from threepo.posterior.scalars import Scale, StepNumbers
@@ -73,6 +73,8 @@ class IVON(torch.optim.Optimizer):
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.
         seed: noise seed of the draws that `next_draw` makes.
+        model: the module that DTensor parameters belong to; needed with them and no use without. FSDP2 modules in it
+            are resharded whenever weights change, because a copy gathered by an earlier forward pass would be stale.
 
     There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
     A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`.
@@ -96,6 +98,7 @@ class IVON(torch.optim.Optimizer):
         learn_hessian: bool = True,
         master_weights: bool = True,
         seed: int = 0,
+        model: torch.nn.Module | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -116,6 +119,7 @@ class IVON(torch.optim.Optimizer):
             "draws_made": 0,
             "skipped_steps": 0,
         }
+        self._model = model
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = _Observations()
@@ -127,6 +131,8 @@ class IVON(torch.optim.Optimizer):
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
         _check_group(self.param_groups[-1])
+        if self._model is None and any(is_dtensor(p) for p in self.param_groups[-1]["params"]):
+            raise UserError("IVON params: some are DTensors, so IVON needs the module they belong to: set model=model")
         names = [name for name, _, _ in named_in_groups(self.param_groups)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -161,6 +167,7 @@ class IVON(torch.optim.Optimizer):
         self._refuse_while_perturbed("another draw is made")
         self._perturbed = True
         try:
+            self._reshard()
             with torch.no_grad():
                 for name, p, group in self._trainable():
                     if group["noise_scale"]:
@@ -169,6 +176,7 @@ class IVON(torch.optim.Optimizer):
                         self._write(p, name, p, group, draw)
             yield
         finally:
+            self._reshard()
             with torch.no_grad():
                 for perturbed, mean in self._means.items():
                     local(perturbed).copy_(local(mean))
@@ -285,6 +293,7 @@ class IVON(torch.optim.Optimizer):
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
         self._last = _LastStep(norm * factor)
+        self._reshard()
         for name, p, group in self._trainable():
             if p in seen.grad:
                 self._last.clipped.append((p, self._update(name, p, group, seen, factor)))
@@ -340,10 +349,10 @@ class IVON(torch.optim.Optimizer):
         """Load state, and keep it in float32 whatever the parameters' dtype (torch would cast it to theirs)."""
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
-        for index, saved in state_dict["state"].items():
-            p = order[index]
-            for key, value in saved.items():
-                self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
+        saved_order = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, p in zip(saved_order, order, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
         with torch.no_grad():
             for _, p, _ in self._trainable():
                 if "mean" in self.state[p]:
@@ -362,6 +371,10 @@ class IVON(torch.optim.Optimizer):
                 if p.dtype in _LOW_PRECISION and group["master_weights"]:
                     self.state[p]["mean"] = torch.empty_like(zeros).copy_(p.detach())
         return trainable
+
+    def _reshard(self) -> None:
+        if self._model is not None:
+            drop_gathered_copies(self._model)
 
     def _refuse_while_perturbed(self, what: str) -> None:
         if self._perturbed:

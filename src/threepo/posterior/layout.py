@@ -39,6 +39,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def drop_gathered_copies(model: torch.nn.Module) -> None:
+    """Reshard FSDP2 modules that a forward pass left gathered: their copies do not see what is written into shards."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def wide(value: torch.Tensor) -> torch.Tensor:
     """A number in the widest type that its device has."""
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
