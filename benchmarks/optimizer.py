@@ -1,0 +1,195 @@
+"""Time and memory of one optimizer step, IVON's draw included, beside ivon-opt, AdamW and SGD.
+
+    python benchmarks/optimizer.py [--sizes 1 33.5 200] [--rounds 9] [--device cpu]
+
+Gradients are given, not computed: what is timed is perturbing the weights, restoring them and stepping. All contenders
+take turns in one process; ratios to AdamW (fused) are taken within a round, and the table shows medians with their
+range. `floor` is the least that memory and noise allow: the bytes that IVON has to move over the copy bandwidth measured
+beside it, plus two noise passes. Peak memory is that of a process of its own for each contender.
+"""
+
+import argparse
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from threepo import IVON
+from threepo.posterior import kernels, native
+from threepo.posterior.noise import noise_key
+from threepo.types import Draw
+
+TENSORS = 32
+"""The parameters are split into this many tensors."""
+BYTES_PERTURB = 4 + 4 + 4 + 4 + 4 + 8
+"""Per float32 parameter: copy of the mean (read, write), mean and Hessian read, weights written; restored again."""
+BYTES_STEP = 4 + 16 + 12
+"""Norm of the gradient; mean, Hessian, momentum and gradient read; the first three written."""
+
+Step = Callable[[], object]
+
+
+@contextmanager
+def without_compiled_kernels() -> Iterator[None]:
+    """Only plain torch, as where there is no C compiler."""
+    before, native.available = native.available, False
+    try:
+        yield
+    finally:
+        native.available = before
+
+
+def parameters(size: int, dtype: torch.dtype, device: str) -> list[torch.nn.Parameter]:
+    """`size` elements in TENSORS tensors."""
+    made = [torch.randn(size // TENSORS, device=device) * 0.02 for _ in range(TENSORS)]
+    return [torch.nn.Parameter(tensor.to(dtype)) for tensor in made]
+
+
+def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Step]]:
+    """For each name, what makes its step; made apart, so that one can be measured alone."""
+    grads = [(torch.randn(size // TENSORS, device=device) * 1e-6).to(dtype) for _ in range(TENSORS)]
+
+    def give(params: list[torch.nn.Parameter]) -> None:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+
+    def torch_optimizer(kind: type[torch.optim.Optimizer], **settings: object) -> Step:
+        params = parameters(size, dtype, device)
+        optimizer = kind(params, **settings)
+
+        def step() -> None:
+            give(params)
+            optimizer.step()
+
+        return step
+
+    def ours(compiled: bool, draws: int = 1) -> Step:
+        params = parameters(size, dtype, device)
+        optimizer = IVON(params, lr=1e-9)
+
+        def step() -> None:
+            with nullcontext() if compiled else without_compiled_kernels():
+                for _ in range(draws):
+                    draw = optimizer.next_draw()
+                    with optimizer.perturbed(draw):
+                        give(params)
+                    optimizer.observe(draw)
+                optimizer.step()
+
+        return step
+
+    def peer() -> Step:
+        import ivon
+
+        params = parameters(size, dtype, device)
+        optimizer = ivon.IVON(params, lr=1e-9, ess=1e9, hess_init=1e-3, clip_radius=1e-3)
+
+        def step() -> None:
+            with optimizer.sampled_params(train=True):
+                give(params)
+            optimizer.step()
+
+        return step
+
+    return {
+        "threepo.IVON": lambda: ours(True),
+        "threepo.IVON, 4 draws": lambda: ours(True, 4),
+        "threepo.IVON, plain torch": lambda: ours(False),
+        "ivon-opt": peer,
+        "AdamW fused": lambda: torch_optimizer(torch.optim.AdamW, lr=1e-9, fused=True),
+        "AdamW foreach": lambda: torch_optimizer(torch.optim.AdamW, lr=1e-9, foreach=True),
+        "SGD": lambda: torch_optimizer(torch.optim.SGD, lr=1e-9),
+    }
+
+
+def milliseconds(work: Step, device: str) -> float:
+    """Of one call."""
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+def floor_parts(size: int, device: str) -> dict[str, Step]:
+    """What the floor is computed from."""
+    source, target = torch.randn(size, device=device), torch.empty(size, device=device)
+    key = noise_key(Draw(0, 0, 0), "w")
+    return {
+        "copy": lambda: target.copy_(source),
+        "noise": lambda: kernels.backend(target).normal(target, key, 0),
+    }
+
+
+def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str]) -> None:
+    """Measure one size and dtype, and print rows in Markdown."""
+    steps = {name: make() for name, make in contenders(size, dtype, device).items() if name not in skip}
+    parts = floor_parts(size, device)
+    taken: dict[str, list[float]] = {name: [] for name in (*steps, *parts)}
+    for turn in range(rounds + 1):
+        for name, work in {**steps, **parts}.items():
+            spent = milliseconds(work, device)
+            if turn:  # the first round warms up
+                taken[name].append(spent)
+    for name in steps:
+        ratios = sorted(own / base for own, base in zip(taken[name], taken["AdamW fused"], strict=True))
+        print(
+            f"| {size / 1e6:g} M {str(dtype).removeprefix('torch.')} | {name} | {statistics.median(taken[name]):.1f} "
+            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+        )
+    if dtype == torch.float32:
+        copy, noise = (statistics.median(taken[part]) for part in ("copy", "noise"))
+        moved = copy / 8 * (BYTES_PERTURB + BYTES_STEP)
+        print(f"| {size / 1e6:g} M float32 | floor for IVON | {moved + 2 * noise:.1f} | copy {copy:.1f}, noise {noise:.1f} |")
+
+
+def peak(name: str, size: int) -> None:
+    """In a process of its own: peak memory over three steps, above parameters and gradients, in bytes a parameter."""
+    make = contenders(size, torch.float32, "cpu")[name]
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = make()
+    for _ in range(3):
+        step()
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
+    print(f"{own * 1024 / size - 4:.1f}")  # the parameters themselves are no overhead; gradients were there before
+
+
+def main() -> None:
+    """Measure, and print tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 33.5, 200], help="million parameters")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        peak(options.peak, int(options.sizes[0] * 1e6))
+        return
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    kernel = kernels.backend(torch.empty(1, device=options.device)).__name__.rpartition(".")[2]
+    print(f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}, {kernel} kernels, {options.rounds} rounds\n")
+    print("| parameters | optimizer | ms a step | ratio to AdamW fused (range) |\n| --- | --- | --- | --- |")
+    for size in options.sizes:
+        for dtype in (torch.float32, torch.bfloat16):
+            table(int(size * 1e6) // TENSORS * TENSORS, dtype, options.device, options.rounds, set(options.skip))
+    if options.device == "cpu":
+        print("\n| optimizer | peak bytes a float32 parameter, beside parameters and gradients |\n| --- | --- |")
+        for name in contenders(TENSORS, torch.float32, "cpu"):
+            command = [sys.executable, __file__, "--peak", name, "--sizes", "33.5"]
+            print(f"| {name} | {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()} |")
+
+
+if __name__ == "__main__":
+    main()
