@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from runs import outcome, train_config
 from threepo import jobs
 from threepo.config import TrainConfig
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.methods.presets import PRESETS
+from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.runs import checkpoints, read_metrics
@@ -28,10 +30,31 @@ LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] 
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_method_learns(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def learnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings of a run that has something to learn: the task's own reward is 0 throughout for a random policy."""
     monkeypatch.chdir(tmp_path)
     Path("first_character.py").write_text(LOWER_HALF)
+    return [
+        "reward.function=first_character:reward",
+        "model.tiny.tied=false",  # with tied embeddings a random model repeats itself, and greedy draws are all alike
+        "schedule.warmup_share=0",
+    ]
+
+
+def assert_it_learned_something(config: TrainConfig) -> None:
+    """Gradients, moments and weights are not what they started as; else nothing that is lost could be missed."""
+    rows = [row for row in read_metrics(Path(config.run.folder)) if row["step"] >= 0]
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) > len(rows) / 2
+    last = checkpoints(Path(config.run.folder))[-1][1]
+    first, now = load_policy(config.model, config.run.seed), load_file(last / "model.safetensors")
+    assert all(not torch.equal(now[name], p) for name, p in first.model.named_parameters())
+    moments = load_file(last / "optimizer.safetensors")
+    assert all(moment.any() for moment in moments.values())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) -> None:
     greedy = preset == "thompson"
     optimizer = (
         ["optimizer.lr=1e-2", "optimizer.weight_decay=0"]
@@ -45,11 +68,9 @@ def test_every_method_learns(preset: str, tmp_path: Path, monkeypatch: pytest.Mo
         tmp_path / "run",
         f"method.preset={preset}",
         *(["method.draws=8"] if greedy else []),
-        "reward.function=first_character:reward",
-        "model.tiny.tied=false",  # with tied embeddings a random model repeats itself, and greedy draws are all alike
+        *learnable,
         "run.steps=25",
         "sampling.max_new_tokens=2",
-        "schedule.warmup_share=0",
         *optimizer,
     )
     jobs.train(config)
@@ -78,10 +99,12 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_stopping_and_resuming_equals_never_stopping_bitwise(
-    preset: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
 ) -> None:
-    common = [f"method.preset={preset}", "run.steps=6", "eval.every=2", *settings]
-    jobs.train(train_config(tmp_path / "whole", *common))
+    common = [f"method.preset={preset}", "run.steps=6", "eval.every=2", *learnable, *settings]
+    uninterrupted = train_config(tmp_path / "whole", *common)
+    jobs.train(uninterrupted)
+    assert_it_learned_something(uninterrupted)
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         with pytest.raises(Interrupted, match="SIGTERM after step 3 of 6"):
@@ -101,11 +124,12 @@ def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
     return folder, build(TrainConfig, plain)
 
 
-def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path: Path) -> None:
+def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path: Path, learnable: list[str]) -> None:
     """SIGKILL, which no program can prepare for, at moments that fall anywhere: in a step, a write, a start."""
     settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=40", "run.checkpoint_every=3"]
-    whole = train_config(tmp_path / "whole", *settings)
+    whole = train_config(tmp_path / "whole", *learnable, *settings)
     jobs.train(whole)
+    assert_it_learned_something(whole)
     killed = tmp_path / "killed"
     RunFolder.create(killed, replace(whole, run=replace(whole.run, folder=str(killed)))).close()
     command = [sys.executable, "-m", "threepo", "train", "--resume", str(killed)]
@@ -136,10 +160,12 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
     assert [row["step"] for row in rows] == [-1, 0, 1, 2, 3, 4]
 
 
-def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
-    settings = ["method.preset=c3po", "optimizer.ess=1e6", "run.steps=3"]
+def test_evaluating_does_not_disturb_training(tmp_path: Path, learnable: list[str]) -> None:
+    settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=3", *learnable]
     jobs.train(train_config(tmp_path / "with", *settings, "eval.every=1", "eval.draws=2"))
-    jobs.train(train_config(tmp_path / "without", *settings))
+    without = train_config(tmp_path / "without", *settings)
+    jobs.train(without)
+    assert_it_learned_something(without)
     one, other = outcome(tmp_path / "with"), outcome(tmp_path / "without")
     assert one["tensors"] == other["tensors"]
     assert one["completions"] == other["completions"]
@@ -173,10 +199,8 @@ def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 
 
-def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("first_character.py").write_text(LOWER_HALF)
-    settings = ["method.preset=b3po", "run.steps=2", "optimizer.ess=1e6", "reward.function=first_character:reward"]
+def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[str]) -> None:
+    settings = ["method.preset=b3po", "run.steps=2", "optimizer.ess=1e6", *learnable]
     jobs.train(train_config(tmp_path / "first", *settings))
     for momentum in ("false", "true"):
         config = train_config(
