@@ -1,5 +1,7 @@
 """The loop as a whole: it learns, it stops and resumes bitwise, it survives being killed."""
 
+import json
+import math
 import os
 import random
 import signal
@@ -151,6 +153,58 @@ def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path
     one, other = outcome(tmp_path / "whole"), outcome(killed)
     for key in one:
         assert other[key] == one[key], key
+
+
+WIRED = (
+    "sampling.temperature=0.7",
+    "optimizer.lr=1e3",
+    "optimizer.ess=1e6",  # loud enough that draws disagree, quiet enough that some sequences stay within the bounds
+    "run.steps=4",
+    "schedule.kind=cosine",
+    "schedule.warmup_share=0.5",
+    "schedule.floor=0.2",
+)
+"""Settings that the loop must hand on: none of them is what a part would take if nobody told it."""
+
+
+def test_trainer_and_engine_agree_at_the_sampling_temperature(tmp_path: Path, learnable: list[str]) -> None:
+    """The gradient of B3PO is taken where its rollouts were drawn, so every ratio is one up to rounding."""
+    config = train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED)
+    jobs.train(config)
+    assert_it_learned_something(config)
+    for row in read_metrics(tmp_path / "run"):
+        for quantile in ("min", "p05", "p50", "p95", "max"):
+            assert row[f"correction/rho_{quantile}"] == pytest.approx(1, abs=1e-3)
+        assert abs(row["correction/kl"]) < 1e-6
+
+
+def test_the_learning_rate_follows_the_schedule(tmp_path: Path, learnable: list[str]) -> None:
+    jobs.train(train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED))
+    rates = [row["optimizer/lr"] for row in read_metrics(tmp_path / "run")]
+    assert rates == pytest.approx([500, 1000, 600, 200])  # warm-up over two steps, then half a cosine down to 0.2
+
+
+def test_the_loop_takes_as_many_optimizer_steps_as_mini_batches(tmp_path: Path, learnable: list[str]) -> None:
+    settings = ["method.preset=b3po", "run.steps=2", "objective.mini_batches=2"]
+    jobs.train(train_config(tmp_path / "run", *learnable, *settings))
+    assert json.loads(outcome(tmp_path / "run")["state"])["optimizer_steps"] == 4
+
+
+def test_the_correction_of_the_method_acts_in_the_loop(tmp_path: Path, learnable: list[str]) -> None:
+    """C3PO drops the sequences whose ratio lies outside the bounds, and no others."""
+    jobs.train(train_config(tmp_path / "run", "method.preset=c3po", *learnable, *WIRED))
+    completions = outcome(tmp_path / "run")["completions"]
+    for row in read_metrics(tmp_path / "run"):
+        written = completions[f"step-{row['step']:06d}.parquet"]
+        for one in written:
+            difference = one["gradient_logprob_sum"] - one["behaviour_logprob_sum"]
+            assert one["rho"] == pytest.approx(math.exp(difference), rel=1e-3)
+            within = 0.5 <= one["rho"] <= 2
+            assert one["correction_weight"] == pytest.approx(one["rho"] if within else 0.0, rel=1e-5)
+        share = sum(one["correction_weight"] > 0 for one in written) / len(written)
+        assert 0 < row["correction/kept_share"] < 1
+        assert row["correction/kept_share"] == pytest.approx(share)
+        assert row["correction/rho_min"] < 0.5
 
 
 def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(tmp_path: Path) -> None:
