@@ -56,6 +56,19 @@ def test_draws_of_the_posterior_share_the_completions(run: Path) -> None:
     assert [c.tokens for c in at_mean.completions] != [c.tokens for c in result.completions]
 
 
+@pytest.mark.parametrize("cut", ["eval.temperature=0", "eval.top_p=1e-9", "eval.top_k=1"])
+def test_decoding_is_the_evaluations_own(run: Path, cut: str) -> None:
+    """Each of these leaves a problem one answer only; the rollouts of the run were sampled without any."""
+    plain = ["eval.samples=4", "eval.temperature=1", "eval.top_p=1", "eval.top_k=0"]
+
+    def answers(*settings: str) -> list[set[tuple[int, ...]]]:
+        completions = jobs.evaluate(load_evaluation(str(run), "", [*plain, *settings])).completions
+        return [{c.tokens for c in completions[i : i + 4]} for i in range(0, len(completions), 4)]
+
+    assert all(len(different) == 1 for different in answers(cut))
+    assert all(len(different) > 1 for different in answers())
+
+
 def test_the_record_holds_scores_settings_and_every_completion(run: Path, tmp_path: Path) -> None:
     config = load_evaluation(str(run), "", ["eval.samples=4"])
     result = jobs.evaluate(config)

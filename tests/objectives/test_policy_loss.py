@@ -57,6 +57,24 @@ def test_the_entropy_bonus_lowers_the_loss() -> None:
     assert plain.loss.item() - bonus.loss.item() == pytest.approx(0.1 * 2 * 0.7, rel=1e-5)
 
 
+def test_the_entropy_bonus_is_for_counted_tokens_only() -> None:
+    logprobs = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    kept = torch.tensor([[True, True, False], [False, False, False]])
+    sums = policy_loss(
+        logprobs,
+        logprobs,
+        torch.tensor([[0.5, 0.7, 99.0], [11.0, 13.0, 17.0]]),
+        torch.zeros(2),
+        torch.tensor([[True, True, False], [True, True, True]]),
+        correction_weights=kept.float(),
+        counted=kept,
+        row_weights=torch.tensor([2.0, 1.0]),
+        settings=ObjectiveConfig(entropy_coefficient=0.1),
+    )
+    assert sums.loss.item() == pytest.approx(-0.1 * 2 * (0.5 + 0.7), rel=1e-5)
+    assert sums.normalizer == 4
+
+
 def test_clipped_tokens_are_counted_where_the_clip_acts() -> None:
     sums = loss_of([[1.5, 1.0, 0.5, 1.5]], [1.0])
     assert (sums.clipped_high, sums.clipped_low) == (2, 0)

@@ -1,5 +1,6 @@
 """One policy update: contracts 1, 6 and 8, and what the optimizer is given."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +18,11 @@ from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
 PLAIN = UpdateSettings(ObjectiveConfig(), Correction(), temperature=1.0, token_budget=10_000)
 PROMPTS = 3
+every_aggregation = pytest.mark.parametrize("aggregation", ["token", "group", "sequence"])
+
+
+def aggregated(aggregation: str) -> UpdateSettings:
+    return replace(PLAIN, objective=ObjectiveConfig(aggregation=aggregation))
 
 
 def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: bool = True) -> list[Group]:
@@ -101,16 +107,17 @@ def relabelled(groups: list[Group], method: Method) -> list[Group]:
 # Contract 1
 
 
+@every_aggregation
 @pytest.mark.parametrize(
     "method", [B3PO, C3PO, replace(C3PO, correction=Correction(kind="token_tis")), replace(C3PO, draws=16)]
 )
-def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, method: Method) -> None:
+def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, method: Method, aggregation: str) -> None:
     optimizer = IVON(policy.model.named_parameters(), noise_scale=0.0)
     groups = rollouts(policy, GRPO, optimizer, by_trainer=False)
     # The engine's log-probs are the trainer's own, as in a batch of the same shape, so every ratio is exactly one.
     groups = with_logprobs_of_one_batch(policy, groups)
-    expected, grad, _ = gradient_of(policy, GRPO, groups)
-    record, other, _ = gradient_of(policy, method, relabelled(groups, method))
+    expected, grad, _ = gradient_of(policy, GRPO, groups, settings=aggregated(aggregation))
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method), settings=aggregated(aggregation))
     assert record.loss == expected.loss
     assert record.normalizer == expected.normalizer
     assert_bitwise(other, grad)
@@ -132,39 +139,42 @@ def with_logprobs_of_one_batch(policy: Policy, groups: list[Group]) -> list[Grou
     ]
 
 
+@every_aggregation
 @pytest.mark.parametrize("draws", [2, 4])
-def test_without_noise_replay_is_grpo_taken_in_as_many_parts(policy: Policy, draws: int) -> None:
+def test_without_noise_replay_is_grpo_taken_in_as_many_parts(policy: Policy, draws: int, aggregation: str) -> None:
     """The parts' sums are added in another order than one batch would add them, and nothing else differs."""
     method = replace(C3PO_REPLAY, draws=draws)
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
-    expected, grad, _ = gradient_of(policy, GRPO, groups)
-    record, other, _ = gradient_of(policy, method, relabelled(groups, method))
-    assert record.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert record.normalizer == expected.normalizer
+    expected, grad, _ = gradient_of(policy, GRPO, groups, settings=aggregated(aggregation))
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method), settings=aggregated(aggregation))
+    assert record.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)  # by sequence, advantages sum to nothing
+    assert record.normalizer == pytest.approx(expected.normalizer, rel=1e-12)
     for name in grad:
         torch.testing.assert_close(other[name], grad[name], rtol=1e-4, atol=1e-7)
 
 
-def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(policy: Policy) -> None:
+@every_aggregation
+def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(policy: Policy, aggregation: str) -> None:
     """Each draw's rollouts are a GRPO problem of their own with G = 4; their gradients are averaged."""
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
     groups = relabelled(groups, M3PO)
-    _, together, _ = gradient_of(policy, M3PO, groups)
+    _, together, _ = gradient_of(policy, M3PO, groups, settings=aggregated(aggregation))
     total: dict[str, torch.Tensor] = {}
     small = replace(GRPO, rollouts_per_prompt=4)
     for draw in rollout_draws(M3PO, 0, 0):
         mine = [replace(g, completions=tuple(c for c in g.completions if c.draw == draw)) for g in groups]
-        _, grad, _ = gradient_of(policy, small, mine)
+        _, grad, _ = gradient_of(policy, small, mine, settings=aggregated(aggregation))
         for name in grad:
             total[name] = total[name] + grad[name] if name in total else grad[name]
-    for name in total:
-        torch.testing.assert_close(together[name], total[name] / 4, rtol=1e-5, atol=1e-8)
+    assert_bitwise(together, {name: grad / 4 for name, grad in total.items()})
 
 
+@every_aggregation
 @pytest.mark.parametrize("method", [replace(M3PO, draws=1), replace(C3PO_REPLAY, draws=1)], ids=lambda m: m.name)
-def test_one_draw_of_m3po_or_replay_is_b3po_bitwise(policy: Policy, method: Method) -> None:
-    _, expected, one = gradient_of(policy, B3PO, noise_scale=1.0)
-    _, grad, other = gradient_of(policy, method, noise_scale=1.0)
+def test_one_draw_of_m3po_or_replay_is_b3po_bitwise(policy: Policy, method: Method, aggregation: str) -> None:
+    settings = aggregated(aggregation)
+    _, expected, one = gradient_of(policy, B3PO, settings=settings, noise_scale=1.0)
+    _, grad, other = gradient_of(policy, method, settings=settings, noise_scale=1.0)
     assert_bitwise(grad, expected)
     for p in policy.model.parameters():
         assert torch.equal(one.state[p]["hessian"], other.state[p]["hessian"])
@@ -174,8 +184,8 @@ def test_one_draw_of_m3po_or_replay_is_b3po_bitwise(policy: Policy, method: Meth
 # Contract 8
 
 
+@every_aggregation
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
-@pytest.mark.parametrize("aggregation", ["token", "group", "sequence"])
 def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, method: Method, aggregation: str) -> None:
     noise = 0.0 if method.draws == 0 else 1.0
     objective = ObjectiveConfig(aggregation=aggregation)
@@ -232,6 +242,20 @@ def test_the_normalizer_can_count_all_tokens(policy: Policy) -> None:
     method = replace(C3PO, correction=Correction(kind="seq_mis", normalizer="all"))
     record, _, _ = gradient_of(policy, method, noise_scale=1.0, ess=1e4)
     assert record.normalizer == record.tokens > sum(row.kept_tokens for row in record.rows)
+
+
+def test_the_recorded_kl_is_by_hand(policy: Policy) -> None:
+    """D = 0.5 at every token: the gradient's policy finds the tokens more probable than their generator did."""
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = [
+        replace(
+            g, completions=tuple(replace(c, logprobs=tuple(value - 0.5 for value in c.logprobs)) for c in g.completions)
+        )
+        for g in groups
+    ]
+    record, _, _ = gradient_of(policy, GRPO, groups)
+    assert record.kl / record.tokens == pytest.approx(math.exp(0.5) - 1 - 0.5, rel=1e-3)
+    assert all(row.rho == pytest.approx(math.exp(0.5 * row.tokens), rel=1e-3) for row in record.rows)
 
 
 def test_replay_makes_every_rollout_on_policy(policy: Policy) -> None:
@@ -300,6 +324,53 @@ def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy
     assert len(record.rows) == PROMPTS * 16
     assert record.ratio / record.tokens != 1.0
     assert record.clipped_low + record.clipped_high > 0
+
+
+@pytest.mark.parametrize("method", [B3PO, C3PO, M3PO], ids=lambda m: m.name)
+def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Policy, method: Method) -> None:
+    """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
+    optimizer.param_groups[0]["lr"] = 0.0
+    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3), correction=method.correction)
+    record = update_policy(policy, optimizer, batch, settings)
+    assert record.ratio / record.tokens == pytest.approx(1, abs=1e-5)
+    assert record.clipped_low + record.clipped_high == 0
+
+
+def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Policy) -> None:
+    """Decoupled: what the updates of one batch do to the policy is the clip's business, not the correction's."""
+    optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e5)  # large steps, so that ratios move
+    groups = rollouts(policy, C3PO, optimizer)
+    once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
+    expected = {row.index: row for row in once.rows}
+    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3), correction=C3PO.correction)
+    record = update_policy(policy, optimizer, training_batch(C3PO, groups, 0, 0), settings)
+    assert {row.kept_tokens > 0 for row in record.rows} == {True, False}
+    assert abs(record.ratio / record.tokens - 1) > 0.01
+    for row in record.rows:
+        assert row.rho == pytest.approx(expected[row.index].rho, rel=1e-4)
+        assert row.weight == pytest.approx(expected[row.index].weight, rel=1e-4)
+        assert row.kept_tokens == expected[row.index].kept_tokens
+
+
+@pytest.mark.parametrize("method", [M3PO, C3PO_REPLAY], ids=lambda m: m.name)
+def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: Method) -> None:
+    """Of four draws, the first one's gradient counts four times and the last one's once (method.md 7)."""
+    method = replace(method, cumulative=True)
+    groups = rollouts(policy, method, IVON(policy.model.named_parameters(), ess=1e6))
+    record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
+    batch = training_batch(method, groups, 0, 0)
+    total: dict[str, torch.Tensor] = {}
+    for times, part in zip((4, 3, 2, 1), batch.parts, strict=True):
+        spy = Spy(policy.model.named_parameters(), ess=1e6)
+        spy.param_groups[0]["lr"] = 0.0
+        alone = update_policy(policy, spy, replace(batch, parts=(part,), cumulative=False), PLAIN)
+        share = 1 / 4 if method.normalize == "part" else alone.normalizer / record.normalizer
+        for name, grad in spy.mean_grad.items():
+            total[name] = total.get(name, 0) + times * share * grad
+    for name in total:
+        torch.testing.assert_close(together[name], total[name], rtol=1e-4, atol=1e-7)
 
 
 def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
