@@ -4,19 +4,19 @@
 
 Gradients are given, not computed: what is timed is perturbing the weights, restoring them and stepping. All contenders
 take turns in one process; ratios to AdamW (fused) are taken within a round, and the table shows medians with their
-range. `floor` is the least that memory and noise allow: the bytes that IVON has to move over the copy bandwidth measured
-beside it, plus two noise passes. Peak memory is that of a process of its own for each contender.
+range. `floor` is the least that memory and noise allow: the bytes that IVON has to move over the copy bandwidth
+measured beside it, plus two noise passes. Peak memory is that of a process of its own for each contender.
 """
 
 import argparse
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -59,7 +59,7 @@ def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
 
-    def torch_optimizer(kind: type[torch.optim.Optimizer], **settings: object) -> Step:
+    def torch_optimizer(kind: Callable[..., torch.optim.Optimizer], **settings: object) -> Step:
         params = parameters(size, dtype, device)
         optimizer = kind(params, **settings)
 
@@ -111,12 +111,12 @@ def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable
 def milliseconds(work: Step, device: str) -> float:
     """Of one call."""
     if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return float(begin.elapsed_time(end))
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e3
@@ -137,8 +137,9 @@ def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str
     steps = {name: make() for name, make in contenders(size, dtype, device).items() if name not in skip}
     parts = floor_parts(size, device)
     taken: dict[str, list[float]] = {name: [] for name in (*steps, *parts)}
+    works: dict[str, Step] = {**steps, **parts}
     for turn in range(rounds + 1):
-        for name, work in {**steps, **parts}.items():
+        for name, work in works.items():
             spent = milliseconds(work, device)
             if turn:  # the first round warms up
                 taken[name].append(spent)
@@ -151,18 +152,25 @@ def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str
     if dtype == torch.float32:
         copy, noise = (statistics.median(taken[part]) for part in ("copy", "noise"))
         moved = copy / 8 * (BYTES_PERTURB + BYTES_STEP)
-        print(f"| {size / 1e6:g} M float32 | floor for IVON | {moved + 2 * noise:.1f} | copy {copy:.1f}, noise {noise:.1f} |")
+        parts_text = f"copy {copy:.1f}, noise {noise:.1f}"
+        print(f"| {size / 1e6:g} M float32 | floor for IVON | {moved + 2 * noise:.1f} | {parts_text} |")
 
 
 def peak(name: str, size: int) -> None:
     """In a process of its own: peak memory over three steps, above parameters and gradients, in bytes a parameter."""
     make = contenders(size, torch.float32, "cpu")[name]
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    base = resident("VmRSS")
     step = make()
     for _ in range(3):
         step()
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base
-    print(f"{own * 1024 / size - 4:.1f}")  # the parameters themselves are no overhead; gradients were there before
+    print(f"{(resident('VmHWM') - base) / size - 4:.1f}")  # the parameters are no overhead; gradients were there before
+
+
+def resident(what: str) -> int:
+    """Bytes of memory this process has (VmRSS), or had at most (VmHWM); Linux."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
@@ -179,7 +187,8 @@ def main() -> None:
         return
     machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     kernel = kernels.backend(torch.empty(1, device=options.device)).__name__.rpartition(".")[2]
-    print(f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}, {kernel} kernels, {options.rounds} rounds\n")
+    threads = torch.get_num_threads()
+    print(f"{machine}, {threads} threads, torch {torch.__version__}, {kernel} kernels, {options.rounds} rounds\n")
     print("| parameters | optimizer | ms a step | ratio to AdamW fused (range) |\n| --- | --- | --- | --- |")
     for size in options.sizes:
         for dtype in (torch.float32, torch.bfloat16):

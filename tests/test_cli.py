@@ -152,7 +152,7 @@ def test_sft_train_eval_report_and_sample_in_a_row(tmp_path: Path, capsys: pytes
     for index in (1, 2):
         written = load_policy(ModelConfig(path=str(tmp_path / "draws" / f"draw-{index}"))).model
         drawn = load_policy(ModelConfig(path=str(rl))).model
-        posterior.perturb_(drawn.named_parameters(), posterior.draw(index))
+        posterior.perturb_(drawn.named_parameters(), posterior.address(index))
         for (_, a), (_, b), (_, m) in zip(*(x.named_parameters() for x in (written, drawn, mean)), strict=True):
             assert a.equal(b)
             assert not a.equal(m)

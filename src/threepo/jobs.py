@@ -115,7 +115,7 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
         if path.exists():
             raise UserError(f"{path}: exists already; choose another --output or --first")
         policy = load_policy(ModelConfig(path=str(source), device="cpu"))
-        draw = posterior.draw(index)
+        draw = posterior.address(index)
         posterior.perturb_(policy.model.named_parameters(), draw)
         with atomic_folder(path) as folder:
             policy.save(folder)

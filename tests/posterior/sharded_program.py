@@ -3,7 +3,7 @@
     sharded_program.py OUT.pt --layout plain|fsdp|hsdp|ddp --steps 0:6 [--load DIR] [--save DIR]
 
 Every rank sees the same batch, so the mean over ranks is each rank's own gradient, and any layout computes the same
-bits. Rank 0 writes the whole mean, Hessian and momentum by name, the weights of a draw, and the metrics of the last step.
+bits. Rank 0 writes the whole mean, Hessian and momentum by name, the weights of a draw, and the last step's metrics.
 """
 
 import argparse

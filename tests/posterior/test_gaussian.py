@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from threepo.config import ModelConfig
 from threepo.errors import UserError
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import layer_kind, posterior_metrics
@@ -70,6 +71,28 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
         posterior.perturb_(torch.nn.Linear(3, 4).named_parameters(), Draw(0, 0, 0))
     with pytest.raises(UserError, match="no draws"):
         next(FixedWeights(policy.model).weights(Draw(0, 0, 0)))
+
+
+def test_a_draw_is_a_state_dict_of_the_saved_model(tmp_path: Path, policy: Policy) -> None:
+    optimizer = trained(policy.model)
+    policy.save(tmp_path)
+    Posterior.of(optimizer).save(tmp_path)
+    posterior = Posterior.from_pretrained(tmp_path)
+    expected = dict(optimizer.weights(posterior.address(2)))
+    means = dict(optimizer.weights(None))
+    loaded = load_policy(ModelConfig(path=str(tmp_path)), seed=0)
+    missing, unexpected = loaded.model.load_state_dict(posterior.draw(2), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, "only a tied head may be left out"
+    for name, p in loaded.model.named_parameters():
+        assert torch.equal(p, expected[name])
+        assert not torch.equal(p, means[name])
+    with pytest.raises(UserError, match="not read from a folder"):
+        Posterior.of(optimizer).draw(0)
+    for file in tmp_path.glob("model*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match="no mean"):
+        posterior.draw(0)
 
 
 def test_metrics_of_a_posterior_by_hand() -> None:

@@ -9,6 +9,7 @@ from threepo.config.method import Advantage, Correction, Method
 from threepo.config.optimization import (
     AdamWConfig,
     BatchingConfig,
+    EssScheduleConfig,
     IVONConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "DataConfig",
     "DemonstrationConfig",
     "EngineConfig",
+    "EssScheduleConfig",
     "EvalConfig",
     "EvaluationConfig",
     "IVONConfig",

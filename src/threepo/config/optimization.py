@@ -85,6 +85,10 @@ class IVONConfig:
     """Multiply lr by hess_init + weight_decay."""
     noise_scale: float = 1.0
     """Multiplies sigma. 0 switches noise off and freezes the Hessian: a check, or a group without noise."""
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """Sigma follows the Hessian, or is the same for all weights, of the size that hess_init gives (method.md 1.7)."""
+    learn_hessian: bool = True
+    """false: the Hessian stays as it began; with noise_shape = "isotropic" that is the paper's isotropic ablation."""
     load_hessian: str = ""
     """Start from the Hessian in this folder's posterior.safetensors, from SFT say, instead of the constant h0."""
     load_momentum: bool = False
@@ -114,6 +118,35 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         share(self, "schedule", "warmup_share", "floor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EssScheduleConfig:
+    """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
+
+    kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
+    """Constant; falling over the run; low while entropy is low; in step with entropy; or steered to a target."""
+    floor: float = 0.1
+    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
+    entropy_share: float = 0.75
+    """entropy_switch: entropy is low at or below this share of its highest value so far."""
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: float = 0.7
+    """controller: the value to hold."""
+    gain: float = 0.3
+    """controller: how much of the measured error is put right in one step; 1 would be all of it, noise included."""
+    lowest: float = 1e6
+    """controller and entropy_ratio: ess never falls below this."""
+    highest: float = 1e12
+    """controller and entropy_ratio: nor rises above this."""
+
+    def __post_init__(self) -> None:
+        share(self, "ess_schedule", "floor", "entropy_share", "gain")
+        positive(self, "ess_schedule", "floor", "gain", "target", "lowest", "highest")
+        require(self.lowest <= self.highest, "ess_schedule.lowest", self.lowest, "must not exceed ess_schedule.highest")
+        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
+        require(possible, "ess_schedule.target", self.target, "a kept share to hold must lie below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from threepo.config.method import Method
 from threepo.config.optimization import (
     AdamWConfig,
     BatchingConfig,
+    EssScheduleConfig,
     IVONConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -48,6 +49,8 @@ class TrainConfig:
     """AdamW or IVON."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run."""
+    ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
+    """Noise over the run."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     """Micro-batches."""
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -64,6 +67,7 @@ class TrainConfig:
                 f"eval.draws = {self.eval.draws}: {self.optimizer.kind} learns no posterior; set eval.draws = 0 or "
                 f"optimizer.kind = 'ivon'"
             )
+        self._check_ess_schedule()
         if self.sampling.temperature == 0 and not self.method.greedy:
             raise UserError(
                 "sampling.temperature = 0: greedy rollouts of one policy are all alike and teach nothing; set a "
@@ -79,6 +83,25 @@ class TrainConfig:
             raise UserError(
                 f"objective.mini_batches = {self.objective.mini_batches}: more than data.prompts_per_step = "
                 f"{self.data.prompts_per_step} prompts cannot be split into; lower it"
+            )
+
+    def _check_ess_schedule(self) -> None:
+        settings = self.ess_schedule
+        if settings.kind != "constant" and self.optimizer.kind != "ivon":
+            raise UserError(
+                f"ess_schedule.kind = {settings.kind!r}: {self.optimizer.kind} has no ess; set optimizer.kind = 'ivon'"
+            )
+        if settings.kind != "controller":
+            return
+        if self.method.gradient_at != "fresh":
+            raise UserError(
+                f"ess_schedule.kind = 'controller': rollouts and gradient share their draws with method.gradient_at = "
+                f"{self.method.gradient_at!r}, so there is nothing to measure; use method.preset = 'c3po'"
+            )
+        if settings.metric == "kept_share" and not self.method.correction.kind.endswith("mis"):
+            raise UserError(
+                f"ess_schedule.metric = 'kept_share': method.correction.kind = {self.method.correction.kind!r} drops "
+                f"nothing; set ess_schedule.metric = 'kl', or a correction that masks"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
@@ -48,7 +48,11 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A diagonal Gaussian around a model's weights."""
+    """A diagonal Gaussian around a model's weights.
+
+    posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-100")
+    model.load_state_dict(posterior.draw(0), strict=False)    # tied heads are not in the file
+    """
 
     hessian: dict[str, torch.Tensor]
     """float32, by parameter name, in the parameter's shape."""
@@ -56,6 +60,8 @@ class Posterior:
     step: int
     """Training steps that formed it; also the `step` of the draws that `draw` makes."""
     seed: int
+    folder: Path | None = None
+    """Where it was read from; the mean is in the model's files there."""
 
     @classmethod
     def of(cls, optimizer: IVON) -> "Posterior":
@@ -97,7 +103,7 @@ class Posterior:
             GroupSettings(**{**group, "parameters": tuple(group["parameters"])})
             for group in json.loads(metadata["groups"])
         )
-        return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]))
+        return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), Path(folder))
 
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -110,9 +116,24 @@ class Posterior:
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
         save_file(tensors, folder / FILE_NAME, metadata=metadata)
 
-    def draw(self, index: int) -> Draw:
+    def address(self, index: int) -> Draw:
         """The address of the `index`-th draw of this posterior; indices below 0 do not exist."""
         return Draw(self.seed, self.step, index)
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        """The model's weights by name, from the safetensors files beside `posterior.safetensors`."""
+        if self.folder is None:
+            raise UserError("posterior: was not read from a folder, so it has no mean; use perturb_ on the model")
+        files = sorted(file for file in self.folder.glob("*.safetensors") if file.name.startswith("model"))
+        if not files:
+            raise UserError(f"{self.folder}: holds {FILE_NAME} but no model*.safetensors, so there is no mean")
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    def draw(self, index: int) -> dict[str, torch.Tensor]:
+        """The weights of the `index`-th draw by name, in the dtype of the saved model: a state dict for it."""
+        weights = self.mean()
+        self.perturb_(weights.items(), self.address(index))
+        return weights
 
     @torch.no_grad()
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:

@@ -52,6 +52,20 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     return metrics
 
 
+@torch.no_grad()
+def sigma_growth(optimizer: IVON) -> float:
+    """RMS of sigma over all weights, divided by the sigma of a Hessian that is still hess_init."""
+    grown, count = 0.0, 0
+    for _, p, group in named_in_groups(optimizer.param_groups):
+        if p.requires_grad and local(p).numel():
+            h = read(optimizer.state[p]["hessian"])[:: _stride(p)].float()
+            grown += (
+                float(((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).mean()) * p.numel()
+            )
+            count += p.numel()
+    return math.sqrt(grown / count) if count else 1.0
+
+
 def _stride(p: torch.Tensor) -> int:
     """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
     stride = max(1, p.numel() // SAMPLE)

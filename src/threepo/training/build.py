@@ -1,5 +1,6 @@
 """From a checked recipe to the parts of a run."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,21 @@ from threepo.config import (
     SamplingConfig,
 )
 from threepo.data.source import open_heldout
+from threepo.errors import ThreepoWarning
 from threepo.evaluation.evaluate import Examination
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
+from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.rewards.grading import load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
 from threepo.runs import checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
+
+LOUD_PRIOR = 2.0
+"""A learned Hessian that makes sigma this many times larger than hess_init would is worth a warning (method.md 1.5)."""
 
 
 def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
@@ -51,6 +57,8 @@ def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int
         debias=settings.debias,
         rescale_lr=settings.rescale_lr,
         noise_scale=settings.noise_scale,
+        noise_shape=settings.noise_shape,
+        learn_hessian=settings.learn_hessian,
         seed=seed,
     )
 
@@ -62,6 +70,15 @@ def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
     assert isinstance(optimizer, IVON)
     folder = model_folder(Path(settings.load_hessian))
     Posterior.from_pretrained(folder).load_into(optimizer)
+    grown = sigma_growth(optimizer)
+    if grown > LOUD_PRIOR:
+        warnings.warn(
+            f"optimizer.load_hessian = {settings.load_hessian!r}: sigma is {grown:.1f} times what hess_init = "
+            f"{settings.hess_init:g} gives, {posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f} of the "
+            f"weights' RMS; optimizer.ess = {settings.ess * grown**2:.2g} would undo the growth",
+            ThreepoWarning,
+            stacklevel=2,
+        )
     if settings.load_momentum:
         load_momentum(folder, optimizer)
 

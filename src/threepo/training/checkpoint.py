@@ -8,7 +8,7 @@ A checkpoint appears under its name only when all of it is on disk.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
 from threepo.runs import read_json
+from threepo.training.ess import EssState
 from threepo.training.run_folder import RunFolder
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -40,6 +41,8 @@ class TrainState:
     """Updates skipped because a gradient was not finite, or nothing was left of the batch."""
     quiet_steps: int = 0
     """Training steps in a row in which the correction changed nothing."""
+    ess: EssState = field(default_factory=EssState)
+    """What the ess schedule goes by."""
 
 
 def checkpoint(folder: RunFolder, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, keep: int) -> None:
@@ -62,7 +65,8 @@ def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, stat
 
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint."""
-    return TrainState(**read_json(path / _STATE_FILE))
+    saved = read_json(path / _STATE_FILE)
+    return TrainState(**{**saved, "ess": EssState(**saved["ess"])})
 
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import TrainConfig
+from threepo.config import IVONConfig, TrainConfig
 from threepo.data.source import ProblemSource, open_training
 from threepo.errors import ThreepoWarning
 from threepo.evaluation.evaluate import Examination
@@ -28,6 +28,7 @@ from threepo.rollout.engine import RolloutEngine
 from threepo.training.build import build_engine, build_examination, build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
+from threepo.training.ess import next_ess
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.progress import progress
@@ -66,10 +67,11 @@ def train(run: Run) -> None:
     with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step) as reporter:
         for step in range(run.state.step, steps):
             clock = Clock()
+            set_rates(run, step)
             groups = rollout(run, step, clock)
             record = learn(run, groups, step, clock)
             metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | optimizer_metrics(run)
-            run.state = advance(run, step, record)
+            run.state = advance(run, step, record, metrics)
             if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= evaluate(run, step + 1)
                 clock.lap("time/eval")
@@ -87,6 +89,15 @@ def train(run: Run) -> None:
                 checkpoint(run.folder, run.policy, run.optimizer, run.state, run.config.run.keep_checkpoints)
             reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
             stop.obey(step + 1, steps, run.folder.path)
+
+
+def set_rates(run: Run, step: int) -> None:
+    """Learning rate and effective sample size of a step; the rollouts' noise goes by the latter too."""
+    config = run.config
+    for group in run.optimizer.param_groups:
+        group["lr"] = config.optimizer.lr * factor(step, config.run.steps, config.schedule)
+        if isinstance(config.optimizer, IVONConfig):
+            group["ess"] = config.optimizer.ess * run.state.ess.factor
 
 
 def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
@@ -108,8 +119,6 @@ def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
 def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config, method = run.config, run.config.method
-    for group in run.optimizer.param_groups:
-        group["lr"] = config.optimizer.lr * factor(step, config.run.steps, config.schedule)
     batch = lattice.training_batch(method, groups, config.run.seed, step)
     # Greedy rollouts are recorded at temperature 1, whatever the recipe's is (method.md 3.5).
     temperature = 1.0 if method.greedy else config.sampling.temperature or 1.0
@@ -131,7 +140,7 @@ def optimizer_metrics(run: Run) -> Metrics:
     return metrics | posterior_metrics(run.optimizer) if isinstance(run.optimizer, IVON) else metrics
 
 
-def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
+def advance(run: Run, step: int, record: UpdateRecord, metrics: Metrics) -> TrainState:
     """The state after a step; warns when the correction has not acted for long (it may be wired to nothing)."""
     correction = run.config.method.correction
     acted = bool(record.rows) and not corrects_nothing(correction, record)
@@ -143,11 +152,13 @@ def advance(run: Run, step: int, record: UpdateRecord) -> TrainState:
             ThreepoWarning,
             stacklevel=2,
         )
+    base = run.config.optimizer.ess if isinstance(run.config.optimizer, IVONConfig) else 1.0
     return TrainState(
         step=step + 1,
         optimizer_steps=run.optimizer.param_groups[0].get("step", 0),
         skipped_steps=run.optimizer.skipped_steps,
         quiet_steps=quiet,
+        ess=next_ess(run.config.ess_schedule, base, run.state.ess, step + 1, run.config.run.steps, metrics),
     )
 
 

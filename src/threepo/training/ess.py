@@ -1,0 +1,82 @@
+"""The effective sample size over a run: fixed schedules, two that follow entropy, and a controller (method.md 1.8).
+
+Everything here is a function of numbers that the log has, and of a small state that the checkpoint keeps.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from threepo.config import EssScheduleConfig
+
+MOST_AT_ONCE = 2.0
+"""The controller changes ess by no more than this factor in one step."""
+
+
+@dataclass(frozen=True)
+class EssState:
+    """What a schedule remembers of the steps done."""
+
+    factor: float = 1.0
+    """ess of the coming step, as a multiple of optimizer.ess."""
+    highest_entropy: float = 0.0
+    """Nats per token, over all steps."""
+    last_entropy: float = 0.0
+    """Of the step before; 0 before the first."""
+
+
+def next_ess(
+    settings: EssScheduleConfig, base: float, state: EssState, done: int, steps: int, metrics: Mapping[str, float]
+) -> EssState:
+    """The state after `done` of `steps` training steps, of which the last logged `metrics`; `base` is optimizer.ess.
+
+    A step that updated nothing has no entropy and no correction to go by, and leaves the factor alone.
+    """
+    progress, low = done / steps, settings.floor
+    if settings.kind == "cosine":
+        return replace(state, factor=(1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2)
+    if settings.kind == "linear":
+        return replace(state, factor=1 - (1 - low) * progress)
+    if settings.kind == "constant" or "policy/entropy" not in metrics:
+        return state
+    if settings.kind == "controller":
+        wanted = state.factor * _correction(settings, metrics)
+        return replace(state, factor=_within(settings, base, wanted))
+    entropy = metrics["policy/entropy"]
+    highest = max(entropy, state.highest_entropy)
+    if settings.kind == "entropy_switch":
+        factor = low if entropy <= settings.entropy_share * highest else 1.0
+    else:
+        factor = _within(settings, base, state.factor * (entropy / state.last_entropy if state.last_entropy else 1.0))
+    return EssState(factor, highest, entropy)
+
+
+def _correction(settings: EssScheduleConfig, metrics: Mapping[str, float]) -> float:
+    """What to multiply ess by, from what was measured.
+
+    The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; `gain` is the exponent that
+    damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
+    """
+    if settings.metric == "kl":
+        error = math.log(max(metrics["correction/kl"], 1e-12) / settings.target)
+    else:
+        error = math.log(_divergence(metrics["correction/kept_share"]) / _divergence(settings.target))
+    return min(max(math.exp(settings.gain * error), 1 / MOST_AT_ONCE), MOST_AT_ONCE)
+
+
+def _divergence(kept: float) -> float:
+    """The D at which a share `kept` of log rho ~ N(-D, 2 D) lies within +-ln 2, by bisection; between 1e-3 and 1e3."""
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _kept(middle) > kept else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _kept(divergence: float) -> float:
+    scale = 2 * math.sqrt(divergence)  # sqrt(2) standard deviations
+    return 0.5 * (math.erf((math.log(2) + divergence) / scale) - math.erf((divergence - math.log(2)) / scale))
+
+
+def _within(settings: EssScheduleConfig, base: float, factor: float) -> float:
+    return min(max(base * factor, settings.lowest), settings.highest) / base

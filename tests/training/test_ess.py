@@ -1,0 +1,87 @@
+"""Schedules of the effective sample size: by hand, within bounds, and the controller against a simulated policy."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threepo.config import EssScheduleConfig
+from threepo.training.ess import EssState, _divergence, next_ess
+
+
+def factors(settings: EssScheduleConfig, entropies: list[float], steps: int = 10) -> list[float]:
+    """Factor after each step, for these entropies."""
+    state, found = EssState(), []
+    for done, entropy in enumerate(entropies, start=1):
+        state = next_ess(settings, 1e9, state, done, steps, {"policy/entropy": entropy})
+        found.append(state.factor)
+    return found
+
+
+def test_schedules_by_hand() -> None:
+    assert factors(EssScheduleConfig(), [1.0] * 3) == [1.0] * 3
+    linear = factors(EssScheduleConfig(kind="linear"), [1.0] * 10)
+    assert linear[4] == pytest.approx(1 - 0.9 * 0.5)
+    assert linear[9] == pytest.approx(0.1)
+    cosine = factors(EssScheduleConfig(kind="cosine", floor=0.2), [1.0] * 10)
+    assert cosine[4] == pytest.approx(0.6)
+    assert cosine[9] == pytest.approx(0.2)
+    assert cosine[1] == pytest.approx(0.4 * math.cos(0.2 * math.pi) + 0.6)
+
+
+def test_low_entropy_switches_to_more_noise_and_back() -> None:
+    switch = EssScheduleConfig(kind="entropy_switch")
+    assert factors(switch, [0.8, 1.0, 0.76, 0.75, 0.5, 0.9]) == [1.0, 1.0, 1.0, 0.1, 0.1, 1.0]
+
+
+def test_ess_goes_with_the_entropys_ratio() -> None:
+    ratio = EssScheduleConfig(kind="entropy_ratio", lowest=2e8)
+    assert factors(ratio, [0.8, 0.4, 0.6, 0.1]) == pytest.approx([1.0, 0.5, 0.75, 0.2]), "the last one meets `lowest`"
+
+
+def test_a_step_without_update_changes_nothing() -> None:
+    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller"):
+        state = EssState(0.4, 1.0, 0.5)
+        assert next_ess(EssScheduleConfig(kind=kind), 1e9, state, 3, 10, {}) == state
+
+
+def test_the_kept_share_is_translated_as_the_table_of_method_md_has_it() -> None:
+    for kept, divergence in ((0.97, 0.05), (0.87, 0.1), (0.59, 0.3), (0.30, 1.0), (0.05, 5.0)):
+        assert _divergence(kept) == pytest.approx(divergence, rel=0.15)
+
+
+@pytest.mark.parametrize(("metric", "target"), [("kl", 1e-3), ("kept_share", 0.7)])
+@pytest.mark.parametrize("start", [1e7, 1e9, 1e11])
+def test_the_controller_reaches_its_target_from_far_away(metric: str, target: float, start: float) -> None:
+    """A policy whose KL per token is 1e6 / ess, and whose answers have 100 tokens."""
+    settings = EssScheduleConfig(kind="controller", metric=metric, target=target)
+    state = EssState()
+    for done in range(1, 101):
+        kl = 1e6 / (start * state.factor)
+        spread = math.sqrt(2 * 100 * kl)
+        low, high = ((bound + 100 * kl) / spread / math.sqrt(2) for bound in (-math.log(2), math.log(2)))
+        metrics = {
+            "policy/entropy": 1.0,
+            "correction/kl": kl,
+            "correction/kept_share": 0.5 * (math.erf(high) - math.erf(low)),
+        }
+        state = next_ess(settings, start, state, done, 100, metrics)
+    assert metrics[f"correction/{metric}"] == pytest.approx(target, rel=0.05)
+
+
+@given(
+    kind=st.sampled_from(["controller", "entropy_ratio"]),
+    metric=st.sampled_from(["kl", "kept_share"]),
+    base=st.sampled_from([1e7, 1e9]),
+    seen=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1)), max_size=30),
+)
+def test_ess_stays_within_its_bounds_whatever_is_measured(
+    kind: str, metric: str, base: float, seen: list[tuple[float, float, float]]
+) -> None:
+    settings = EssScheduleConfig(kind=kind, metric=metric, lowest=1e6, highest=1e10)
+    state = EssState()
+    for done, (entropy, kl, kept) in enumerate(seen, start=1):
+        metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}
+        state = next_ess(settings, base, state, done, 30, metrics)
+        assert 1e6 * 0.999 <= base * state.factor <= 1e10 * 1.001
