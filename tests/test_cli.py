@@ -60,7 +60,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "demo/warm_start"], "unknown table demonstrations"),
         (["sft", "demo/c3po"], "unknown table data"),
         (["eval", "/nowhere", "data.train=sorting"], "holds no config.json"),
-        (["eval", "tiny-qwen2"], "data.train is missing"),
+        (["eval", "tiny-qwen2"], "data.eval is missing"),
         (["eval", "tiny-qwen2", "data.train=sorting", "eval.draws=2"], "holds no posterior"),
         (["report", "nowhere"], "holds no run"),
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),

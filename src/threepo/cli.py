@@ -15,7 +15,7 @@ from threepo.errors import Interrupted, UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments)
     try:
         return int(options.command(options))
     except UserError as error:
@@ -27,6 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("threepo: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments in any order: argparse itself takes no further ones of a list once an option stood in between."""
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown or (rest and not hasattr(options, "more")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        kind = Path if options.more == "runs" else str
+        setattr(options, options.more, [*getattr(options, options.more), *map(kind, rest)])
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,23 +59,23 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id")
     evaluate.add_argument("settings", nargs="*", metavar="section.key=value", help="such as data.train=sorting")
     evaluate.add_argument("--recipe", default="", help="take data, reward and eval settings from this recipe")
-    evaluate.add_argument("--output", type=Path, help="also write summary.json and every completion into this folder")
-    evaluate.set_defaults(command=_eval)
+    evaluate.add_argument("--output", type=_path, help="also write summary.json and every completion into this folder")
+    evaluate.set_defaults(command=_eval, more="settings")
 
     report = commands.add_parser("report", help="table and curves of training runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    report.add_argument("--output", type=Path, help="draw the curves into this PNG")
-    report.set_defaults(command=_report)
+    report.add_argument("--output", type=_path, help="draw the curves into this PNG")
+    report.set_defaults(command=_report, more="runs")
 
     sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
     sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
     sample.add_argument("--draws", type=int, default=1, help="how many (default 1)")
     sample.add_argument("--first", type=int, default=0, help="number of the first draw (default 0)")
-    sample.add_argument("--output", type=Path, required=True, help="folder for draw-0, draw-1, ...")
+    sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
     demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
-    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
     demo.set_defaults(command=_demo)
     return parser
 
@@ -73,8 +85,16 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe's name"
     )
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument("--resume", type=_path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--list", action="store_true", help="list the shipped recipes")
+    parser.set_defaults(more="settings")
+
+
+def _path(text: str) -> Path:
+    """A path from the command line; an empty one is a variable that was not set, and not the directory here."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; name a path")
+    return Path(text).expanduser()
 
 
 class _Version(argparse.Action):

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from threepo.config.checks import shown
 from threepo.config.reader import to_plain
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, write_text
@@ -173,4 +174,4 @@ def _first_difference(old: Any, new: Any, name: str = "") -> str:
             if found:
                 return found
         return ""
-    return "" if old == new else f"{name} = {old!r} there, {new!r} here"
+    return "" if old == new else f"{name} = {shown(old)} there, {shown(new)} here"
