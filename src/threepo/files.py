@@ -14,7 +14,8 @@ from threepo.errors import UserError
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, then resume the run"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "something else has that name; choose another"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY), "something else has that name; choose another"),
+    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "nothing can be made there; choose another path"),
 }
 
 

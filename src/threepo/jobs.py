@@ -12,6 +12,7 @@ from transformers.utils import logging
 from threepo.analysis.report import read_run
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.reader import to_plain
+from threepo.data.source import open_heldout
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import Evaluation
 from threepo.files import atomic_file, atomic_folder, write_text
@@ -19,7 +20,7 @@ from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.runs import SUMMARY, model_folder, read_metrics
 from threepo.training import rlvr, sft
-from threepo.training.build import build_engine, build_examination
+from threepo.training.build import build_engine, build_examination, with_grader
 from threepo.training.run_folder import RunFolder, completion_row
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
@@ -62,11 +63,12 @@ def evaluate(config: EvaluationConfig, step: int = 0) -> Evaluation:
     """
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
+    heldout = with_grader(open_heldout(config.data), config.reward)
     policy = load_policy(config.model, config.run.seed)
     posterior = None
     if config.eval.draws:
         posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
+    examination = build_examination(heldout, policy, config.data, config.eval, config.sampling, config.run.seed)
     engine = build_engine(config.engine, policy)
     return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
 

@@ -9,7 +9,7 @@ from threepo.config import DataConfig, EvalConfig, SamplingConfig
 from threepo.evaluation.pass_at_k import StandardErrors, ks_up_to, mean_pass_at_k, standard_errors
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader
+from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
 from threepo.types import Completion, Draw, Problem, Request
 
@@ -83,9 +83,7 @@ class Examination:
             for i in range(settings.samples)
         ]
         completions = engine.generate(requests, sampling, self.seed)
-        verdicts = self.grader([c.problem for c in completions], [c.text for c in completions])
-        graded = [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
-        return score(graded, settings.samples)
+        return score(graded(self.grader, completions), settings.samples)
 
 
 def score(completions: Sequence[Completion], samples: int) -> Evaluation:
