@@ -6,6 +6,7 @@ Exit status: 0 done; 2 something in the input to mend, said in one line; 128 + n
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,10 @@ def _run(options: argparse.Namespace, record: type) -> int:
         if options.recipe or options.settings:
             raise UserError("--resume takes everything from the run folder; leave out the recipe and the settings")
         folder, plain = RunFolder.open(options.resume)
+        other = "sft" if record is TrainConfig else "train"
+        if ("demonstrations" in plain) == (record is TrainConfig):
+            folder.close()
+            raise UserError(f"--resume {options.resume}: is a run of `threepo {other}`; resume it with that command")
         config: Any = build(record, plain)
     else:
         if not options.recipe and not options.settings:
@@ -144,7 +149,7 @@ def _run(options: argparse.Namespace, record: type) -> int:
     from threepo import jobs
 
     job: Any = jobs.train if record is TrainConfig else jobs.fine_tune
-    print(f"finished: {job(config, folder)}")
+    print(jobs.closing(job(config, folder)))
     return 0
 
 
@@ -152,16 +157,20 @@ def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from threepo.config import EvaluationConfig
+    from threepo.files import writable_folder
     from threepo.training import recipe
 
     config = recipe.load_evaluation(options.model, options.recipe, options.settings)
     assert isinstance(config, EvaluationConfig)
     from threepo import jobs
 
-    result = jobs.evaluate(config)
-    Console().print(jobs.evaluation_table(options.model, result))
     if options.output:
-        jobs.write_evaluation(options.output, config, result)
+        jobs.refuse_evaluated(options.output)
+    with writable_folder(options.output) if options.output else nullcontext():
+        result = jobs.evaluate(config)
+        Console().print(jobs.evaluation_table(options.model, result))
+        if options.output:
+            jobs.write_evaluation(options.output, config, result)
     return 0
 
 

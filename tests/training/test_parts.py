@@ -1,5 +1,6 @@
 """Schedule, batching, metrics, run folders, checkpoints and polite stopping."""
 
+import io
 import json
 import math
 import os
@@ -16,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from factories import completion, row
 from threepo.config import Correction, RunConfig, ScheduleConfig
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.files import atomic_file, atomic_folder, write_text
+from threepo.files import atomic_file, atomic_folder, writable_folder, write_text
 from threepo.methods.presets import GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -30,7 +32,8 @@ from threepo.training.batching import collate, pack
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
-from threepo.training.run_folder import RunFolder, completion_row
+from threepo.training.progress import progress
+from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord
@@ -188,7 +191,47 @@ def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
             RunFolder.create(path, RunConfig())
 
 
+def test_odd_places_are_refused_in_one_line(tmp_path: Path) -> None:
+    for path in (Path("/proc/x.png"), Path("."), tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot write"), atomic_file(path) as temporary:
+            temporary.write_text("a")
+    with pytest.raises(UserError, match="cannot write /proc/x"), writable_folder(Path("/proc/x")):
+        raise AssertionError
+    with pytest.raises(ZeroDivisionError), writable_folder(tmp_path / "new"):
+        _ = 1 / 0
+    assert list(tmp_path.iterdir()) == []
+
+
 # Run folders
+
+
+def test_a_new_run_that_the_user_must_mend_leaves_no_folder(tmp_path: Path) -> None:
+    for made in (False, True):
+        path = tmp_path / "run"
+        if made:
+            path.mkdir()
+            (path / "notes.txt").write_text("mine")
+        with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()):
+            raise UserError("mend it")
+        assert path.exists() is made
+    assert [p.name for p in path.iterdir()] == ["notes.txt"], "what was there before stays"
+    with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()) as folder:
+        folder.log({"step": 0})
+        raise UserError("mend it")
+    assert len(read_metrics(path)) == 1
+    with pytest.raises(UserError, match="mend"), RunFolder.open(path)[0]:
+        raise UserError("mend it")
+    assert (path / "config.json").is_file(), "a run that is being resumed is never taken back"
+
+
+def test_a_folder_in_use_is_told_from_one_that_is_taken(tmp_path: Path) -> None:
+    refuse_in_use(tmp_path / "nothing")
+    with (
+        RunFolder.create(tmp_path / "run", RunConfig()),
+        pytest.raises(UserError, match="is in use by another process"),
+    ):
+        refuse_in_use(tmp_path / "run")
+    refuse_in_use(tmp_path / "run")
 
 
 def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
@@ -307,7 +350,7 @@ def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
 # Stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path: Path) -> None:
     received = []
     previous = signal.signal(number, lambda *_: received.append("second"))
@@ -324,6 +367,47 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
                 stop.obey(3, 10, tmp_path)
     finally:
         signal.signal(number, previous)
+
+
+def test_nohup_stays_nohup() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with polite_stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal_number == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+# Progress
+
+
+def shown_at(width: int) -> str:
+    """What a terminal of this width shows of a loop at its tenth step."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width)
+    with progress("c3po", 100, console=console) as reporter:
+        reporter.update(10, {"reward": 0.125, "entropy": 1.5, "zero-adv": 0.25})
+    return screen.getvalue()
+
+
+def test_a_narrow_terminal_keeps_what_matters() -> None:
+    for width in (40, 80, 120):
+        text = shown_at(width)
+        assert all(part in text for part in ("c3po", "10/100", "reward 0.125")), width
+        assert ("zero-adv 0.25" in text) is (width > 40)
+        assert ("━" in text) is (width > 100)
+
+
+def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end() -> None:
+    screen = io.StringIO()
+    with progress("c3po", 5, 2, Path("runs/x"), Console(file=screen, width=80)) as reporter:
+        for done in (3, 4, 5):
+            reporter.update(done, {"reward": 0.5})
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == "c3po: 5 steps, from step 2, in runs/x"
+    assert len(lines) == 2
+    assert lines[1].startswith("c3po  5/5  reward 0.5")
 
 
 # Trackers

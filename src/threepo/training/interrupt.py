@@ -1,4 +1,4 @@
-"""Stopping politely: SIGTERM, a closed terminal (SIGHUP) and Ctrl-C end training after the step in progress, with a checkpoint."""
+"""Stopping politely: SIGTERM, SIGHUP and Ctrl-C end training after the step in progress, with a checkpoint."""
 
 import signal
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class StopRequest:
 
 @contextmanager
 def polite_stop() -> Iterator[StopRequest]:
-    """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process at once.
+    """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process.
 
     Signal handlers belong to the main thread; in any other the request simply never comes.
     """
@@ -42,8 +42,9 @@ def polite_stop() -> Iterator[StopRequest]:
 
     try:
         for number in (int(signal.SIGTERM), int(signal.SIGHUP), int(signal.SIGINT)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and shells ignore stays ignored
-                previous[number] = signal.signal(number, handle)
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started under `nohup`, to outlive its terminal
+            previous[number] = signal.signal(number, handle)
     except ValueError:  # not in the main thread
         previous.clear()
     try:

@@ -63,7 +63,7 @@ def train(run: Run) -> None:
     steps = run.config.run.steps
     if run.state.step == 0 and run.examination:
         run.folder.log({"step": -1, **evaluate(run, 0)})
-    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step) as reporter:
+    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step, run.folder.path) as reporter:
         for step in range(run.state.step, steps):
             clock = Clock()
             try:

@@ -46,7 +46,7 @@ class FineTuning:
 def fine_tune(run: FineTuning) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps = run.config, run.config.run.steps
-    with polite_stop() as stop, progress("warm start", steps, run.state.step) as reporter:
+    with polite_stop() as stop, progress("warm start", steps, run.state.step, run.folder.path) as reporter:
         for step in range(run.state.step, steps):
             clock = Clock()
             for group in run.optimizer.param_groups:
