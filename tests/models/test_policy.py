@@ -146,13 +146,17 @@ def test_weights_that_are_missing_or_damaged_are_not_made_up(tied: bool, tmp_pat
         load_policy(ModelConfig(path=str(tmp_path)))
 
 
-def test_names_that_are_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_no_folder(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy.save(tmp_path / "my-model")
     with pytest.raises(UserError, match=r"no such folder; did you mean tiny-qwen2\?"):
         load_policy(ModelConfig(path="tiny-qwen"))
     with pytest.raises(UserError, match="cannot be loaded"):
         load_policy(ModelConfig(path="my-modle"))
     error = capfd.readouterr().err
-    assert error == "threepo: no folder my-modle here; asking the Hugging Face hub for it\n"
+    assert error == "threepo: no folder my-modle here (did you mean my-model?); asking the Hugging Face hub for it\n"
 
 
 def test_folders_that_hold_no_model_are_refused(policy: Policy, tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ class RewardConfig:
 
     function: str = "task"
     """`task`: the verifier of the procedural task; `exact`: the answer must equal the reference; or your own
-    `module:function`, called as TRL calls them: f(prompts=..., completions=..., <columns>=...) -> a number each."""
+    `module:function`, called as TRL calls them: f(prompts=..., completions=..., completion_ids=..., <columns>=...),
+    with those that it has arguments for, -> a number each."""
     correct_from: float = 1.0
     """A completion counts as correct when the value that your own function returns is at least this."""
 

@@ -41,9 +41,12 @@ def load_pretrained(path: str) -> tuple[Any, Any]:
         source = str(_checked_folder(path))
     else:
         near = difflib.get_close_matches(path, TINY_MODELS, n=1, cutoff=0.7)
-        if near:
+        if near and "/" not in path:
             raise UserError(f"model.path = {path!r}: no such folder; did you mean {near[0]}?")
-        print(f"threepo: no folder {path} here; asking the Hugging Face hub for it", file=sys.stderr)
+        here = [str(file.parent) for file in folder.parent.glob("*/config.json")]
+        near = difflib.get_close_matches(path, here, n=1, cutoff=0.7)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        print(f"threepo: no folder {path} here{hint}; asking the Hugging Face hub for it", file=sys.stderr)
     try:
         with _quiet_libraries():
             tokenizer = _load_tokenizer(source)
