@@ -146,6 +146,13 @@ def test_the_answer_arrives_as_the_data_have_it(module: str) -> None:
     assert grade([problem], ["6"], [(1,)])[0].reward == 1.0
 
 
+def test_an_answer_that_the_data_lack_cannot_be_asked_for(module: str) -> None:
+    write(module, "def reward(completions, answer):\n    return [0.0]\n")
+    lacking = Problem(id="c", prompt="?", columns={"gold": "4"})
+    with pytest.raises(UserError, match="asks for the argument 'answer'; .* completion_ids, gold$"):
+        load_grader(RewardConfig(function=f"{module}:reward"), None, [lacking])
+
+
 def test_exact_needs_an_answer_of_every_problem() -> None:
     lacking = Problem(id="c", prompt="?", columns={"gold": "4"}, place="data file p.jsonl, row 3")
     with pytest.raises(UserError, match=r"p.jsonl, row 3: has no answer, .* are 'gold'; set data.answer_column"):

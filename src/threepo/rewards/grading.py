@@ -71,7 +71,7 @@ def _one_by_one(verify: Verify) -> Grader:
 
 def _user_grader(settings: RewardConfig, known: Sequence[Problem]) -> Grader:
     function = UserFunction(settings.function)
-    function.check(column for problem in known for column in problem.columns)
+    function.check(known)
 
     def grade(problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[Verdict]:
         values = function(problems, texts, tokens)

@@ -12,8 +12,8 @@ from typing import Any
 from threepo.errors import UserError
 from threepo.types import Problem
 
-SUPPLIED = ("prompts", "completions", "completion_ids", "answer")
-"""Arguments that every function can ask for; the columns of the data are others."""
+SUPPLIED = ("prompts", "completions", "completion_ids")
+"""Arguments that every function can ask for; the columns of the data are others, and `answer` where there is one."""
 
 
 class UserFunction:
@@ -24,9 +24,9 @@ class UserFunction:
         self._function = _import(name)
         self._parameters: Mapping[str, inspect.Parameter] = _signature(name, self._function)
 
-    def check(self, columns: Iterable[str]) -> None:
+    def check(self, known: Sequence[Problem]) -> None:
         """Raise `UserError` if the function asks for what neither threepo nor a column of the data supplies."""
-        available = tuple(dict.fromkeys((*SUPPLIED, *columns)))
+        available = (*SUPPLIED, *_columns(known))
         for parameter in self._parameters.values():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
@@ -79,10 +79,8 @@ class UserFunction:
                 for problem, text in zip(problems, texts, strict=True)
             ],
             "completion_ids": [list(ids) for ids in tokens],
-            "answer": [p.answer for p in problems],
         }
-        for column in dict.fromkeys(key for problem in problems for key in problem.columns):
-            arguments[column] = [problem.columns.get(column) for problem in problems]
+        arguments |= _columns(problems)
         if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
             return arguments
         return {name: arguments[name] for name in self._parameters if name in arguments}
@@ -90,6 +88,16 @@ class UserFunction:
     def _file(self) -> str:
         code = getattr(inspect.unwrap(self._function), "__code__", None)
         return code.co_filename if code else ""
+
+
+def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
+    """The problems' columns, by name; the reference answer is one even where the source does not say so."""
+    columns: dict[str, list[Any]] = {}
+    if any(problem.answer for problem in problems):
+        columns["answer"] = [problem.answer for problem in problems]
+    for name in dict.fromkeys(name for problem in problems for name in problem.columns):
+        columns[name] = [problem.columns.get(name) for problem in problems]
+    return columns
 
 
 def _import(name: str) -> Callable[..., Any]:
