@@ -60,8 +60,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "demo/warm_start"], "unknown table demonstrations"),
         (["sft", "demo/c3po"], "unknown table data"),
         (["eval", "/nowhere", "data.train=sorting"], "holds no config.json"),
-        (["eval", "tiny-qwen2"], "data.train is missing"),
+        (["eval", "tiny-qwen2"], "data.eval is missing"),
         (["eval", "tiny-qwen2", "data.train=sorting", "eval.draws=2"], "holds no posterior"),
+        (["eval", "tiny-qwen2", "model.path=x", "data.train=sorting"], "does not read it"),
+        (["eval", "tiny-qwen2", "--recipe", "demo/c3po", "eval.samples=no"], "eval.samples = 'no'"),
+        (["train", "demo/c3po", "--resume", "nowhere", "run.steps=1"], "leave out the recipe"),
+        (["train", "demo/c3po", "model.path=tiny-qwen"], "did you mean tiny-qwen2?"),
         (["report", "nowhere"], "holds no run"),
         (["sample", "nowhere", "--output", "out"], "holds no posterior"),
         (["sample", "nowhere", "--output", "out", "--draws", "0"], "at least 1 draw"),
@@ -82,6 +86,57 @@ def test_bad_input_is_one_line_and_exit_status_2(
     assert error.count("\n") == 1
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == [], "nothing half written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sample", "run", "--output", ""], "argument --output: is empty"),
+        (["eval", "tiny-qwen2", "--output", ""], "argument --output: is empty"),
+        (["report", "run", "--outptu", "x"], "unrecognized arguments: --outptu"),
+        (["demo", "more"], "unrecognized arguments: more"),
+    ],
+)
+def test_words_that_are_no_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_may_stand_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [jobs.train(train_config(tmp_path / name, "run.steps=1")) for name in ("one", "two")]
+    picture = tmp_path / "curves.png"
+    assert main(["report", str(runs[0]), "--output", str(picture), str(runs[1])]) == 0
+    assert "reward last" in capsys.readouterr().out
+    assert picture.is_file()
+
+
+def test_a_run_is_resumed_by_the_command_that_made_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *RLVR, f"run.folder={tmp_path / 'run'}", "run.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"finished: {tmp_path / 'run'}: 2 steps in ")
+    assert f"next: threepo report {tmp_path / 'run'}" in out
+    assert main(["sft", "--resume", str(tmp_path / "run")]) == 2
+    assert "is a run of `threepo train`" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "run")]) == 2
+    assert "continue the run with --resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_a_file_size_limit_is_one_line(blocks: int, tmp_path: Path) -> None:
+    """At once, in config.json, and later, in a checkpoint."""
+    command = [sys.executable, "-B", "-m", "threepo", "train", *RLVR, "run.steps=1", f"run.folder={tmp_path / 'run'}"]
+    result = subprocess.run(
+        ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "-", *command], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    assert "File too large; free some space" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert (tmp_path / "run").exists() is (blocks > 1)
 
 
 def test_the_same_from_a_process(tmp_path: Path) -> None:

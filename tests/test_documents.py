@@ -44,7 +44,7 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     assert len(commands) == 6
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0, command
-    assert "pass@1 after" in capsys.readouterr().out
+    assert "reward last" in capsys.readouterr().out
     assert len(read_metrics(Path("runs/my_run"))) == 10
     assert Path("report.png").is_file()
     assert len(list(Path("drawn_models").iterdir())) == 2

@@ -6,6 +6,7 @@ Exit status: 0 done; 2 something in the input to mend, said in one line; 128 + n
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from threepo.errors import Interrupted, UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments)
     try:
         return int(options.command(options))
     except UserError as error:
@@ -27,6 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("threepo: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments in any order: argparse itself takes no further ones of a list once an option stood in between."""
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown or (rest and not hasattr(options, "more")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        kind = Path if options.more == "runs" else str
+        setattr(options, options.more, [*getattr(options, options.more), *map(kind, rest)])
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,23 +60,23 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id")
     evaluate.add_argument("settings", nargs="*", metavar="section.key=value", help="such as data.train=sorting")
     evaluate.add_argument("--recipe", default="", help="take data, reward and eval settings from this recipe")
-    evaluate.add_argument("--output", type=Path, help="also write summary.json and every completion into this folder")
-    evaluate.set_defaults(command=_eval)
+    evaluate.add_argument("--output", type=_path, help="also write summary.json and every completion into this folder")
+    evaluate.set_defaults(command=_eval, more="settings")
 
     report = commands.add_parser("report", help="table and curves of training runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    report.add_argument("--output", type=Path, help="draw the curves into this PNG")
-    report.set_defaults(command=_report)
+    report.add_argument("--output", type=_path, help="draw the curves into this PNG")
+    report.set_defaults(command=_report, more="runs")
 
     sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
     sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
     sample.add_argument("--draws", type=int, default=1, help="how many (default 1)")
     sample.add_argument("--first", type=int, default=0, help="number of the first draw (default 0)")
-    sample.add_argument("--output", type=Path, required=True, help="folder for draw-0, draw-1, ...")
+    sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
     demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
-    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
     demo.set_defaults(command=_demo)
     return parser
 
@@ -73,8 +86,16 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe's name"
     )
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument("--resume", type=_path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--list", action="store_true", help="list the shipped recipes")
+    parser.set_defaults(more="settings")
+
+
+def _path(text: str) -> Path:
+    """A path from the command line; an empty one is a variable that was not set, and not the directory here."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; name a path")
+    return Path(text).expanduser()
 
 
 class _Version(argparse.Action):
@@ -114,6 +135,10 @@ def _run(options: argparse.Namespace, record: type) -> int:
         if options.recipe or options.settings:
             raise UserError("--resume takes everything from the run folder; leave out the recipe and the settings")
         folder, plain = RunFolder.open(options.resume)
+        other = "sft" if record is TrainConfig else "train"
+        if ("demonstrations" in plain) == (record is TrainConfig):
+            folder.close()
+            raise UserError(f"--resume {options.resume}: is a run of `threepo {other}`; resume it with that command")
         config: Any = build(record, plain)
     else:
         if not options.recipe and not options.settings:
@@ -124,7 +149,7 @@ def _run(options: argparse.Namespace, record: type) -> int:
     from threepo import jobs
 
     job: Any = jobs.train if record is TrainConfig else jobs.fine_tune
-    print(f"finished: {job(config, folder)}")
+    print(jobs.closing(job(config, folder)))
     return 0
 
 
@@ -132,16 +157,20 @@ def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from threepo.config import EvaluationConfig
+    from threepo.files import writable_folder
     from threepo.training import recipe
 
     config = recipe.load_evaluation(options.model, options.recipe, options.settings)
     assert isinstance(config, EvaluationConfig)
     from threepo import jobs
 
-    result = jobs.evaluate(config)
-    Console().print(jobs.evaluation_table(options.model, result))
     if options.output:
-        jobs.write_evaluation(options.output, config, result)
+        jobs.refuse_evaluated(options.output)
+    with writable_folder(options.output) if options.output else nullcontext():
+        result = jobs.evaluate(config)
+        Console().print(jobs.evaluation_table(options.model, result))
+        if options.output:
+            jobs.write_evaluation(options.output, config, result)
     return 0
 
 

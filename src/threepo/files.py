@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from threepo.errors import UserError
@@ -14,7 +14,10 @@ from threepo.errors import UserError
 _FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, then resume the run"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "something else has that name; choose another"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY), "something else has that name; choose another"
+    ),
+    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "nothing can be made there; choose another path"),
 }
 
 
@@ -36,6 +39,23 @@ def _error_number(error: Exception) -> int:
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found.group(1)) if found else 0
+
+
+@contextmanager
+def writable_folder(path: Path) -> Iterator[None]:
+    """Make sure, before long work, that `path` can be written into; if it was made here and the work fails, it goes."""
+    made = not path.exists()
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):  # not empty: then it is no longer ours alone
+                path.rmdir()
+        raise
 
 
 @contextmanager

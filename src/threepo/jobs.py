@@ -12,17 +12,21 @@ from transformers.utils import logging
 from threepo.analysis.report import read_run
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.reader import to_plain
+from threepo.data.source import open_heldout
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import Evaluation
 from threepo.files import atomic_file, atomic_folder, write_text
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
-from threepo.runs import SUMMARY, model_folder, read_metrics
+from threepo.runs import CONFIG, SUMMARY, model_folder, read_json, read_metrics
 from threepo.training import rlvr, sft
-from threepo.training.build import build_engine, build_examination
+from threepo.training.build import build_engine, build_examination, with_grader
 from threepo.training.run_folder import RunFolder, completion_row
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
+
+EVALUATED = "completions.parquet"
+"""Every completion of an evaluation."""
 
 
 def train(config: TrainConfig, resumed: RunFolder | None = None) -> Path:
@@ -49,6 +53,18 @@ def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
     return folder.path
 
 
+def closing(run: Path) -> str:
+    """What a finished run has to say: what it did, where it is, and how to look at it."""
+    rows = [row for row in read_metrics(run) if row["step"] >= 0]
+    name, command = ("reward/mean", f"threepo report {run}")
+    if name not in rows[0]:
+        name, command = ("sft/loss", f"threepo train RECIPE model.path={run}")
+    first, last = ("-" if rows[i][name] is None else f"{rows[i][name]:.3g}" for i in (0, -1))
+    seconds = read_json(run / SUMMARY)["seconds"]
+    what = name.removesuffix("/mean").removeprefix("sft/")
+    return f"finished: {run}: {len(rows)} steps in {seconds:.0f} s, {what} {first} -> {last}\nnext: {command}"
+
+
 def _seconds_before(run: Path, step: int) -> float:
     """Seconds that the steps before `step` took, when an earlier process made them."""
     parts = ("time/step", "time/eval", "time/log")
@@ -62,13 +78,21 @@ def evaluate(config: EvaluationConfig, step: int = 0) -> Evaluation:
     """
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
+    heldout = with_grader(open_heldout(config.data), config.reward)
     policy = load_policy(config.model, config.run.seed)
     posterior = None
     if config.eval.draws:
         posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
+    examination = build_examination(heldout, policy, config.data, config.eval, config.sampling, config.run.seed)
     engine = build_engine(config.engine, policy)
     return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
+
+
+def refuse_evaluated(folder: Path) -> None:
+    """Raise `UserError` if the folder holds what `write_evaluation` would write over."""
+    for name in (SUMMARY, EVALUATED, CONFIG):
+        if (folder / name).exists():
+            raise UserError(f"--output {folder}: holds a {name} already; choose another folder")
 
 
 def write_evaluation(folder: Path, config: EvaluationConfig, result: Evaluation) -> None:
@@ -77,7 +101,7 @@ def write_evaluation(folder: Path, config: EvaluationConfig, result: Evaluation)
     import pyarrow.parquet
 
     rows = [completion_row(0, completion) for completion in result.completions]
-    with atomic_file(folder / "completions.parquet") as temporary:
+    with atomic_file(folder / EVALUATED) as temporary:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, compression="zstd")
     summary = {
         "problems": result.problems,

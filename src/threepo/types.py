@@ -45,6 +45,13 @@ class Problem:
     """The reference answer, where there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Everything else the source knows about the problem; handed to reward functions by name."""
+    place: str = field(default="", compare=False)
+    """Where it stands, such as a file and its row; for messages."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.place or f"problem {self.id}"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
         "se_before": 0.02,
         "pass_at_1_after": 0.75,
         "se_after": 0.02,
+        "reward_first": 0.0,
+        "reward_last": 0.2,
         "zero_advantage_share": pytest.approx(0.2),
         "seconds_per_step": 2.0,
         "rollouts": 4 * 8 * 3,
@@ -59,6 +61,17 @@ def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:
     text = console.export_text()
     assert "25.0 % ± 2.0" in text
     assert text.count(" - ") >= 5
+
+
+def test_without_any_evaluation_the_table_shows_rewards(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", [step(1), step(5)]))
+    console = Console(record=True, width=120)
+    console.print(table({"a": run.summary()}))
+    text = console.export_text()
+    assert "reward last" in text
+    assert " 0.1 " in text
+    assert " 0.5 " in text
+    assert "pass@1" not in text
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Reading recipes: strict, and helpful when it refuses."""
 
 import json
+import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.config import IVONConfig, Method, RunConfig, SFTConfig, TrainConfig
-from threepo.config.reader import build, merge, parse_override, read_toml, to_plain
+from threepo.config.reader import UNION_TABLES, build, merge, parse_override, read_toml, to_plain
 from threepo.errors import UserError
 from threepo.methods.presets import PRESETS
 from threepo.training.recipe import find_recipe, load, load_evaluation, shipped_recipes
@@ -97,7 +99,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("xyz.abc=2", "unknown table xyz; known here: model, data, run"),
         ("run.steps=many", "run.steps = 'many': must be a whole number, not text"),
         ("run.steps=2.5", "run.steps = 2.5: must be a whole number, not a number"),
-        ("run.steps=true", "run.steps = True: must be a whole number, not true or false"),
+        ("run.steps=true", "run.steps = true: must be a whole number, not true or false"),
         ("run.steps=0", "run.steps = 0: must be greater than 0"),
         ("run.tensorboard=1", "run.tensorboard = 1: must be true or false, not a whole number"),
         ("model.path=3", "model.path = 3: must be text, not a whole number"),
@@ -119,6 +121,17 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("eval.draws=3", "must divide eval.samples = 8"),
         ("optimizer.load_momentum=true", "name the folder to load from"),
         ("model.tiny.heads=3", "multiple of 2 . model.tiny.heads = 6"),
+        ("method.preset=[1]", r"method.preset = \[1\]: must be one of grpo"),
+        ("optimizer.kind=[1]", r"optimizer.kind = \[1\]: must be one of 'adamw', 'ivon'"),
+        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be below 2..63"),
+        ("run.threads=100000", "run.threads = 100000: must be at most 1024"),
+        ("optimizer.ess=inf", "optimizer.ess = inf: must be greater than 0 and finite"),
+        ("optimizer.lr=nan", "optimizer.lr = nan: must be greater than 0 and finite"),
+        ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be above 0"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be 0 or more and finite"),
+        ("objective.dual_clip=inf", "objective.dual_clip = inf"),
+        ("method.correction.high=nan", "method.correction.high = nan: must be above 0"),
+        ("reward.correct_from=nan", "reward.correct_from = nan"),
         ("nonsense", "write section.key=value"),
         ("run=3", "write section.key=value"),
     ],
@@ -127,6 +140,105 @@ def test_mistakes_are_refused_with_field_value_and_fix(override: str, message: s
     with pytest.raises(UserError, match=message) as caught:
         load(TrainConfig, "", [*BASE, "method.preset=c3po", override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method.rollouts_per_prompt=1"],
+        ["method.preset=m3po", "method.draws=16"],
+        ["method.rollouts_per_prompt=1", "method.advantage.scale=none"],
+    ],
+)
+def test_groups_of_one_teach_nothing(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match="one completion in each advantage group"):
+        load(TrainConfig, "", [*BASE, *overrides])
+    assert load(TrainConfig, "", [*BASE, "method.preset=thompson"]).method.draws == 16, "pooled groups are large"
+
+
+def test_a_step_may_be_left_unclipped() -> None:
+    config = load(TrainConfig, "", [*BASE, "method.preset=c3po", "optimizer.clip_radius=inf"])
+    assert isinstance(config.optimizer, IVONConfig)
+
+
+def test_a_system_prompt_that_nothing_would_read_is_refused() -> None:
+    with pytest.raises(UserError, match="data.system_prompt = 'Be brief.': needs a chat template"):
+        load(TrainConfig, "", [*BASE, "data.system_prompt=Be brief.", "data.chat_template=never"])
+
+
+RECIPE = """
+[model]
+path = "m"
+[data]
+train = "sorting"
+[method]
+preset = "c3po"
+[method.correction]
+kind = "seq_mis"
+low = 0.25
+high = 4.0
+[optimizer]
+kind = "ivon"
+ess = 1e8
+"""
+
+
+def test_the_order_of_overrides_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    given = ["method.preset=grpo", "optimizer.lr=1e-4", "optimizer.kind=adamw", "method.correction.kind=none"]
+    one, other = (load(TrainConfig, str(path), order) for order in (given, given[::-1]))
+    assert one == other
+    assert (one.optimizer.kind, one.optimizer.lr) == ("adamw", 1e-4)
+
+
+def test_another_kind_of_correction_keeps_the_bounds_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    correction = load(TrainConfig, str(path), ["method.correction.kind=geometric_mis"]).method.correction
+    assert (correction.kind, correction.low, correction.high) == ("geometric_mis", 0.25, 4.0)
+
+
+def test_the_tables_of_several_records_are_known() -> None:
+    hints = {**typing.get_type_hints(TrainConfig), **typing.get_type_hints(SFTConfig)}
+    assert {name for name, hint in hints.items() if isinstance(hint, types.UnionType)} == set(UNION_TABLES)
+
+
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE, encoding="utf-8-sig")
+    assert load(TrainConfig, str(path)).method.name == "c3po"
+    path.write_text(RECIPE, encoding="utf-16")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load(TrainConfig, str(path))
+
+
+def test_paths_are_written_so_that_they_mean_the_same_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my-model").mkdir()
+    overrides = ["model.path=my-model", "data.train=a/p.jsonl", "data.eval=~/q.parquet", "run.folder=~/runs/x"]
+    config = load(TrainConfig, "", [*overrides, "optimizer.kind=ivon", "optimizer.load_hessian=my-model"])
+    assert config.model.path == str(tmp_path / "my-model")
+    assert (config.data.train, config.data.eval) == (str(tmp_path / "a/p.jsonl"), str(tmp_path / "q.parquet"))
+    assert isinstance(config.optimizer, IVONConfig)
+    assert config.optimizer.load_hessian == str(tmp_path / "my-model")
+    assert config.run.folder == str(tmp_path / "runs/x")
+    untouched = load(TrainConfig, "", ["model.path=someone/model", "data.train=sorting", "run.folder=runs/x"])
+    assert (untouched.model.path, untouched.data.train, untouched.run.folder) == ("someone/model", "sorting", "runs/x")
+
+
+def test_what_is_no_recipe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a run folder; continue the run with --resume run"):
+        find_recipe("run")
+    (tmp_path / "mine.toml").write_text("")
+    with pytest.raises(UserError, match=r"did you mean mine.toml\?"):
+        find_recipe("mine")
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
@@ -159,6 +271,28 @@ def test_an_evaluation_takes_what_it_knows_from_a_training_recipe() -> None:
     config = load_evaluation("some/model", "demo/c3po", ["eval.samples=2"])
     assert (config.model.path, config.data.train) == ("some/model", "sorting")
     assert (config.eval.samples, config.eval.temperature) == (2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.path=x", "the model is the command's first argument"),
+        ("eval.every=2", "it belongs to training"),
+        ("data.prompts_per_step=2", "it belongs to training"),
+        ("run.steps=5", r"of \[run\] it reads seed and threads only"),
+        ("sampling.top_p=0.5", r"of \[sampling\] it reads max_new_tokens only"),
+    ],
+)
+def test_an_evaluation_refuses_what_it_would_not_read(override: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"`threepo eval` does not read it; {reason}"):
+        load_evaluation("some/model", "demo/c3po", [override])
+
+
+def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:
+    path = str(tmp_path / "p.jsonl")
+    assert load_evaluation("some/model", "", [f"data.eval={path}"]).data.eval == path
+    with pytest.raises(UserError, match="data.eval is missing"):
+        load_evaluation("some/model", "", [])
 
 
 def test_methods_are_values() -> None:

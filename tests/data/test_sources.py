@@ -78,6 +78,11 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
         ),
         ('{"prompt": 3}\n', "row 1: the prompt must be text"),
         ('{"prompt": [{"content": "a"}]}\n', "row 1: the prompt must be text or a list of chat messages"),
+        ('{"prompt": []}\n', "row 1: the prompt must be text or a list of chat messages, one or more"),
+        ('{"prompt": [{"role": "user", "content": 3}]}\n', "with its role and content as text"),
+        ('{"prompt": "a", "completions": "b"}\n', "has a column 'completions', .*; rename the column"),
+        ('{"prompt": "a"}\n{"prompt": "b", "prompts": 1}\n', "has a column 'prompts'"),
+        ('{"prompt": "a", "completion_ids": [1]}\n', "has a column 'completion_ids'"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "rows 1 and 2 share the id '1'"),
     ],
 )
@@ -86,6 +91,38 @@ def test_broken_files_are_refused_by_place(text: str, message: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         FileProblems.read(path, settings(path))
+
+
+def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    prompts = ["a\u2028b", "c\u0085d", "e\u2029f", "plain"]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
+    path.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    assert [p.prompt for p in FileProblems.read(path, settings(path)).problems] == prompts
+    path.write_bytes("\n".join(lines).encode("utf-16"))
+    with pytest.raises(UserError, match="is no UTF-8 text"):
+        FileProblems.read(path, settings(path))
+
+
+def test_every_row_has_all_columns_and_the_answer_as_the_file_has_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "gold": 3, "unit": "m"}, {"prompt": "b", "gold": 4}])
+    problems = FileProblems.read(path, settings(path, answer_column="gold")).problems
+    assert [dict(p.columns) for p in problems] == [
+        {"gold": 3, "unit": "m", "answer": 3},
+        {"gold": 4, "unit": None, "answer": 4},
+    ]
+    assert [p.answer for p in problems] == ["3", "4"]
+    path = write_jsonl(tmp_path / "both.jsonl", [{"prompt": "a", "gold": 3, "answer": "long"}])
+    problem = FileProblems.read(path, settings(path, answer_column="gold")).problems[0]
+    assert (problem.columns["answer"], problem.answer) == ("long", "3"), "a column keeps its own name"
+
+
+def test_only_tasks_have_levels(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    for name in (str(path), "reasoning-gym:chain_sum"):
+        with pytest.raises(UserError, match=r"data.levels = \[2\]: only procedural tasks have levels"):
+            open_training(DataConfig(train=name, levels=(2,)))
+    assert open_heldout(DataConfig(train="sorting", eval=str(path), levels=(2,))).verify is None
 
 
 def test_missing_damaged_and_small_files_are_refused(tmp_path: Path) -> None:

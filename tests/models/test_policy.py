@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -100,6 +101,64 @@ def test_prompts_that_cannot_be_used_are_refused(policy: Policy) -> None:
         policy.encode_prompt(Problem(id="m", prompt=({"role": "user", "content": "Hi"},)), DATA, 1)
 
 
+def test_many_prompts_are_encoded_as_one_by_one(policy: Policy) -> None:
+    policy.tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    problems = [Problem(id="a", prompt="1 + 1"), Problem(id="b", prompt=({"role": "user", "content": "Hi"},))]
+    data = DataConfig(train="x", chat_template="never")
+    tokens = policy.prompt_tokens(problems, data)
+    assert tokens == [policy.encode_prompt(problem, data, 1) for problem in problems]
+    assert [policy.tokenizer.decode(t) for t in tokens] == ["1 + 1", "[Hi]"]
+
+
+def test_a_system_prompt_needs_a_chat_template(policy: Policy) -> None:
+    with pytest.raises(UserError, match="data.system_prompt = 'Be brief.': the tokenizer has no chat template"):
+        policy.encode_prompt(Problem(id="p", prompt="Hi"), DataConfig(train="x", system_prompt="Be brief."), 1)
+
+
+def test_a_chat_template_that_raises_is_named_with_the_problem(policy: Policy) -> None:
+    problem = Problem(id="p", prompt="Hi", place="data file p.jsonl, row 3")
+    policy.tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(UserError, match=r"p.jsonl, row 3: .* chat template failed on it: .*no users here"):
+        policy.encode_prompt(problem, DATA, 1)
+
+
+def test_a_tokenizer_of_another_model_is_refused(policy: Policy) -> None:
+    policy.model.resize_token_embeddings(20)
+    with pytest.raises(UserError, match=r"problem p: its text has token \d+, but the model has 20 embeddings"):
+        policy.encode_prompt(Problem(id="p", prompt="hello"), DATA, 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_missing_or_damaged_are_not_made_up(tied: bool, tmp_path: Path) -> None:
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=tied)
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=shape)).save(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    whole = load_file(file)
+    for tensors, message in (
+        ({key: value for key, value in whole.items() if key != name}, f"its weight files lack {name}"),
+        (whole | {name: whole[name][:3].clone()}, f"have another shape for {name}"),
+    ):
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            load_policy(ModelConfig(path=str(tmp_path)))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="cannot be loaded: Error while deserializing header"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+
+
+def test_names_that_are_no_folder(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy.save(tmp_path / "my-model")
+    with pytest.raises(UserError, match=r"no such folder; did you mean tiny-qwen2\?"):
+        load_policy(ModelConfig(path="tiny-qwen"))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_policy(ModelConfig(path="my-modle"))
+    error = capfd.readouterr().err
+    assert error == "threepo: no folder my-modle here (did you mean my-model?); asking the Hugging Face hub for it\n"
+
+
 def test_folders_that_hold_no_model_are_refused(policy: Policy, tmp_path: Path) -> None:
     policy.save(tmp_path / "good")
     for missing, message in (("tokenizer", "no tokenizer"), ("config.json", "no config.json")):
@@ -118,5 +177,6 @@ def test_folders_that_hold_no_model_are_refused(policy: Policy, tmp_path: Path) 
         load_policy(ModelConfig(path=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="cannot be loaded"):
         load_policy(ModelConfig(path="nobody/has-this-model"))
-    with pytest.raises(UserError, match="model.device = 'abacus'"):
-        load_policy(ModelConfig(path="tiny-qwen2", device="abacus"))
+    for device in ("abacus", "meta"):
+        with pytest.raises(UserError, match=f"model.device = '{device}'"):
+            load_policy(ModelConfig(path="tiny-qwen2", device=device))

@@ -1,5 +1,6 @@
 """Reward functions of one's own, called the way TRL calls them."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from threepo.types import Problem
 
 PROBLEMS = [Problem(id="a", prompt="1+1", answer="2", columns={"unit": "m"}), Problem(id="b", prompt="2+2", answer="4")]
 TEXTS = ["2", "<think>4</think>5"]
+TOKENS = [(7,), (8, 9)]
+NUMBERS = itertools.count()
+"""Every test has a module of its own name: Python imports a name once."""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the working directory; write it with `write`."""
     monkeypatch.chdir(tmp_path)
-    return f"rewards_of_{request.node.name.replace('[', '_').replace(']', '_').replace('-', '_')}"
+    return f"rewards_{next(NUMBERS)}"
 
 
 def write(module: str, body: str) -> None:
@@ -28,19 +32,19 @@ def test_all_columns_reach_a_function_that_takes_them(module: str) -> None:
     write(
         module,
         "def reward(prompts, completions, answer, **columns):\n"
-        "    assert prompts == ['1+1', '2+2'] and columns == {'unit': ['m', None]}\n"
+        "    assert prompts == ['1+1', '2+2'] and columns == {'unit': ['m', None], 'completion_ids': [[7], [8, 9]]}\n"
         "    return [float(c == a) for c, a in zip(completions, answer)]\n",
     )
-    grade = load_grader(RewardConfig(function=f"{module}:reward"), None)
-    verdicts = grade(PROBLEMS, TEXTS)
+    grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
+    verdicts = grade(PROBLEMS, TEXTS, TOKENS)
     assert [v.reward for v in verdicts] == [1.0, 0.0]
     assert [v.status for v in verdicts] == ["right", "wrong"]
 
 
 def test_a_function_gets_only_what_it_names(module: str) -> None:
     write(module, "def reward(completions, unit):\n    return [0.25, None] if unit == ['m', None] else []\n")
-    grade = load_grader(RewardConfig(function=f"{module}:reward", correct_from=0.2), None)
-    verdicts = grade(PROBLEMS, TEXTS)
+    grade = load_grader(RewardConfig(function=f"{module}:reward", correct_from=0.2), None, PROBLEMS)
+    verdicts = grade(PROBLEMS, TEXTS, TOKENS)
     assert (verdicts[0].reward, verdicts[0].correct) == (0.25, True)
     assert (verdicts[1].reward, verdicts[1].status) == (0.0, "error")
 
@@ -53,8 +57,24 @@ def test_chat_prompts_give_chat_completions(module: str) -> None:
         "            for p, c in zip(prompts, completions)]\n",
     )
     problem = Problem(id="c", prompt=({"role": "user", "content": "Hi"},))
-    grade = load_grader(RewardConfig(function=f"{module}:reward"), None)
-    assert [v.reward for v in grade([problem, problem], ["Hi!", "Ho!"])] == [1.0, 0.0]
+    grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
+    assert [v.reward for v in grade([problem, problem], ["Hi!", "Ho!"], TOKENS)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def reward(completions, **_): return (1, 0.5)",
+        "import numpy\ndef reward(completions, **_): return numpy.array([1, 0.5])",
+        "import torch\ndef reward(completions, **_): return torch.tensor([1, 0.5])",
+        "class Reward:\n    def __call__(self, completions): return [True, 0.5]\nreward = Reward()",
+        "import functools\ndef f(scale, completions): return [scale, 0.5]\nreward = functools.partial(f, 1.0)",
+    ],
+)
+def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
+    write(module, body)
+    grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
+    assert [v.reward for v in grade(PROBLEMS, TEXTS, TOKENS)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -62,30 +82,85 @@ def test_chat_prompts_give_chat_completions(module: str) -> None:
     [
         ("def reward(**_): return [1.0]", "returned 1 values for 2 completions"),
         ("def reward(**_): return 1.0", "returned float for 2 completions"),
+        ("def reward(**_): return '10'", "returned str for 2 completions"),
+        ("def reward(**_): return b'10'", "returned bytes for 2 completions"),
+        ("def reward(**_): return {1: 2, 3: 4}", "returned dict for 2 completions"),
+        ("def reward(**_): return {1, 2}", "returned set for 2 completions"),
+        ("def reward(**_): return (float(i) for i in range(2))", "returned generator for 2 completions"),
+        ("import torch\ndef reward(**_): return torch.tensor(1.0)", "returned Tensor for 2 completions"),
+        ("import torch\ndef reward(**_): return torch.ones(2, 3)", "return a finite number"),
         ("def reward(**_): return ['good', 'bad']", "returned 'good'; return a finite number"),
+        ("def reward(**_): return ['1.0', '0.0']", "returned '1.0'; return a finite number"),
         ("def reward(**_): return [float('nan'), 1.0]", "returned nan"),
+        ("async def reward(**_): return [1.0, 0.0]", "is a coroutine; write it without async"),
+        ("async def f(**_): return [1.0, 0.0]\ndef reward(**_): return f()", "is a coroutine; write it without async"),
+        ("def reward(**_):\n    return [{}['key']]", r"raised KeyError: 'key' \(.*\.py:2\)"),
+        ("import json\ndef reward(**_):\n    json.loads('')", r"raised JSONDecodeError: .* \(.*rewards_.*\.py:3\)"),
+        ("def reward(**_):\n    raise SystemExit(3)", r"raised SystemExit: 3 \(.*:2\)"),
+        ("def reward(**_):\n    raise ValueError('two\\nlines')", "raised ValueError: two lines"),
+        ("def reward(completions, gold): return []", "asks for the argument 'gold'; .* completion_ids, answer, unit"),
+        ("def reward(trainer_state, **_): return []", "asks for the argument 'trainer_state'"),
+        ("def reward(completions, /): return []", "asks for the argument 'completions'"),
         ("reward = 3", "is not a function"),
         ("def other(**_): return []", "has no 'reward'"),
+        ("def reward(:", r"importing .* raised SyntaxError: .* \(.*\.py:1\)"),
+        ("x = 1\n1 / 0", r"importing .* raised ZeroDivisionError: division by zero \(.*\.py:2\)"),
+        ("import a_package_that_is_not_there", r"importing .* No module named 'a_package_that_is_not_there' \(.*:1\)"),
+        ("import sys\nsys.exit('bye')", r"importing .* raised SystemExit: bye"),
     ],
 )
 def test_wrong_functions_are_refused_by_name(body: str, message: str, module: str) -> None:
     write(module, body)
+    with pytest.raises(UserError, match=message) as caught:
+        load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)(PROBLEMS, TEXTS, TOKENS)
+    assert module in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rw_none:reward", "no module 'rw_none'"),
+        ("json.no_such:reward", "no module 'json.no_such'"),
+        ("reward", "'module:function'"),
+        (":", "'module:function'"),
+        (":f", "'module:function'"),
+        (".rw:f", "'module:function'"),
+        ("rw:", "'module:function'"),
+        ("rw:f:g", "'module:function'"),
+        ("rw.py:f", "write 'rw:f'"),
+        ("rewards/rw.py:f", "write 'rw:f' and run in rewards"),
+        ("../x:f", "write 'x:f' and run in .."),
+        ("json:dumps", "asks for the argument 'obj'"),
+    ],
+)
+def test_names_of_no_function_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_grader(RewardConfig(function=f"{module}:reward"), None)(PROBLEMS, TEXTS)
+        load_grader(RewardConfig(function=name), None, PROBLEMS)
 
 
-def test_missing_modules_are_told_from_broken_ones(module: str) -> None:
-    with pytest.raises(UserError, match=f"no module '{module}'"):
-        load_grader(RewardConfig(function=f"{module}:reward"), None)
-    with pytest.raises(UserError, match="'module:function'"):
-        load_grader(RewardConfig(function="reward"), None)
-    write(module, "import a_package_that_is_not_there\n")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        load_grader(RewardConfig(function=f"{module}:reward"), None)
+def test_the_answer_arrives_as_the_data_have_it(module: str) -> None:
+    write(module, "def reward(completions, answer):\n    return [float(a == 6) for a in answer]\n")
+    problem = Problem(id="a", prompt="3+3", answer="6", columns={"answer": 6})
+    grade = load_grader(RewardConfig(function=f"{module}:reward"), None, [problem])
+    assert grade([problem], ["6"], [(1,)])[0].reward == 1.0
+
+
+def test_an_answer_that_the_data_lack_cannot_be_asked_for(module: str) -> None:
+    write(module, "def reward(completions, answer):\n    return [0.0]\n")
+    lacking = Problem(id="c", prompt="?", columns={"gold": "4"})
+    with pytest.raises(UserError, match="asks for the argument 'answer'; .* completion_ids, gold$"):
+        load_grader(RewardConfig(function=f"{module}:reward"), None, [lacking])
+
+
+def test_exact_needs_an_answer_of_every_problem() -> None:
+    lacking = Problem(id="c", prompt="?", columns={"gold": "4"}, place="data file p.jsonl, row 3")
+    with pytest.raises(UserError, match=r"p.jsonl, row 3: has no answer, .* are 'gold'; set data.answer_column"):
+        load_grader(RewardConfig(function="exact"), None, [*PROBLEMS, lacking])
 
 
 def test_exact_and_task() -> None:
-    grade = load_grader(RewardConfig(function="exact"), None)
-    assert [v.correct for v in grade(PROBLEMS, ["<think>x</think> 2", "5"])] == [True, False]
+    grade = load_grader(RewardConfig(function="exact"), None, PROBLEMS)
+    assert [v.correct for v in grade(PROBLEMS, ["<think>x</think> 2", "5"], TOKENS)] == [True, False]
     with pytest.raises(UserError, match="set reward.function to 'exact'"):
-        load_grader(RewardConfig(), None)
+        load_grader(RewardConfig(), None, PROBLEMS)

@@ -1,17 +1,11 @@
-"""Schedule, batching, metrics, run folders, checkpoints and polite stopping."""
+"""Schedule, batching, metrics, checkpoints and trackers."""
 
 import json
 import math
-import os
-import resource
-import signal
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -19,18 +13,16 @@ from hypothesis import strategies as st
 
 from factories import completion, row
 from threepo.config import Correction, RunConfig, ScheduleConfig
-from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.files import atomic_file, atomic_folder, write_text
+from threepo.errors import ThreepoWarning, UserError
 from threepo.methods.presets import GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW
-from threepo.runs import checkpoints, model_folder, read_metrics
+from threepo.runs import checkpoints, model_folder
 from threepo.training.batching import collate, pack
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
-from threepo.training.run_folder import RunFolder, completion_row
+from threepo.training.run_folder import RunFolder
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord
@@ -145,115 +137,6 @@ def test_correction_metrics_by_hand() -> None:
     assert not corrects_nothing(Correction(kind="seq_mis"), record_of([])), "a step without rows says nothing"
 
 
-# Files
-
-
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "file.txt"
-    write_text(path, "one")
-    with pytest.raises(ZeroDivisionError), atomic_file(path) as temporary:
-        temporary.write_text("half of tw")
-        _ = 1 / 0
-    assert path.read_text() == "one"
-    write_text(path, "two")
-    assert path.read_text() == "two"
-    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "checkpoint") as folder:
-        (folder / "weights").write_text("some")
-        _ = 1 / 0
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file.txt", "folder"]
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(policy: Policy, tmp_path: Path) -> None:
-    """The kernel's file-size limit stands in for a full disk: both refuse a write in the middle of a file."""
-    optimizer = IVON(policy.model.named_parameters())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-        with pytest.raises(UserError, match=r"cannot write .*big.*; free some space"):
-            write_text(tmp_path / "big", "x" * 100_000)
-        with pytest.raises(UserError, match=r"cannot write .*step-000001.*; free some space"):
-            save_checkpoint(tmp_path / "step-000001", policy, optimizer, TrainState(step=1))
-        folder = RunFolder.create(tmp_path / "run", RunConfig())
-        with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl.*; free some space"):
-            for step in range(1000):
-                folder.log({"step": step, "value": 1.0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
-    assert len(read_metrics(tmp_path / "run")) > 100
-
-
-def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
-            RunFolder.create(path, RunConfig())
-
-
-# Run folders
-
-
-def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", RunConfig(steps=5))
-    with pytest.raises(UserError, match="is in use by another process"):
-        RunFolder.open(tmp_path / "run")
-    folder.close()
-    with pytest.raises(UserError, match=r"holds a run of another config \(steps = 5 there, 6 here\)"):
-        RunFolder.create(tmp_path / "run", RunConfig(steps=6))
-    with pytest.raises(UserError, match="holds this run already; continue it with --resume"):
-        RunFolder.create(tmp_path / "run", RunConfig(steps=5))
-    opened, plain = RunFolder.open(tmp_path / "run")
-    assert plain["steps"] == 5
-    opened.close()
-    with pytest.raises(UserError, match="holds no run"):
-        RunFolder.open(tmp_path / "elsewhere")
-    (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        RunFolder.open(tmp_path / "run")
-
-
-def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from pathlib import Path; from threepo.config import RunConfig;"
-        "from threepo.training.run_folder import RunFolder;"
-        "f = RunFolder.create(Path(sys.argv[1]), RunConfig()); print('locked', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"locked\n"
-    with pytest.raises(UserError, match="in use"):
-        RunFolder.open(tmp_path / "run")
-    process.kill()
-    process.wait()
-    RunFolder.open(tmp_path / "run")[0].close()
-
-
-def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, RunConfig())
-    for step in range(5):
-        folder.log({"step": step, "value": math.nan if step == 2 else 0.1 * step})
-        folder.write_completions(step, [completion_row(step, completion(draw=Draw(1, step, 2)))])
-    folder.close()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "val')
-    rows = read_metrics(tmp_path)
-    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
-    assert rows[2]["value"] is None
-    assert rows[3]["value"] == 0.1 * 3
-    folder, _ = RunFolder.open(tmp_path)
-    folder.forget_after(3)
-    folder.log({"step": 3, "value": 9.0})
-    folder.close()
-    assert [(r["step"], r["value"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 0.1), (2, None), (3, 9.0)]
-    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [f"step-00000{i}.parquet" for i in range(3)]
-    saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
-    assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)
-    assert (saved["status"], saved["tokens"]) == ("wrong", [11, 12, 13])
-    assert saved["behaviour_logprob_sum"] == -3.0
-
-
 # Checkpoints
 
 
@@ -306,28 +189,6 @@ def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no complete checkpoint"):
         model_folder(tmp_path / "empty")
-
-
-# Stopping
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path: Path) -> None:
-    received = []
-    previous = signal.signal(number, lambda *_: received.append("second"))
-    try:
-        with polite_stop() as stop:
-            stop.obey(3, 10, tmp_path)
-            os.kill(os.getpid(), number)
-            assert stop.signal_number == number
-            assert received == []
-            os.kill(os.getpid(), number)
-            assert received == ["second"]
-            stop.obey(10, 10, tmp_path)  # all steps are done: nothing to interrupt
-            with pytest.raises(Interrupted, match=r"after step 3 of 10; continue with --resume"):
-                stop.obey(3, 10, tmp_path)
-    finally:
-        signal.signal(number, previous)
 
 
 # Trackers

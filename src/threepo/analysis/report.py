@@ -42,6 +42,8 @@ class RunReport:
             "se_before": first.get("eval/se_between"),
             "pass_at_1_after": last.get("eval/pass_at_1"),
             "se_after": last.get("eval/se_between"),
+            "reward_first": steps[0]["reward/mean"] if steps else None,
+            "reward_last": steps[-1]["reward/mean"] if steps else None,
             "zero_advantage_share": _mean([row["groups/zero_advantage_share"] for row in steps]),
             "seconds_per_step": statistics.median(row["time/step"] for row in steps) if steps else None,
             "rollouts": rollouts * len(steps),
@@ -63,15 +65,23 @@ def table(summaries: dict[str, dict[str, Any]]) -> Any:
     """The summaries as a rich table, a row per run."""
     from rich.table import Table
 
-    columns = ("run", "pass@1 before", "pass@1 after", "zero-adv.", "s/step", "rollouts")
-    result = Table(*columns, title="Held-out pass@1, mean and standard error over problems")
+    evaluated = any(s[f"pass_at_1_{at}"] is not None for s in summaries.values() for at in ("before", "after"))
+    scores = ("pass@1 before", "pass@1 after") if evaluated else ("reward first", "reward last")
+    title = "Held-out pass@1, mean and standard error over problems"
+    result = Table(
+        *("run", *scores, "zero-adv.", "s/step", "rollouts"),
+        title=title if evaluated else "Reward of the rollouts in the first and the last step; nothing was evaluated",
+    )
     for column in result.columns[1:]:
         column.justify = "right"
     for name, summary in summaries.items():
+        if evaluated:
+            cells = [_score(summary[f"pass_at_1_{at}"], summary[f"se_{at}"]) for at in ("before", "after")]
+        else:
+            cells = [_number(summary[f"reward_{at}"]) for at in ("first", "last")]
         result.add_row(
             name,
-            _score(summary["pass_at_1_before"], summary["se_before"]),
-            _score(summary["pass_at_1_after"], summary["se_after"]),
+            *cells,
             _percent(summary["zero_advantage_share"]),
             "-" if summary["seconds_per_step"] is None else f"{summary['seconds_per_step']:.2f}",
             f"{summary['rollouts']:,}",
@@ -135,6 +145,10 @@ def _score(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
     return f"{100 * value:.1f} %" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _percent(value: float | None) -> str:

@@ -44,6 +44,7 @@ class Correction:
     """Warn after this many steps in a row in which the correction dropped or truncated nothing; 0 never warns."""
 
     def __post_init__(self) -> None:
+        require(self.high > 0, "method.correction.high", self.high, "must be above 0; inf for no bound")
         require(
             0 <= self.low < self.high,
             "method.correction.low",
@@ -102,6 +103,12 @@ class Method:
             )
         if n == 0:
             self._refuse_without_draws()
+        if self.group_size == 1:
+            raise UserError(
+                f"method.rollouts_per_prompt = {g}: leaves one completion in each advantage group (draws = {n}, "
+                f"advantages = {self.advantages!r}), which has none to be compared with, so nothing can be learnt; "
+                f"set at least {2 * g}"
+            )
         if self.gradient_draws > 1 and self.gradient_at != "fresh":
             raise UserError(
                 f"method.gradient_draws = {self.gradient_draws}: only gradient_at = 'fresh' takes several; "

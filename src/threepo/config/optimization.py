@@ -1,5 +1,6 @@
 """Settings of the loss, the optimizers and the learning-rate schedule."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,10 +30,10 @@ class ObjectiveConfig:
         not_negative(self, "objective", "clip_high", "entropy_coefficient")
         positive(self, "objective", "mini_batches")
         require(
-            self.dual_clip == 0 or self.dual_clip > 1,
+            self.dual_clip == 0 or 1 < self.dual_clip < math.inf,
             "objective.dual_clip",
             self.dual_clip,
-            "must be 0 (off) or above 1",
+            "must be 0 (off) or above 1 and finite",
         )
 
 
@@ -95,7 +96,8 @@ class IVONConfig:
     """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
 
     def __post_init__(self) -> None:
-        positive(self, "optimizer", "lr", "ess", "hess_init", "clip_radius")
+        positive(self, "optimizer", "lr", "ess", "hess_init")
+        require(self.clip_radius > 0, "optimizer.clip_radius", self.clip_radius, "must be above 0; inf never clips")
         not_negative(self, "optimizer", "weight_decay", "noise_scale")
         check_betas(self.betas)
         if self.load_momentum and not self.load_hessian:

@@ -8,15 +8,18 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from threepo.config.checks import shown
 from threepo.errors import UserError
 
 Record = TypeVar("Record")
 Table = dict[str, Any]
+UNION_TABLES = ("optimizer",)
+"""Tables whose `kind` chooses between several records, with keys of their own."""
 
 
 def read_toml(path: Path) -> Table:
@@ -31,29 +34,55 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> Table:
     if not path.is_file():
         raise UserError(f"recipe {path}: no such file; `threepo train --list` names the recipes that come with threepo")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path}: not valid TOML: {error}") from error
     base = table.pop("extends", None)
     if base is None:
         return table
     if not isinstance(base, str):
-        raise UserError(f"recipe {path}: extends = {base!r}: must be the path of another recipe, as text")
+        raise UserError(f"recipe {path}: extends = {shown(base)}: must be the path of another recipe, as text")
     return merge(_read_toml(path.parent / base, (*seen, path)), table)
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
     """`base` with the values of `top` laid over it, table by table.
 
-    A table that names another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON.
+    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON. Elsewhere a
+    `kind` is a key like others.
     """
-    if base.get("kind", top.get("kind")) != top.get("kind", base.get("kind")):
-        return dict(top)
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        if not isinstance(below, Mapping) or not isinstance(value, Mapping) or _replaces(key, below, value):
+            merged[key] = value
+        else:
+            merged[key] = merge(below, value)
     return merged
+
+
+def _replaces(key: str, below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
+    return key in UNION_TABLES and "kind" in below and above.get("kind", below["kind"]) != below["kind"]
+
+
+def parse_overrides(texts: Sequence[str]) -> Table:
+    """All overrides as one table, whatever their order; the last one of a key counts.
+
+    They are joined before they are laid over a recipe: a `kind` among them replaces the recipe's table, not the
+    overrides given before it.
+    """
+    table: Table = {}
+    for text in texts:
+        _join(table, parse_override(text))
+    return table
+
+
+def _join(table: Table, more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, Mapping) and isinstance(table.get(key), dict):
+            _join(table[key], value)
+        else:
+            table[key] = value
 
 
 def parse_override(text: str) -> Table:
@@ -106,29 +135,29 @@ def _unknown(path: str, key: str, known: list[str], is_key: bool, kind: str | No
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
+            raise UserError(f"{path} = {shown(value)}: is a table; write its keys under [{path}]")
         return build(typing.cast(type, hint), value, path)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in args:
-            raise UserError(f"{path} = {value!r}: must be one of {', '.join(map(repr, args))}")
+            raise UserError(f"{path} = {shown(value)}: must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
         return _convert_tuple(args, value, path)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise UserError(f"{path} = {value!r}: must be a table of names and values")
+            raise UserError(f"{path} = {shown(value)}: must be a table of names and values")
         return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     return _convert_scalar(hint, value, path)
 
 
 def _convert_tuple(args: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise UserError(f"{path} = {value!r}: must be a list, such as [{value!r}]")
+        raise UserError(f"{path} = {shown(value)}: must be a list, such as [{shown(value)}]")
     if len(args) == 2 and args[1] is Ellipsis:
         args = (args[0],) * len(value)
     if len(args) != len(value):
-        raise UserError(f"{path} = {list(value)!r}: must have {len(args)} values")
+        raise UserError(f"{path} = {shown(value)}: must have {len(args)} values")
     return tuple(_convert(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(args, value, strict=True)))
 
 
@@ -136,11 +165,11 @@ def _choose_kind(records: tuple[Any, ...], f: Field[Any], value: Any, path: str)
     """The one of several records that the table's `kind` names; without one, that of the field's default."""
     kinds = {record.kind: record for record in records}
     if not isinstance(value, Mapping):
-        raise UserError(f"{path} = {value!r}: is a table; write its keys under [{path}]")
+        raise UserError(f"{path} = {shown(value)}: is a table; write its keys under [{path}]")
     assert f.default_factory is not MISSING, "a field of several kinds has a default to choose by"
     kind = value.get("kind", f.default_factory().kind)
-    if kind not in kinds:
-        raise UserError(f"{path}.kind = {kind!r}: must be one of {', '.join(map(repr, kinds))}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UserError(f"{path}.kind = {shown(kind)}: must be one of {', '.join(map(repr, kinds))}")
     return kinds[kind], value
 
 
@@ -149,7 +178,7 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if type(value) is not hint:
         wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-        raise UserError(f"{path} = {value!r}: must be {wanted}, not {_kind_of(value)}")
+        raise UserError(f"{path} = {shown(value)}: must be {wanted}, not {_kind_of(value)}")
     return value
 
 

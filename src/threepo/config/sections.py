@@ -1,11 +1,15 @@
 """Settings of the run, the model, the problems and the engine: tables that recipes of every kind share."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from threepo.config.checks import not_negative, positive, require
 from threepo.errors import UserError
+
+MOST_THREADS = 1024
+"""More than any one machine runs well; far beyond it the process dies of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         positive(self, "run", "steps")
         not_negative(self, "run", "seed", "checkpoint_every", "keep_checkpoints", "threads")
+        require(self.seed < 1 << 63, "run.seed", self.seed, "must be below 2**63")
+        require(self.threads <= MOST_THREADS, "run.threads", self.threads, f"must be at most {MOST_THREADS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +97,12 @@ class DataConfig:
     """[data]: the problems, and how they are put to the policy."""
 
     train: str
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, or a .jsonl or .parquet file."""
+    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, or a .jsonl or .parquet file. `threepo eval` does
+    without where `eval` is set."""
     eval: str = ""
     """The same for held-out problems; empty: the held-out half of a procedural task named in `train`."""
     levels: tuple[int, ...] = ()
-    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default."""
+    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: int = 32
     """Prompts a step, P."""
     seed: int = 0
@@ -103,13 +110,17 @@ class DataConfig:
     prompt_column: str = "prompt"
     """Column of a file that holds the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column of a file that holds the reference answer; may be missing from the file."""
+    """Column of a file that holds the reference answer; only a reward function of your own can do without. It
+    reaches such a function as `answer` too, as the file has it, unless another column has that name."""
     prompt_template: str = "{prompt}"
     """Text put around a plain prompt; `{prompt}` marks its place."""
     system_prompt: str = ""
-    """System message put before a plain prompt when the tokenizer has a chat template."""
+    """System message put before a plain prompt; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
     """`auto`: a plain prompt becomes a user message wherever the tokenizer has a chat template."""
+    too_long: Literal["error", "drop"] = "error"
+    """Problems of a file whose prompt and longest completion exceed the model's context: `error` refuses the file
+    before anything runs; `drop` leaves them out and says how many."""
 
     def __post_init__(self) -> None:
         require(bool(self.train), "data.train", self.train, "name a procedural task, reasoning-gym:NAME or a file")
@@ -119,6 +130,13 @@ class DataConfig:
             "data.prompt_template",
             self.prompt_template,
             "must contain {prompt}, where the problem's text goes",
+        )
+        require(
+            not self.system_prompt or self.chat_template == "auto",
+            "data.system_prompt",
+            self.system_prompt,
+            "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
+            "data.prompt_template",
         )
 
 
@@ -142,7 +160,7 @@ class DemonstrationConfig:
         positive(self, "demonstrations", "batch_size")
         shares = self.behaviours.values()
         require(
-            bool(shares) and all(share >= 0 for share in shares) and sum(shares) > 0,
+            bool(shares) and all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
             "demonstrations.behaviours",
             dict(self.behaviours),
             "give at least one behaviour a share above 0, and none below",
@@ -155,9 +173,13 @@ class RewardConfig:
 
     function: str = "task"
     """`task`: the verifier of the procedural task; `exact`: the answer must equal the reference; or your own
-    `module:function`, called as TRL calls them: f(prompts=..., completions=..., <columns>=...) -> a number each."""
+    `module:function`, called as TRL calls them: f(prompts=..., completions=..., completion_ids=..., <columns>=...),
+    with those that it has arguments for, -> a number each."""
     correct_from: float = 1.0
     """A completion counts as correct when the value that your own function returns is at least this."""
+
+    def __post_init__(self) -> None:
+        require(not math.isnan(self.correct_from), "reward.correct_from", self.correct_from, "must be a number")
 
 
 @dataclass(frozen=True, kw_only=True)

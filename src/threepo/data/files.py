@@ -12,6 +12,8 @@ from threepo.errors import UserError
 from threepo.types import Problem
 
 SUFFIXES = (".jsonl", ".parquet")
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What threepo itself hands to reward functions; no column may have these names."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,14 @@ class FileProblems:
         rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
         if not rows:
             raise UserError(f"data file {path}: holds no problems")
-        problems = tuple(_problem(path, number, row, settings) for number, row in enumerate(rows, start=1))
+        names = tuple(dict.fromkeys(name for row in rows for name in row))
+        for name in names:
+            if name in RESERVED and name != settings.prompt_column:
+                raise UserError(
+                    f"data file {path}: has a column {name!r}, the name of what threepo hands to reward functions "
+                    f"itself; rename the column"
+                )
+        problems = tuple(_problem(path, number, row, names, settings) for number, row in enumerate(rows, start=1))
         seen: dict[str, int] = {}
         for number, problem in enumerate(problems, start=1):
             if problem.id in seen:
@@ -55,10 +64,19 @@ class FileProblems:
         """The first `count` problems of the file, in its order."""
         return self.problems[:count]
 
+    def known(self) -> Sequence[Problem]:
+        """All problems."""
+        return self.problems
+
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data file {path}: is no UTF-8 text ({error.reason}); save it as UTF-8") from error
+    # Only "\n" ends a row: JSON strings may hold the other characters that str.splitlines takes for line ends.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -82,22 +100,34 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _problem(path: Path, number: int, row: dict[str, Any], settings: DataConfig) -> Problem:
+def _problem(path: Path, number: int, row: dict[str, Any], names: Sequence[str], settings: DataConfig) -> Problem:
+    """A row as a problem; it has all columns of the file, None where the row has no such."""
+    place = f"data file {path}, row {number}"
     if settings.prompt_column not in row:
         raise UserError(
-            f"data file {path}, row {number}: no column {settings.prompt_column!r}; it has "
-            f"{', '.join(map(repr, row))}; set data.prompt_column"
+            f"{place}: no column {settings.prompt_column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column"
         )
     prompt = row[settings.prompt_column]
-    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str):
-        raise UserError(f"data file {path}, row {number}: the prompt must be text or a list of chat messages")
-    columns = {key: value for key, value in row.items() if key != settings.prompt_column}
+        raise UserError(
+            f"{place}: the prompt must be text or a list of chat messages, one or more, each with its role and content "
+            f"as text"
+        )
+    columns = {name: row.get(name) for name in names if name != settings.prompt_column}
     answer = row.get(settings.answer_column)
+    if settings.answer_column in names:
+        columns.setdefault("answer", answer)
+    own_id = row.get("id")
     return Problem(
-        id=str(row.get("id", f"{path.name}:{number}")),
+        id=f"{path.name}:{number}" if own_id is None else str(own_id),
         prompt=prompt,
         answer="" if answer is None else str(answer),
         columns=columns,
+        place=place,
     )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

@@ -24,6 +24,9 @@ class ProblemSource(Protocol):
     def first(self, count: int) -> Sequence[Problem]:
         """Up to `count` problems, always the same."""
 
+    def known(self) -> Sequence[Problem]:
+        """All problems of a finite source, and an example of an endless one: what can be checked beforehand."""
+
 
 @dataclass(frozen=True)
 class OpenedSource:
@@ -36,12 +39,15 @@ class OpenedSource:
 
 def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
     """Open a procedural task, a reasoning-gym data set or a file; `UserError` names what there is."""
-    if name.startswith(PREFIX):
-        gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
-        return OpenedSource(gym, gym.verify)
     if name in TASKS:
         task = TASKS[name]
         return OpenedSource(ProceduralProblems(task, split, settings.seed, settings.levels), task.verify)
+    if settings.levels and not {settings.train, settings.eval} & set(TASKS):
+        levels = list(settings.levels)
+        raise UserError(f"data.levels = {levels}: only procedural tasks have levels, not {name}; leave it out")
+    if name.startswith(PREFIX):
+        gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
+        return OpenedSource(gym, gym.verify)
     if Path(name).suffix in SUFFIXES:
         return OpenedSource(FileProblems.read(Path(name), settings), None)
     near = difflib.get_close_matches(name, TASKS, n=1)

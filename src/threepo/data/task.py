@@ -76,6 +76,10 @@ class Endless(ABC):
         """The first `count` problems, for evaluation."""
         return [self.problem(i) for i in range(count)]
 
+    def known(self) -> Sequence[Problem]:
+        """The first problem, as an example."""
+        return self.first(1)
+
 
 @dataclass(frozen=True)
 class ProceduralProblems(Endless):

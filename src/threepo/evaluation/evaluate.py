@@ -10,7 +10,7 @@ from threepo.evaluation.pass_at_k import StandardErrors, ks_up_to, mean_pass_at_
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader
+from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
 from threepo.types import Completion, Draw, Problem, Request
 
@@ -85,9 +85,7 @@ class Examination:
         ]
         # An address of its own: training on these very problems must not have sampled the same completions.
         completions = engine.generate(requests, sampling, address_key("threepo-eval", self.seed)[0] >> 1)
-        verdicts = self.grader([c.problem for c in completions], [c.text for c in completions])
-        graded = [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
-        return score(graded, settings.samples)
+        return score(graded(self.grader, completions), settings.samples)
 
 
 def score(completions: Sequence[Completion], samples: int) -> Evaluation:

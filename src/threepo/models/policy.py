@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
+from threepo.models.loading import load_pretrained, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_plain_head, token_logprobs
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
-from threepo.runs import model_folder
 from threepo.types import Problem
 
 
@@ -80,16 +78,47 @@ class Policy:
 
     def encode_prompt(self, problem: Problem, settings: DataConfig, max_new_tokens: int) -> tuple[int, ...]:
         """Prompt tokens of a problem; `UserError` if prompt and completion cannot fit into the model's context."""
-        text = self._prompt_text(problem, settings)
-        tokens = tuple(self.tokenizer(text, add_special_tokens=not self._uses_chat(problem, settings))["input_ids"])
-        if not tokens:
-            raise UserError(f"problem {problem.id}: its prompt is empty; every problem needs at least one token")
-        if len(tokens) + max_new_tokens > self.context:
-            raise UserError(
-                f"problem {problem.id}: prompt of {len(tokens)} tokens and max_new_tokens = {max_new_tokens} exceed "
-                f"the model's context of {self.context}; shorten the prompt or lower max_new_tokens"
-            )
+        tokens = self.prompt_tokens([problem], settings)[0]
+        self.check_length(problem, tokens, max_new_tokens)
         return tokens
+
+    def prompt_tokens(self, problems: Sequence[Problem], settings: DataConfig) -> list[tuple[int, ...]]:
+        """Prompt tokens of many problems, whatever their length; the tokenizer reads many at once much faster."""
+        texts = [self._prompt_text(problem, settings) for problem in problems]
+        chats = [self._uses_chat(problem, settings) for problem in problems]
+        tokens: list[tuple[int, ...]] = [()] * len(problems)
+        for chat in set(chats):  # a chat template writes the special tokens itself
+            mine = [i for i, uses in enumerate(chats) if uses == chat]
+            encoded = self.tokenizer([texts[i] for i in mine], add_special_tokens=not chat)["input_ids"]
+            for i, ids in zip(mine, encoded, strict=True):
+                tokens[i] = tuple(ids)
+        for problem, ids in zip(problems, tokens, strict=True):
+            if not ids:
+                raise UserError(f"{problem.label}: its prompt is empty; every problem needs at least one token")
+            self.check_vocabulary(problem, ids)
+        return tokens
+
+    def check_vocabulary(self, problem: Problem, tokens: Sequence[int]) -> None:
+        """Raise `UserError` for a token that the model has no embedding for."""
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        if max(tokens) >= rows:
+            raise UserError(
+                f"{problem.label}: its text has token {max(tokens)}, but the model has {rows} embeddings; tokenizer "
+                f"and model in model.path do not belong together"
+            )
+
+    def fits(self, tokens: Sequence[int], max_new_tokens: int) -> bool:
+        """Whether a prompt and a completion fit into the model's context."""
+        return len(tokens) + max_new_tokens <= self.context
+
+    def check_length(self, problem: Problem, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """Raise `UserError` if prompt and completion do not fit into the model's context."""
+        if not self.fits(tokens, max_new_tokens):
+            raise UserError(
+                f"{problem.label}: prompt of {len(tokens)} tokens and max_new_tokens = {max_new_tokens} exceed "
+                f"the model's context of {self.context}; shorten the prompt, lower max_new_tokens, or leave such "
+                f"problems of a file out with data.too_long = 'drop'"
+            )
 
     def _uses_chat(self, problem: Problem, settings: DataConfig) -> bool:
         if not isinstance(problem.prompt, str):
@@ -98,10 +127,15 @@ class Policy:
 
     def _prompt_text(self, problem: Problem, settings: DataConfig) -> str:
         if not self._uses_chat(problem, settings):
+            if settings.system_prompt:
+                raise UserError(
+                    f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template to put it "
+                    f"into; use a tokenizer with one, or put the text into data.prompt_template"
+                )
             return settings.prompt_template.replace("{prompt}", str(problem.prompt))
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"problem {problem.id}: its prompt is a list of chat messages, but the tokenizer has no chat template; "
+                f"{problem.label}: its prompt is a list of chat messages, but the tokenizer has no chat template; "
                 f"use a tokenizer with one, or give the prompts as text"
             )
         messages: Sequence[Mapping[str, str]]
@@ -111,21 +145,12 @@ class Policy:
             messages = [*system, {"role": "user", "content": content}]
         else:
             messages = [dict(message) for message in problem.prompt]
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-
-def pick_device(name: str) -> torch.device:
-    """The torch device for a `model.device` setting; `UserError` if it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'"
-        ) from error
-    return device
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program of the tokenizer's maker, and may raise anything
+            raise UserError(
+                f"{problem.label}: the tokenizer's chat template failed on it: {type(error).__name__}: {error}"
+            ) from error
 
 
 def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
@@ -135,7 +160,7 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     if settings.path in TINY_MODELS:
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
-        model, tokenizer = _load_pretrained(settings.path)
+        model, tokenizer = load_pretrained(settings.path)
     model.to(device).eval()
     if settings.gradient_checkpointing:
         _recompute_activations(model)
@@ -156,35 +181,3 @@ def _recompute_activations(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     model.train()
-
-
-def _load_pretrained(path: str) -> tuple[Any, Any]:
-    folder = Path(path)
-    if path.startswith((".", "/", "~")) or folder.exists():
-        folder = model_folder(folder.expanduser())
-        if not (folder / "config.json").is_file():
-            raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
-        if not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        ):
-            raise UserError(
-                f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
-                f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"
-            )
-        path = str(folder)
-    try:
-        tokenizer = _load_tokenizer(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model.path = {path!r}: cannot be loaded: {reason}") from error
-    return model, tokenizer
-
-
-def _load_tokenizer(path: str) -> Any:
-    # AutoTokenizer gives some model types (qwen2) their family's tokenizer whatever the folder says. A folder whose
-    # tokenizer was saved as the plain TokenizersBackend means what its tokenizer.json says, and another would encode
-    # the same text differently without a word.
-    if get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend":
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    return AutoTokenizer.from_pretrained(path)

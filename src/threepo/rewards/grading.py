@@ -5,29 +5,39 @@ A user's function is called the way TRL calls reward functions:
     def reward(prompts, completions, answer, **columns):
         return [float(c.strip() == a) for c, a in zip(completions, answer)]
 
-`prompts` and `completions` are texts (or lists of chat messages, where the prompts are), every other argument is a
-column of the data, and the result is one number per completion; None means that the function could not judge it.
+`prompts` and `completions` are texts (or lists of chat messages, where the prompts are), `completion_ids` the tokens;
+every other argument is a column of the data, its values as the file has them. The result is one number per
+completion; None means that the function could not judge it.
 """
 
-import importlib
-import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from threepo.answers import exact_match
 from threepo.config import RewardConfig
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict
+from threepo.rewards.user_function import UserFunction
+from threepo.types import Completion, Problem, Verdict
 
 Verify = Callable[[Problem, str], Verdict]
-Grader = Callable[[Sequence[Problem], Sequence[str]], list[Verdict]]
 
 
-def load_grader(settings: RewardConfig, verify: Verify | None) -> Grader:
-    """The grader that `reward.function` names; `verify` is the data source's own verifier, if it has one."""
+class Grader(Protocol):
+    """Judges completions: a verdict for each."""
+
+    def __call__(
+        self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
+    ) -> list[Verdict]:
+        """Each text is a completion of the problem at its place, made of the tokens at its place."""
+
+
+def load_grader(settings: RewardConfig, verify: Verify | None, known: Sequence[Problem]) -> Grader:
+    """The grader that `reward.function` names; `verify` is the data source's own verifier, if it has one.
+
+    `known` are problems that it will have to do with: what it lacks of them is said now, and not in the run.
+    """
     if settings.function == "task":
         if verify is None:
             raise UserError(
@@ -36,79 +46,46 @@ def load_grader(settings: RewardConfig, verify: Verify | None) -> Grader:
             )
         return _one_by_one(verify)
     if settings.function == "exact":
+        for problem in known:
+            if not problem.answer.strip():
+                raise UserError(
+                    f"{problem.label}: has no answer, and reward.function = 'exact' needs one; its columns beside the "
+                    f"prompt are {', '.join(map(repr, problem.columns)) or 'none'}; set data.answer_column"
+                )
         return _one_by_one(exact_match)
-    return _user_grader(settings)
+    return _user_grader(settings, known)
+
+
+def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
+    """The completions with their verdicts."""
+    verdicts = grader([c.problem for c in completions], [c.text for c in completions], [c.tokens for c in completions])
+    return [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
 
 
 def _one_by_one(verify: Verify) -> Grader:
-    def grade(problems: Sequence[Problem], completions: Sequence[str]) -> list[Verdict]:
-        return [verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
+    def grade(problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[Verdict]:
+        return [verify(problem, text) for problem, text in zip(problems, texts, strict=True)]
 
     return grade
 
 
-def _user_grader(settings: RewardConfig) -> Grader:
-    name = settings.function
-    function = _import_function(name)
+def _user_grader(settings: RewardConfig, known: Sequence[Problem]) -> Grader:
+    function = UserFunction(settings.function)
+    function.check(known)
 
-    def grade(problems: Sequence[Problem], completions: Sequence[str]) -> list[Verdict]:
-        values = function(**_arguments(function, problems, completions))
-        if not isinstance(values, Sequence) or len(values) != len(completions):
-            got = f"{len(values)} values" if isinstance(values, Sequence) else type(values).__name__
-            raise UserError(
-                f"reward.function {name}: returned {got} for {len(completions)} completions; "
-                f"return a list of one number each"
-            )
-        return [_verdict(name, value, settings.correct_from) for value in values]
+    def grade(problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[Verdict]:
+        values = function(problems, texts, tokens)
+        return [_verdict(settings.function, value, settings.correct_from) for value in values]
 
     return grade
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        raise UserError(f"reward.function = {name!r}: must be 'task', 'exact' or 'module:function'")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # a reward file beside the data is the common case
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.partition(".")[0] and error.name != module_name:
-            raise  # the user's module is there, and itself imports something that is not
-        raise UserError(
-            f"reward.function = {name!r}: no module {module_name!r} in {here} or the environment"
-        ) from error
-    except AttributeError as error:
-        raise UserError(f"reward.function = {name!r}: module {module_name!r} has no {function_name!r}") from error
-    if not callable(function):
-        raise UserError(f"reward.function = {name!r}: is not a function")
-    return function  # type: ignore[no-any-return]
-
-
-def _arguments(
-    function: Callable[..., Any], problems: Sequence[Problem], completions: Sequence[str]
-) -> dict[str, list[Any]]:
-    prompts: list[Any] = [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems]
-    texts: list[Any] = [
-        text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
-        for problem, text in zip(problems, completions, strict=True)
-    ]
-    arguments = {"prompts": prompts, "completions": texts, "answer": [p.answer for p in problems]}
-    for column in dict.fromkeys(key for problem in problems for key in problem.columns):
-        arguments[column] = [problem.columns.get(column) for problem in problems]
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return arguments
-    return {p.name: arguments[p.name] for p in parameters if p.name in arguments}
 
 
 def _verdict(name: str, value: Any, correct_from: float) -> Verdict:
     if value is None:
         return Verdict(correct=False, status="error", answer=None, reward=0.0)
     try:
-        reward = float(value)
-    except (TypeError, ValueError):
+        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
         reward = math.nan
     if not math.isfinite(reward):
         raise UserError(

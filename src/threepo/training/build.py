@@ -1,7 +1,8 @@
 """From a checked recipe to the parts of a run."""
 
+import sys
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,15 +17,16 @@ from threepo.config import (
     RewardConfig,
     SamplingConfig,
 )
-from threepo.data.source import open_heldout
-from threepo.errors import ThreepoWarning
+from threepo.data.files import FileProblems
+from threepo.data.source import OpenedSource, ProblemSource
+from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.evaluate import Examination
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics, sigma_growth
-from threepo.rewards.grading import load_grader
+from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
 from threepo.runs import checkpoints, model_folder
@@ -106,10 +108,54 @@ def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
     return LocalEngine(policy, settings)
 
 
+@dataclass(frozen=True)
+class GradedProblems:
+    """Problems, and the grader of their completions."""
+
+    problems: ProblemSource
+    grader: Grader
+
+
+def with_grader(source: OpenedSource, reward: RewardConfig) -> GradedProblems:
+    """Problems with the grader that the recipe names; `UserError` if it lacks anything of them."""
+    return GradedProblems(source.problems, load_grader(reward, source.verify, source.problems.known()))
+
+
+def fitting(source: ProblemSource, policy: Policy, data: DataConfig, max_new_tokens: int) -> ProblemSource:
+    """The problems of a file that fit into the model's context; the others are refused or left out (data.too_long).
+
+    Endless sources come back as they are: their problems are checked as they come.
+    """
+    if not isinstance(source, FileProblems):
+        return source
+    tokens = policy.prompt_tokens(source.problems, data)
+    kept = []
+    for problem, prompt in zip(source.problems, tokens, strict=True):
+        if data.too_long == "error":
+            policy.check_length(problem, prompt, max_new_tokens)
+        if policy.fits(prompt, max_new_tokens):
+            kept.append(problem)
+    dropped = len(source.problems) - len(kept)
+    if not kept:
+        raise UserError(
+            f"data file {source.path}: no prompt fits into the model's context of {policy.context} with max_new_tokens "
+            f"= {max_new_tokens}; lower it"
+        )
+    if dropped:
+        print(
+            f"threepo: data file {source.path}: left out {dropped} of {len(source.problems)} problems, too long for "
+            f"the model's context of {policy.context} with max_new_tokens = {max_new_tokens}",
+            file=sys.stderr,
+        )
+    return replace(source, problems=tuple(kept))
+
+
 def build_examination(
-    data: DataConfig, reward: RewardConfig, settings: EvalConfig, sampling: SamplingConfig, seed: int
+    heldout: GradedProblems, policy: Policy, data: DataConfig, settings: EvalConfig, sampling: SamplingConfig, seed: int
 ) -> Examination:
-    """The held-out problems of a recipe, with their grader."""
-    source = open_heldout(data)
-    grader = load_grader(reward, source.verify)
-    return Examination(source.problems.first(settings.problems), grader, data, settings, sampling, seed)
+    """The held-out problems as every policy will be asked them; `UserError` if one cannot be put to the model."""
+    longest = settings.max_new_tokens or sampling.max_new_tokens
+    problems = fitting(heldout.problems, policy, data, longest).first(settings.problems)
+    for problem, tokens in zip(problems, policy.prompt_tokens(problems, data), strict=True):
+        policy.check_length(problem, tokens, longest)
+    return Examination(problems, heldout.grader, data, settings, sampling, seed)

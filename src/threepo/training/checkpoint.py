@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
@@ -71,7 +72,7 @@ def load_train_state(path: Path) -> TrainState:
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
-    tensors = load_file(path / _OPTIMIZER_FILE)
+    tensors = _load(path / _OPTIMIZER_FILE)
     named = named_in_groups(optimizer.param_groups)
     if isinstance(optimizer, IVON):
         Posterior.from_pretrained(path).load_into(optimizer)
@@ -95,10 +96,19 @@ def load_momentum(path: Path, optimizer: IVON) -> None:
     file = path / _OPTIMIZER_FILE
     if not file.is_file():
         raise UserError(f"{path}: holds no {_OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
-    tensors = load_file(file)
+    tensors = _load(file)
     for name, p, _ in named_in_groups(optimizer.param_groups):
         if p.requires_grad:
             optimizer.state[p]["momentum"].copy_(tensors[f"momentum/{name}"])
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file}: cannot be read ({error}); delete the checkpoint to resume from an older one"
+        ) from error
 
 
 def _optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:

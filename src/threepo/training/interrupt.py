@@ -1,4 +1,4 @@
-"""Stopping politely: SIGTERM and Ctrl-C end training after the step in progress, with a checkpoint."""
+"""Stopping politely: SIGTERM, SIGHUP and Ctrl-C end training after the step in progress, with a checkpoint."""
 
 import signal
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class StopRequest:
 
 @contextmanager
 def polite_stop() -> Iterator[StopRequest]:
-    """Within the body, the first SIGTERM or SIGINT only sets the request; a second one ends the process at once.
+    """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process.
 
     Signal handlers belong to the main thread; in any other the request simply never comes.
     """
@@ -41,7 +41,9 @@ def polite_stop() -> Iterator[StopRequest]:
             signal.signal(each, handler)
 
     try:
-        for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        for number in (int(signal.SIGTERM), int(signal.SIGHUP), int(signal.SIGINT)):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started under `nohup`, to outlive its terminal
             previous[number] = signal.signal(number, handle)
     except ValueError:  # not in the main thread
         previous.clear()

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -17,6 +19,9 @@ from rich.progress import (
 
 LINE_EVERY = 15.0
 """Seconds between lines when the output is no terminal."""
+
+WIDTHS = (75, 110)
+"""On terminals narrower than these the first number alone is shown, without times; there is no bar."""
 
 
 class Reporter:
@@ -33,6 +38,8 @@ class Reporter:
         """`done` of the total are finished; `numbers` are shown by name."""
         text = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
         if self._bar is not None and self._task is not None:
+            if self._console.width < WIDTHS[0]:
+                text = text.partition("  ")[0]
             self._bar.update(self._task, completed=done, numbers=text)
             return
         now = time.monotonic()
@@ -47,20 +54,26 @@ class Reporter:
 
 
 @contextmanager
-def progress(title: str, total: int, start: int = 0, console: Console | None = None) -> Iterator[Reporter]:
+def progress(
+    title: str, total: int, start: int = 0, folder: Path = Path(), console: Console | None = None
+) -> Iterator[Reporter]:
     """A reporter for a loop of `total` steps of which `start` are done; standard error is where it writes."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
+        from_step = f", from step {start}" if start else ""
+        console.print(f"{title}: {total} steps{from_step}, in {folder}", highlight=False, soft_wrap=True)
         yield Reporter(title, total, start, console, None)
         return
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*_columns(console.width), console=console) as bar:
         yield Reporter(title, total, start, console, bar)
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """What the width has room for: the title, n/N and the numbers always, then times, then a bar."""
+    columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}"), MofNCompleteColumn()]
+    columns.append(TextColumn("{task.fields[numbers]}"))
+    if width >= WIDTHS[0]:
+        columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+    if width >= WIDTHS[1]:
+        columns.insert(1, BarColumn(bar_width=24))
+    return columns

@@ -4,19 +4,30 @@ Imports no torch, so that a mistake in a recipe is reported at once.
 """
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config import EvaluationConfig, TrainConfig
-from threepo.config.reader import build, merge, parse_override, read_toml, to_plain
+from threepo.config import EvaluationConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.config.checks import shown
+from threepo.config.reader import build, merge, parse_overrides, read_toml, to_plain
+from threepo.data.files import SUFFIXES
 from threepo.errors import UserError
 from threepo.methods.presets import PRESETS
 from threepo.runs import CHECKPOINTS, CONFIG, read_json
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
+
+_EVALUATION_READS = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
+"""Of these tables an evaluation reads a few keys; of the others all but the next."""
+_EVALUATION_IGNORES = {
+    ("model", "path"): "the model is the command's first argument",
+    ("eval", "every"): "it belongs to training",
+    ("data", "prompts_per_step"): "it belongs to training; eval.problems says how many problems there are",
+}
 
 
 def recipes_folder() -> Path:
@@ -37,6 +48,10 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), recipes_folder() / f"{name}.toml"):
         if path.is_file():
             return path
+    if (Path(name) / CONFIG).is_file():
+        raise UserError(f"recipe {name}: is a run folder; continue the run with --resume {name}")
+    if Path(f"{name}.toml").is_file():
+        raise UserError(f"recipe {name}: no such file; did you mean {name}.toml?")
     near = difflib.get_close_matches(name, shipped_recipes(), n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
@@ -44,15 +59,35 @@ def find_recipe(name: str) -> Path:
 
 def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
-    table = read_toml(find_recipe(recipe)) if recipe else {}
-    for text in overrides:
-        table = merge(table, parse_override(text))
+    table = merge(read_toml(find_recipe(recipe)) if recipe else {}, parse_overrides(overrides))
     if record is TrainConfig:
         table = apply_preset(table)
     run = table.setdefault("run", {})
     if recipe and isinstance(run, dict):
         run.setdefault("folder", str(Path("runs") / Path(recipe).with_suffix("").name))
-    return build(record, table)
+    return resolve_paths(build(record, table))
+
+
+def resolve_paths(config: Config) -> Config:
+    """The same configuration with `~` and relative paths spelt out, so that it means the same in any directory."""
+    path = config.model.path
+    if path.startswith(("~", ".")) or Path(path).is_dir():
+        config = replace(config, model=replace(config.model, path=_absolute(path)))
+    config = replace(config, run=replace(config.run, folder=os.path.expanduser(config.run.folder)))
+    if not isinstance(config, SFTConfig):
+        train, heldout = (
+            _absolute(name) if name.endswith(SUFFIXES) else name for name in (config.data.train, config.data.eval)
+        )
+        config = replace(config, data=replace(config.data, train=train, eval=heldout))
+    if not isinstance(config, EvaluationConfig) and isinstance(config.optimizer, IVONConfig):
+        hessian = config.optimizer.load_hessian
+        optimizer = replace(config.optimizer, load_hessian=_absolute(hessian) if hessian else "")
+        config = replace(config, optimizer=optimizer)
+    return config
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def load_evaluation(model: str, recipe: str, overrides: Sequence[str]) -> EvaluationConfig:
@@ -67,9 +102,26 @@ def load_evaluation(model: str, recipe: str, overrides: Sequence[str]) -> Evalua
         table = read_json(Path(model) / CONFIG)
     known = {f.name for f in fields(EvaluationConfig)}
     table = {name: value for name, value in table.items() if name in known}
-    for text in overrides:
-        table = merge(table, parse_override(text))
-    return build(EvaluationConfig, merge(table, {"model": {"path": model}}))
+    given = parse_overrides(overrides)
+    _refuse_unread(given)
+    table = merge(merge(table, given), {"model": {"path": model}})
+    data = table.get("data", {})
+    if isinstance(data, Mapping) and not data.get("train"):
+        if not data.get("eval"):
+            raise UserError("data.eval is missing: name the problems to evaluate on, or a task in data.train")
+        table["data"] = {**data, "train": data["eval"]}
+    return resolve_paths(build(EvaluationConfig, table))
+
+
+def _refuse_unread(given: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an override that an evaluation would not read: silence would look like obedience."""
+    for table, keys in given.items():
+        for key, value in keys.items() if isinstance(keys, Mapping) else ():
+            reason = _EVALUATION_IGNORES.get((table, key), "")
+            if key not in _EVALUATION_READS.get(table, (key,)):
+                reason = f"of [{table}] it reads {' and '.join(_EVALUATION_READS[table])} only"
+            if reason:
+                raise UserError(f"{table}.{key} = {shown(value)}: `threepo eval` does not read it; {reason}")
 
 
 def apply_preset(table: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +132,8 @@ def apply_preset(table: dict[str, Any]) -> dict[str, Any]:
     method = dict(method)
     preset = method.pop("preset", None)
     if preset is not None:
-        if preset not in PRESETS:
-            raise UserError(f"method.preset = {preset!r}: must be one of {', '.join(PRESETS)}")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise UserError(f"method.preset = {shown(preset)}: must be one of {', '.join(PRESETS)}")
         method = merge(to_plain(PRESETS[preset]), method)
     optimizer = table.get("optimizer", {})
     if isinstance(optimizer, Mapping) and "kind" not in optimizer and "optimizer" in method:

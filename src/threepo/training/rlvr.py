@@ -15,24 +15,24 @@ from typing import Any
 import torch
 
 from threepo.config import IVONConfig, TrainConfig
-from threepo.data.source import ProblemSource, open_training
-from threepo.errors import ThreepoWarning
+from threepo.data.source import ProblemSource, open_heldout, open_training
+from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.evaluate import Examination
 from threepo.methods import method as lattice
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
-from threepo.rewards.grading import Grader, load_grader
+from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
-from threepo.training.build import build_engine, build_examination, build_or_restore
+from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, completion_row, refuse_taken
+from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord, UpdateSettings, update_policy
@@ -64,11 +64,15 @@ def train(run: Run) -> None:
     steps = run.config.run.steps
     if run.state.step == 0 and run.examination:
         run.folder.log({"step": -1, **evaluate(run, 0)})
-    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step) as reporter:
+    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step, run.folder.path) as reporter:
         for step in range(run.state.step, steps):
             clock = Clock()
             set_rates(run, step)
-            groups = rollout(run, step, clock)
+            try:
+                groups = rollout(run, step, clock)
+            except UserError:  # a reward function, or a problem: what was learnt until here is not lost with it
+                save(run)
+                raise
             record = learn(run, groups, step, clock)
             metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | optimizer_metrics(run)
             run.state = advance(run, step, record, metrics)
@@ -86,7 +90,7 @@ def train(run: Run) -> None:
             if run.tensorboard:
                 run.tensorboard.log(step, metrics)
             if stop.signal_number or due(step + 1, run.config.run.checkpoint_every, steps):
-                checkpoint(run.folder, run.policy, run.optimizer, run.state, run.config.run.keep_checkpoints)
+                save(run)
             reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
             stop.obey(step + 1, steps, run.folder.path)
 
@@ -100,6 +104,12 @@ def set_rates(run: Run, step: int) -> None:
             group["ess"] = config.optimizer.ess * run.state.ess.factor
 
 
+def save(run: Run) -> None:
+    """A checkpoint of the run's state; nothing before the first step, which there would be nothing to keep of."""
+    if run.state.step:
+        checkpoint(run.folder, run.policy, run.optimizer, run.state, run.config.run.keep_checkpoints)
+
+
 def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
     """Generate and grade the step's completions, under the draws that the method asks for."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
@@ -110,10 +120,9 @@ def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
     run.engine.load(run.optimizer, draws, step)
     completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
     clock.lap("time/rollout")
-    verdicts = run.grader([c.problem for c in completions], [c.text for c in completions])
+    completions = graded(run.grader, completions)
     clock.lap("time/reward")
-    graded = [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
-    return lattice.group_by_prompt(graded)
+    return lattice.group_by_prompt(completions)
 
 
 def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
@@ -194,23 +203,28 @@ def resume(config: TrainConfig, folder: RunFolder) -> Run:
 
 def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     if not folder:
+        refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    source = open_training(config.data)
-    grader = load_grader(config.reward, source.verify)
-    examination = None
-    if config.eval.every:
-        examination = build_examination(config.data, config.reward, config.eval, config.sampling, config.run.seed)
+    data, longest = config.data, config.sampling.max_new_tokens
+    training = with_grader(open_training(data), config.reward)
+    heldout = with_grader(open_heldout(data), config.reward) if config.eval.every else None
+    if config.run.tensorboard:
+        TensorBoard.require()
     policy, optimizer, state = build_or_restore(
         config.model, config.optimizer, config.run.seed, folder.path if folder else None
     )
-    for problem in source.problems.batch(state.step, config.data.prompts_per_step):
-        policy.encode_prompt(problem, config.data, config.sampling.max_new_tokens)  # refuse now, not in the loop
+    source = fitting(training.problems, policy, data, longest)
+    for problem in source.batch(state.step, data.prompts_per_step):
+        policy.encode_prompt(problem, data, longest)  # refuse now, not in the loop
+    examination = None
+    if heldout:
+        examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
     engine = build_engine(config.engine, policy)
     if folder:
         folder.forget_after(state.step or -1)
     else:
         folder = RunFolder.create(Path(config.run.folder), config)
     tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
-    return Run(config, folder, policy, optimizer, engine, source.problems, grader, examination, tensorboard, state)
+    return Run(config, folder, policy, optimizer, engine, source, training.grader, examination, tensorboard, state)

@@ -16,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from threepo.config.checks import shown
 from threepo.config.reader import to_plain
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, write_text
 from threepo.runs import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, checkpoints, read_json, read_metrics
 from threepo.types import Completion
+
+LOCK = "run.lock"
 
 
 class RunFolder:
@@ -28,6 +31,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fresh = not (path / CONFIG).is_file()
+        self._made = not path.exists()
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire()
@@ -40,8 +45,8 @@ class RunFolder:
         try:
             refuse_taken(path, config)
             write_text(path / CONFIG, json.dumps(to_plain(config), indent=2) + "\n")
-        except BaseException:
-            folder.close()
+        except BaseException as error:
+            folder.__exit__(type(error), error)
             raise
         return folder
 
@@ -53,23 +58,31 @@ class RunFolder:
         return cls(path), read_json(path / CONFIG)
 
     def _acquire(self) -> IO[bytes]:
-        path = self.path / "run.lock"
+        path = self.path / LOCK
         with disk_errors(path):
             handle = open(path, "ab")  # noqa: SIM115 - held for the life of the run
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            _lock(handle, self.path)
+        except UserError:
             handle.close()
-            raise UserError(
-                f"run folder {self.path}: is in use by another process; wait for it, or choose another"
-            ) from error
+            raise
         return handle
 
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, UserError) and self._fresh and not read_metrics(self.path):
+            self._discard()  # mended input should find no folder of a run that never was
         self.close()
+
+    def _discard(self) -> None:
+        """Take back what a new run has written; the folder itself too, where it was made for the run."""
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for name in (CONFIG, METRICS, LOCK):
+            (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock."""
@@ -127,6 +140,20 @@ class RunFolder:
         write_text(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
+def refuse_in_use(path: Path) -> None:
+    """Raise `UserError` if another process has the run folder `path` open."""
+    if (path / LOCK).is_file():
+        with disk_errors(path / LOCK), open(path / LOCK, "ab") as handle:
+            _lock(handle, path)
+
+
+def _lock(handle: IO[bytes], folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"run folder {folder}: is in use by another process; wait for it, or choose another") from error
+
+
 def refuse_taken(path: Path, config: Any) -> None:
     """Raise `UserError` if the folder `path` holds a run, of this configuration or of another one."""
     if not (path / CONFIG).is_file():
@@ -173,4 +200,4 @@ def _first_difference(old: Any, new: Any, name: str = "") -> str:
             if found:
                 return found
         return ""
-    return "" if old == new else f"{name} = {old!r} there, {new!r} here"
+    return "" if old == new else f"{name} = {shown(old)} there, {shown(new)} here"

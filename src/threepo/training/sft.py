@@ -26,7 +26,7 @@ from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, refuse_taken
+from threepo.training.run_folder import RunFolder, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.types import Completion, Draw, TrainingRow
 
@@ -49,7 +49,7 @@ class FineTuning:
 def fine_tune(run: FineTuning) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     config, steps = run.config, run.config.run.steps
-    with polite_stop() as stop, progress("warm start", steps, run.state.step) as reporter:
+    with polite_stop() as stop, progress("warm start", steps, run.state.step, run.folder.path) as reporter:
         for step in range(run.state.step, steps):
             clock = Clock()
             for group in run.optimizer.param_groups:
@@ -80,6 +80,7 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Trai
     for index, shown in enumerate(demonstrations):
         tokens = policy.tokenizer(shown.completion, add_special_tokens=False)["input_ids"]
         tokens = (*tokens, policy.tokenizer.eos_token_id)
+        policy.check_vocabulary(shown.problem, tokens)
         prompt = policy.encode_prompt(shown.problem, DataConfig(train="demonstrations"), len(tokens))
         completion = Completion(
             problem=shown.problem,
@@ -118,6 +119,7 @@ def resume(config: SFTConfig, folder: RunFolder) -> FineTuning:
 
 def _assemble(config: SFTConfig, folder: RunFolder | None) -> FineTuning:
     if not folder:
+        refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

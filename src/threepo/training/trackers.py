@@ -11,11 +11,17 @@ from threepo.errors import ThreepoWarning, UserError
 class TensorBoard:
     """Writes scalars as TensorBoard event files."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    @staticmethod
+    def require() -> None:
+        """Raise `UserError` if the package is not there."""
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
             raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'") from error
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         # purge_step hides rows of a killed run from the step that is made again.
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
 

@@ -1,0 +1,70 @@
+"""What a run shows while it goes, and how it stops."""
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from threepo.errors import Interrupted
+from threepo.training.interrupt import polite_stop
+from threepo.training.progress import progress
+
+
+def shown_at(width: int) -> str:
+    """What a terminal of this width shows of a loop at its tenth step."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width)
+    with progress("c3po", 100, console=console) as reporter:
+        reporter.update(10, {"reward": 0.125, "entropy": 1.5, "zero-adv": 0.25})
+    return screen.getvalue()
+
+
+def test_a_narrow_terminal_keeps_what_matters() -> None:
+    for width in (40, 80, 120):
+        text = shown_at(width)
+        assert all(part in text for part in ("c3po", "10/100", "reward 0.125")), width
+        assert ("zero-adv 0.25" in text) is (width > 40)
+        assert ("━" in text) is (width > 100)
+
+
+def test_without_a_terminal_there_is_a_line_at_the_start_and_one_at_the_end() -> None:
+    screen = io.StringIO()
+    with progress("c3po", 5, 2, Path("runs/x"), Console(file=screen, width=80)) as reporter:
+        for done in (3, 4, 5):
+            reporter.update(done, {"reward": 0.5})
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == "c3po: 5 steps, from step 2, in runs/x"
+    assert len(lines) == 2
+    assert lines[1].startswith("c3po  5/5  reward 0.5")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path: Path) -> None:
+    received = []
+    previous = signal.signal(number, lambda *_: received.append("second"))
+    try:
+        with polite_stop() as stop:
+            stop.obey(3, 10, tmp_path)
+            os.kill(os.getpid(), number)
+            assert stop.signal_number == number
+            assert received == []
+            os.kill(os.getpid(), number)
+            assert received == ["second"]
+            stop.obey(10, 10, tmp_path)  # all steps are done: nothing to interrupt
+            with pytest.raises(Interrupted, match=r"after step 3 of 10; continue with --resume"):
+                stop.obey(3, 10, tmp_path)
+    finally:
+        signal.signal(number, previous)
+
+
+def test_nohup_stays_nohup() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with polite_stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal_number == 0
+    finally:
+        signal.signal(signal.SIGHUP, previous)

@@ -1,0 +1,140 @@
+"""What a user can mend is refused before a run has a folder, or costs no more than the step in which it showed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runs import TINY, train_config
+from threepo import jobs
+from threepo.cli import main
+from threepo.config import TrainConfig
+from threepo.errors import UserError
+from threepo.runs import checkpoints, read_metrics
+from threepo.training.recipe import load, load_evaluation
+
+SETTINGS = (
+    *TINY,
+    "model.tiny.context=64",
+    "data.train=problems.jsonl",
+    "data.prompts_per_step=2",
+    "method.rollouts_per_prompt=2",
+    "sampling.max_new_tokens=4",
+    "reward.function=exact",
+    "run.folder=run",
+    "run.steps=4",
+)
+ROWS: list[dict[str, object]] = [{"prompt": f"{i} + {i} = ", "answer": 2 * i} for i in range(6)]
+LONG: dict[str, object] = {"prompt": "x" * 61, "answer": 1}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("problems.jsonl", ROWS)
+
+
+def write(name: str, rows: list[dict[str, object]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(*settings: str) -> TrainConfig:
+    return load(TrainConfig, "", [*SETTINGS, *settings])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (LONG, r"bad.jsonl, row 4: prompt of 61 tokens and max_new_tokens = 4 .* context of 64; .*too_long = 'drop'"),
+        ({"prompt": ""}, "bad.jsonl, row 4: has no answer"),
+        ({"prompt": "", "answer": 1}, "bad.jsonl, row 4: its prompt is empty"),
+        ({"prompt": "a", "gold": 1}, r"bad.jsonl, row 4: has no answer, .* 'answer', 'gold'; set data.answer_column"),
+        ({"prompt": "a", "answer": None}, "bad.jsonl, row 4: has no answer"),
+        ({"prompt": "a", "answer": 1, "completions": "b"}, "has a column 'completions'"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_one_bad_row_anywhere_is_refused_before_a_folder_is_made(
+    split: str, row: dict[str, object], message: str
+) -> None:
+    write("bad.jsonl", [*ROWS[:3], row, *ROWS[3:]])
+    with pytest.raises(UserError, match=message):
+        jobs.train(config(f"data.{split}=bad.jsonl", *(["eval.every=1"] if split == "eval" else [])))
+    assert not Path("run").exists()
+
+
+def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    write("bad.jsonl", [LONG, *ROWS, LONG])
+    jobs.train(config("data.train=bad.jsonl", "data.eval=bad.jsonl", "data.too_long=drop", "eval.every=4"))
+    assert "bad.jsonl: left out 2 of 8 problems" in capfd.readouterr().err
+    assert len(read_metrics(Path("run"))) == 5
+    result = jobs.evaluate(load_evaluation("run", "", ["eval.samples=1", "eval.problems=6"]))
+    assert result.problems == 6, "the places of those left out are filled"
+    write("none.jsonl", [LONG])
+    with pytest.raises(UserError, match="no prompt fits into the model's context of 64"):
+        jobs.train(config("data.train=none.jsonl", "data.too_long=drop", "run.folder=other"))
+
+
+def test_held_out_problems_of_a_task_are_checked_too() -> None:
+    settings = ["data.train=sorting", "data.levels=[2]", "eval.every=1", "eval.max_new_tokens=60"]
+    with pytest.raises(UserError, match="problem sorting/heldout/.* exceed the model's context of 64"):
+        jobs.train(config(*settings, "reward.function=task"))
+    assert not Path("run").exists()
+
+
+def test_a_reward_that_fails_at_once_leaves_no_folder_and_can_be_mended() -> None:
+    Path("failing_at_once.py").write_text(
+        "def reward(completions): return [1 / 0]\ndef mended(completions): return [0, 1] * 2\n"
+    )
+    with pytest.raises(UserError, match="failing_at_once:reward: raised ZeroDivisionError"):
+        jobs.train(config("reward.function=failing_at_once:reward"))
+    assert not Path("run").exists()
+    jobs.train(config("reward.function=failing_at_once:mended"))
+    assert len(read_metrics(Path("run"))) == 4
+
+
+def test_a_reward_that_fails_later_loses_no_step() -> None:
+    Path("failing_later.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(completions):\n"
+        "    log = Path('run/metrics.jsonl')\n"
+        "    if log.is_file() and len(log.read_text().splitlines()) == 3 and not Path('mended').exists():\n"
+        "        raise OSError('judge is away')\n"
+        "    return [0, 1] * 2\n"
+    )
+    with pytest.raises(UserError, match=r"raised OSError: judge is away \(.*failing_later.py:5\)"):
+        jobs.train(config("reward.function=failing_later:reward"))
+    assert [step for step, _ in checkpoints(Path("run"))] == [3]
+    Path("mended").touch()
+    assert main(["train", "--resume", "run"]) == 0
+    assert [row["step"] for row in read_metrics(Path("run"))] == [0, 1, 2, 3]
+
+
+def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.train(config("run.steps=2"))
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["train", "--resume", "../run"]) == 0
+
+
+def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.train(train_config(Path("m"), "run.steps=1"))
+    load_model = ["eval", "m/checkpoints/step-000001"]
+    small = ["eval.samples=1", "sampling.max_new_tokens=4"]
+    data = ["data.eval=problems.jsonl", "reward.function=exact", *small]
+    Path("recipe.toml").write_text("[data]\neval = 'problems.jsonl'\n[reward]\nfunction = 'exact'\n")
+    assert main([*load_model, "--recipe", "recipe.toml", *small]) == 0
+    assert main([*load_model, "--output", "scores", *data]) == 0
+    before = Path("scores/summary.json").read_bytes()
+    for folder, message in (
+        ("scores", "--output scores: holds a summary.json already"),
+        ("m", "--output m: holds a summary.json already"),
+        ("/proc/x", "cannot write /proc/x"),
+    ):
+        assert main([*load_model, "--output", folder, *data]) == 2
+        assert message in capsys.readouterr().err
+    assert Path("scores/summary.json").read_bytes() == before
+    assert main([*load_model, "--output", "new", *data, "reward.function=task"]) == 2
+    assert not Path("new").exists(), "made for an evaluation that failed"

@@ -1,0 +1,165 @@
+"""Files and run folders: whole or not there, one run, one user, and one line when the disk says no."""
+
+import math
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from factories import completion
+from threepo.config import RunConfig
+from threepo.errors import UserError
+from threepo.files import atomic_file, atomic_folder, writable_folder, write_text
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.runs import read_metrics
+from threepo.training.checkpoint import TrainState, save_checkpoint
+from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use
+from threepo.types import Draw
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file.txt"
+    write_text(path, "one")
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as temporary:
+        temporary.write_text("half of tw")
+        _ = 1 / 0
+    assert path.read_text() == "one"
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "checkpoint") as folder:
+        (folder / "weights").write_text("some")
+        _ = 1 / 0
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file.txt", "folder"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(policy: Policy, tmp_path: Path) -> None:
+    """The kernel's file-size limit stands in for a full disk: both refuse a write in the middle of a file."""
+    optimizer = IVON(policy.model.named_parameters())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        with pytest.raises(UserError, match=r"cannot write .*big.*; free some space"):
+            write_text(tmp_path / "big", "x" * 100_000)
+        with pytest.raises(UserError, match=r"cannot write .*step-000001.*; free some space"):
+            save_checkpoint(tmp_path / "step-000001", policy, optimizer, TrainState(step=1))
+        folder = RunFolder.create(tmp_path / "run", RunConfig())
+        with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl.*; free some space"):
+            for step in range(1000):
+                folder.log({"step": step, "value": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    assert len(read_metrics(tmp_path / "run")) > 100
+
+
+def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
+            RunFolder.create(path, RunConfig())
+
+
+def test_odd_places_are_refused_in_one_line(tmp_path: Path) -> None:
+    for path in (Path("/proc/x.png"), Path("."), tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot write"), atomic_file(path) as temporary:
+            temporary.write_text("a")
+    with pytest.raises(UserError, match="cannot write /proc/x"), writable_folder(Path("/proc/x")):
+        raise AssertionError
+    with pytest.raises(ZeroDivisionError), writable_folder(tmp_path / "new"):
+        _ = 1 / 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_that_the_user_must_mend_leaves_no_folder(tmp_path: Path) -> None:
+    for made in (False, True):
+        path = tmp_path / "run"
+        if made:
+            path.mkdir()
+            (path / "notes.txt").write_text("mine")
+        with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()):
+            raise UserError("mend it")
+        assert path.exists() is made
+    assert [p.name for p in path.iterdir()] == ["notes.txt"], "what was there before stays"
+    with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()) as folder:
+        folder.log({"step": 0})
+        raise UserError("mend it")
+    assert len(read_metrics(path)) == 1
+    with pytest.raises(UserError, match="mend"), RunFolder.open(path)[0]:
+        raise UserError("mend it")
+    assert (path / "config.json").is_file(), "a run that is being resumed is never taken back"
+
+
+def test_a_folder_in_use_is_told_from_one_that_is_taken(tmp_path: Path) -> None:
+    refuse_in_use(tmp_path / "nothing")
+    with (
+        RunFolder.create(tmp_path / "run", RunConfig()),
+        pytest.raises(UserError, match="is in use by another process"),
+    ):
+        refuse_in_use(tmp_path / "run")
+    refuse_in_use(tmp_path / "run")
+
+
+def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig(steps=5))
+    with pytest.raises(UserError, match="is in use by another process"):
+        RunFolder.open(tmp_path / "run")
+    folder.close()
+    with pytest.raises(UserError, match=r"holds a run of another config \(steps = 5 there, 6 here\)"):
+        RunFolder.create(tmp_path / "run", RunConfig(steps=6))
+    with pytest.raises(UserError, match="holds this run already; continue it with --resume"):
+        RunFolder.create(tmp_path / "run", RunConfig(steps=5))
+    opened, plain = RunFolder.open(tmp_path / "run")
+    assert plain["steps"] == 5
+    opened.close()
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.open(tmp_path / "elsewhere")
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        RunFolder.open(tmp_path / "run")
+
+
+def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from threepo.config import RunConfig;"
+        "from threepo.training.run_folder import RunFolder;"
+        "f = RunFolder.create(Path(sys.argv[1]), RunConfig()); print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"locked\n"
+    with pytest.raises(UserError, match="in use"):
+        RunFolder.open(tmp_path / "run")
+    process.kill()
+    process.wait()
+    RunFolder.open(tmp_path / "run")[0].close()
+
+
+def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, RunConfig())
+    for step in range(5):
+        folder.log({"step": step, "value": math.nan if step == 2 else 0.1 * step})
+        folder.write_completions(step, [completion_row(step, completion(draw=Draw(1, step, 2)))])
+    folder.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "val')
+    rows = read_metrics(tmp_path)
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    assert rows[2]["value"] is None
+    assert rows[3]["value"] == 0.1 * 3
+    folder, _ = RunFolder.open(tmp_path)
+    folder.forget_after(3)
+    folder.log({"step": 3, "value": 9.0})
+    folder.close()
+    assert [(r["step"], r["value"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 0.1), (2, None), (3, 9.0)]
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [f"step-00000{i}.parquet" for i in range(3)]
+    saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
+    assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)
+    assert (saved["status"], saved["tokens"]) == ("wrong", [11, 12, 13])
+    assert saved["behaviour_logprob_sum"] == -3.0
