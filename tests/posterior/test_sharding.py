@@ -1,5 +1,6 @@
 """IVON on real torchrun ranks: sharded, replicated, saved at one world size and loaded at another, to the last bit."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ def run(out: Path, layout: str, *options: str, ranks: int = 0) -> dict[str, Any]
     """What rank 0 wrote, after `sharded_program.py` ran in one process or under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, str(PROGRAM), str(out), "--layout", layout, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # another number rounds matrix products differently
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=True)  # type: ignore[no-any-return]
 
