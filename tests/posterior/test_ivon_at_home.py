@@ -1,0 +1,231 @@
+"""IVON in the surroundings that PyTorch users have: schedulers, accumulation, autocast, bfloat16, shared weights."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from threepo.errors import UserError
+from threepo.posterior.ivon import IVON
+from threepo.types import Draw
+
+SETTINGS = {"lr": 0.5, "ess": 1e3, "hess_init": 0.1, "clip_radius": 0.5}
+X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 16).view(16, 1)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
+    return ((model(X[rows]).float() - Y[rows]) ** 2).sum() / len(X)
+
+
+def steps(model: nn.Module, optimizer: IVON, count: int) -> None:
+    for _ in range(count):
+        draw = optimizer.next_draw()
+        with optimizer.perturbed(draw):
+            loss_of(model).backward()
+        optimizer.observe(draw)
+        optimizer.step()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_gradients_accumulate_under_one_draw() -> None:
+    whole, parts = network(), network()
+    a, b = IVON(whole.named_parameters(), **SETTINGS), IVON(parts.named_parameters(), **SETTINGS)
+    draw = Draw(0, 0, 0)
+    with a.perturbed(draw):
+        loss_of(whole).backward()
+    for rows in (slice(0, 8), slice(8, 16)):
+        with b.perturbed(draw):  # entering twice under the same draw gives the same weights
+            loss_of(parts, rows).backward()
+    a.observe(draw)
+    b.observe(draw)
+    a.step()
+    b.step()
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_closure_is_evaluated_at_a_draw_of_its_own() -> None:
+    by_hand, closed = network(), network()
+    a, b = IVON(by_hand.named_parameters(), **SETTINGS), IVON(closed.named_parameters(), **SETTINGS)
+
+    def closure() -> torch.Tensor:
+        b.zero_grad()
+        loss = loss_of(closed)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        steps(by_hand, a, 1)
+        assert b.step(closure).item() > 0
+    assert same(by_hand, closed)
+
+
+def test_code_written_for_ivon_opt_runs() -> None:
+    by_hand, sampled = network(), network()
+    a, b = IVON(by_hand.named_parameters(), **SETTINGS), IVON(sampled.named_parameters(), **SETTINGS)
+    steps(by_hand, a, 3)
+    for _ in range(3):
+        with b.sampled_params(train=True):
+            b.zero_grad()
+            loss_of(sampled).backward()
+        b.step()
+    assert same(by_hand, sampled)
+
+
+def test_a_scheduler_drives_the_learning_rate() -> None:
+    model = network()
+    optimizer = IVON(model.named_parameters(), **SETTINGS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step >= 1 else 1.0)
+    before = copy.deepcopy(model)
+    steps(model, optimizer, 1)
+    assert not same(model, before)
+    schedule.step()
+    before = copy.deepcopy(model)
+    steps(model, optimizer, 1)
+    assert same(model, before), "a learning rate of 0 moves nothing"
+
+
+def test_autocast_computes_low_and_keeps_the_mean_in_float32() -> None:
+    model = network()
+    optimizer = IVON(model.named_parameters(), **SETTINGS)
+    with torch.autocast("cpu", torch.bfloat16):
+        steps(model, optimizer, 3)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_sees_the_perturbed_weights(backend: str) -> None:
+    plain, compiled = network(), network()
+    fast = torch.compile(compiled, backend=backend)
+    a, b = IVON(plain.named_parameters(), **SETTINGS), IVON(compiled.named_parameters(), **SETTINGS)
+    for _ in range(3):
+        steps(plain, a, 1)
+        draw = b.next_draw()
+        with b.perturbed(draw):
+            loss_of(fast).backward()
+        b.observe(draw)
+        b.step()
+    for p, q in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_have_float32_masters(dtype: torch.dtype) -> None:
+    """Steps of a ten-thousandth of a weight vanish in bfloat16; in the masters they add up."""
+    p = nn.Parameter(torch.ones(2000, dtype=dtype))
+    optimizer = IVON([("p", p)], lr=1e-4, ess=1e4, hess_init=1.0, clip_radius=1.0, weight_decay=0.0)
+    start = p.detach().clone()
+    drawn = dict_of(optimizer, Draw(0, 0, 0))["p"]
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert torch.equal(p, drawn)
+        assert not torch.equal(p, start)
+    assert torch.equal(p, start), "bitwise"
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.observe(optimizer.next_draw())
+        optimizer.step()
+    master = optimizer.state[p]["mean"]
+    assert float(master.mean()) == pytest.approx(1 - 100 * 1e-4, abs=2e-3)
+    assert torch.equal(p, master.to(dtype))
+    resumed_p = nn.Parameter(torch.zeros(2000, dtype=dtype))
+    resumed = IVON([("p", resumed_p)])
+    resumed.load_state_dict(optimizer.state_dict())
+    assert torch.equal(resumed.state[resumed_p]["mean"], master)
+    assert torch.equal(resumed_p, p)
+    bare = nn.Parameter(torch.ones(2000, dtype=dtype))
+    assert "mean" not in IVON([("p", bare)], master_weights=False).state[bare]
+
+
+def dict_of(optimizer: IVON, draw: Draw) -> dict[str, torch.Tensor]:
+    return dict(optimizer.weights(draw))
+
+
+def test_a_gradient_is_moved_not_copied_and_only_two_states_are_held() -> None:
+    p = nn.Parameter(torch.ones(100))
+    optimizer = IVON([("p", p)])
+    assert sorted(optimizer.state[p]) == ["hessian", "momentum"]
+    p.grad = torch.ones(100)
+    address = p.grad.data_ptr()
+    optimizer.observe(Draw(0, 0, 0))
+    assert p.grad is None
+    assert optimizer._observed.grad[p].data_ptr() == address
+    assert not optimizer._observed.second
+
+
+def test_shared_weights_are_perturbed_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    optimizer = IVON(model.named_parameters(), ess=10.0)
+    drawn = dict_of(optimizer, Draw(0, 0, 0))["embed.weight"]
+    with optimizer.perturbed(Draw(0, 0, 0)):
+        assert torch.equal(model.head.weight, drawn)
+    assert len(optimizer.state) == 1
+
+
+def test_mixed_dtypes_and_positions_for_names() -> None:
+    low, high = nn.Parameter(torch.ones(50, dtype=torch.bfloat16)), nn.Parameter(torch.ones(50))
+    optimizer = IVON([low, high], ess=10.0, hess_init=1.0, clip_radius=0.1)
+    names = dict(optimizer.weights(Draw(0, 0, 0)))
+    assert list(names) == ["param.0", "param.1"]
+    assert names["param.0"].dtype == torch.bfloat16
+    low.grad, high.grad = torch.ones_like(low), torch.ones_like(high)
+    optimizer.observe(Draw(0, 0, 0))
+    optimizer.step()
+    assert not low.eq(1).all()
+    assert not high.eq(1).any()
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(UserError, match="dtype torch.complex64"):
+        IVON([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(UserError, match="named 'weight'"):
+        IVON([{"params": first.named_parameters()}, {"params": second.named_parameters()}])
+
+
+def test_isotropic_noise_has_one_sigma_and_may_freeze_the_hessian() -> None:
+    results = {}
+    for learn in (True, False):
+        p = nn.Parameter(torch.zeros(5000))
+        optimizer = IVON(
+            [("p", p)], ess=100.0, hess_init=0.04, weight_decay=0.0, noise_shape="isotropic", learn_hessian=learn
+        )
+        optimizer.state[p]["hessian"][:2500] = 4.0  # ten times less noise, if sigma followed it
+        with optimizer.perturbed(Draw(0, 0, 0)):
+            assert float(p[:2500].std()) == pytest.approx(0.5, rel=0.05)
+            assert float(p[2500:].std()) == pytest.approx(0.5, rel=0.05)
+            p.grad = torch.randn(5000)
+        before = optimizer.state[p]["hessian"].clone()
+        optimizer.observe(Draw(0, 0, 0))
+        optimizer.step()
+        results[learn] = torch.equal(optimizer.state[p]["hessian"], before)
+    assert results == {True: False, False: True}
+
+
+def test_price_with_isotropic_noise_still_estimates_the_curvature() -> None:
+    """f = z x / sigma with the sigma that was drawn with, whatever the Hessian is."""
+    p = nn.Parameter(torch.zeros(40_000))
+    optimizer = IVON([("p", p)], ess=1.0, hess_init=1.0, weight_decay=0.0, betas=(0.9, 0.99), noise_shape="isotropic")
+    optimizer.state[p]["hessian"].fill_(3.0)
+    for index in range(4):
+        with optimizer.perturbed(Draw(0, 0, index)):
+            p.grad = 3.0 * p.detach()
+        optimizer.observe(Draw(0, 0, index))
+    optimizer.step()
+    assert float(optimizer.state[p]["hessian"].mean()) == pytest.approx(3.0, abs=0.01)
