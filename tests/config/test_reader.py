@@ -132,6 +132,9 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("objective.dual_clip=inf", "objective.dual_clip = inf"),
         ("method.correction.high=nan", "method.correction.high = nan: must be above 0"),
         ("reward.correct_from=nan", "reward.correct_from = nan"),
+        ("ess_schedule.floor=0", "ess_schedule.floor = 0"),
+        ("ess_schedule.highest=1e5", "ess_schedule.lowest = 1000000.0: must not exceed ess_schedule.highest"),
+        ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
         ("run=3", "write section.key=value"),
     ],
@@ -159,6 +162,20 @@ def test_groups_of_one_teach_nothing(overrides: list[str]) -> None:
 def test_a_step_may_be_left_unclipped() -> None:
     config = load(TrainConfig, "", [*BASE, "method.preset=c3po", "optimizer.clip_radius=inf"])
     assert isinstance(config.optimizer, IVONConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no ess"),
+        (["method.preset=c3po_replay", "ess_schedule.kind=controller"], "there is nothing to measure"),
+        (["method.preset=c3po", "method.correction.kind=none", "ess_schedule.kind=controller"], "drops nothing"),
+        (["method.preset=c3po", "ess_schedule.kind=controller", "ess_schedule.target=1"], "must lie below 1"),
+    ],
+)
+def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(TrainConfig, "", [*BASE, *overrides])
 
 
 def test_a_system_prompt_that_nothing_would_read_is_refused() -> None:

@@ -17,14 +17,15 @@ from safetensors.torch import load_file
 
 from runs import outcome, train_config
 from threepo import jobs
-from threepo.config import TrainConfig
+from threepo.config import IVONConfig, TrainConfig
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.methods.presets import PRESETS
-from threepo.models.policy import load_policy
+from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import rlvr
+from threepo.training.build import build_optimizer, load_prior
 from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 
@@ -96,7 +97,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("preset", "settings"),
     [
         ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
-        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
+        ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
     ],
 )
@@ -251,6 +252,33 @@ def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     ) as caught:
         jobs.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
+
+
+def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
+    tmp_path: Path, learnable: list[str]
+) -> None:
+    """A recipe far too loud; the weights stay, so that only the controller changes what is kept."""
+    settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=1e5", *learnable]
+    steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=1e4"]
+    jobs.train(train_config(tmp_path / "fixed", *settings))
+    jobs.train(train_config(tmp_path / "steered", *steered))
+    fixed, rows = read_metrics(tmp_path / "fixed"), read_metrics(tmp_path / "steered")
+    assert [row["posterior/ess"] for row in fixed] == [1e5] * 12
+    assert rows[0]["posterior/ess"] == 1e5
+    assert rows[-1]["posterior/ess"] > 1e6
+    kept = [sum(row["correction/kept_share"] for row in run[-3:]) / 3 for run in (fixed, rows)]
+    assert kept[0] < 0.3
+    assert kept[1] > 0.6
+
+
+def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_path: Path, policy: Policy) -> None:
+    optimizer = IVON(policy.model.named_parameters())
+    for state in optimizer.state.values():
+        state["hessian"].fill_(1e-3 / 9)
+    Posterior.of(optimizer).save(tmp_path)
+    settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
+    with pytest.warns(ThreepoWarning, match=r"sigma is 3\.0 times .* optimizer\.ess = 9e\+09 would undo"):
+        load_prior(settings, build_optimizer(settings, policy.model, seed=0))
 
 
 def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[str]) -> None:
