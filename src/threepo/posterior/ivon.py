@@ -25,29 +25,13 @@ from threepo.errors import UserError
 from threepo.posterior import kernels
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, local, sum_over_shards
 from threepo.posterior.noise import noise_key
+from threepo.posterior.observations import Observations
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
 from threepo.posterior.scalars import Scale, StepNumbers
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-@dataclass
-class _Observations:
-    """Gradients seen since the last step: sums over draws, per parameter."""
-
-    draws: list[Draw | None] = field(default_factory=list)
-    grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Of one draw: the gradient as backward left it. Of several: their sum in float32."""
-    second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """Sum of noise * gradient, or of squared gradients; filled from the second draw on."""
-    carried: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """The last draw's gradient, where each draw is to add to the one before."""
-    norm: float = 0.0
-    """Of the last draw's gradient."""
-    rejected: bool = False
-    """A gradient was not finite, so there will be no step."""
 
 
 class IVON(torch.optim.Optimizer):
@@ -122,7 +106,7 @@ class IVON(torch.optim.Optimizer):
         self._model = model
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
-        self._observed = _Observations()
+        self._observed = Observations()
         self._last: _LastStep | None = None
         super().__init__(params, defaults)
         self._trainable()  # makes the state, so that memory runs out here if it does
@@ -233,38 +217,19 @@ class IVON(torch.optim.Optimizer):
             p.grad = None
         seen.norm = total_norm([grad for *_, grad in found]) / divisor
         if seen.rejected or not math.isfinite(seen.norm):
-            self._observed = _Observations(rejected=True)
+            self._observed = Observations(rejected=True)
             return False
         for name, p, group, grad in found:
-            if divisor != 1.0:
-                grad = grad.float().div_(divisor)
-            if cumulative:
-                grad = grad.float().add_(seen.carried[p]) if p in seen.carried else grad
-                seen.carried[p] = grad.clone()
-            self._add(name, p, group, grad, draw)
+            seen.add(p, grad.float().div_(divisor) if divisor != 1.0 else grad, draw, name, group, cumulative)
         seen.draws.append(draw)
         return True
 
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
-        self._observed = _Observations()  # the count of draws goes on: the step's address has not changed
+        self._observed = Observations()  # the count of draws goes on: the step's address has not changed
         self._last = None
         self.zero_grad(set_to_none=True)
         self._count("skipped_steps", self.skipped_steps + 1)
-
-    def _add(self, name: str, p: torch.Tensor, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None) -> None:
-        seen = self._observed
-        earlier = seen.grad.get(p)
-        if earlier is None and not seen.draws:
-            seen.grad[p] = grad
-            return
-        second = seen.second.get(p)
-        if second is None:
-            second = seen.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            if earlier is not None:
-                _add_second(second, name, group, earlier, seen.draws[0])
-        _add_second(second, name, group, grad, draw)
-        seen.grad[p] = grad.float() if earlier is None else earlier.float().add_(grad)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
@@ -282,7 +247,7 @@ class IVON(torch.optim.Optimizer):
         if self._observed.rejected:
             self.discard()
             return loss
-        seen, self._observed = self._observed, _Observations()
+        seen, self._observed = self._observed, Observations()
         if not seen.draws:
             raise RuntimeError(
                 "step() without a gradient: run backward inside `with optimizer.perturbed(draw)`, then call "
@@ -300,7 +265,7 @@ class IVON(torch.optim.Optimizer):
         return loss
 
     def _update(
-        self, name: str, p: torch.Tensor, group: dict[str, Any], seen: _Observations, factor: float
+        self, name: str, p: torch.Tensor, group: dict[str, Any], seen: Observations, factor: float
     ) -> torch.Tensor:
         state, (beta1, beta2) = self.state[p], group["betas"]
         learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in seen.draws
@@ -386,13 +351,6 @@ class _LastStep:
     grad_norm: float
     clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
-
-
-def _add_second(second: torch.Tensor, name: str, group: dict[str, Any], grad: torch.Tensor, draw: Draw | None) -> None:
-    if group["estimator"] == "gradsq":
-        second.addcmul_(grad, grad)
-    elif draw is not None:
-        kernels.add_noise_times(second, grad, noise_key(draw, name))
 
 
 def scale_of(group: dict[str, Any]) -> Scale:

@@ -1,0 +1,59 @@
+"""What IVON has seen since its last step: one draw's gradients as they are, or running sums over several draws."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from threepo.posterior import kernels
+from threepo.posterior.noise import noise_key
+from threepo.types import Draw
+
+
+@dataclass
+class Observations:
+    """Sums over draws, per parameter. Of a single draw nothing is copied, and its second statistic is not made."""
+
+    draws: list[Draw | None] = field(default_factory=list)
+    grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Of one draw: the gradient as backward left it. Of several: their sum in float32."""
+    second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """Sum of noise * gradient (price), or of squared gradients (gradsq); filled from the second draw on."""
+    carried: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """The last draw's gradient, where each draw is to add to the one before."""
+    norm: float = 0.0
+    """Of the last draw's gradient, over all parameters."""
+    rejected: bool = False
+    """A gradient was not finite, so there will be no step."""
+
+    def add(
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        draw: Draw | None,
+        name: str,
+        group: dict[str, Any],
+        cumulative: bool,
+    ) -> None:
+        """Take in one parameter's gradient at `draw`, which is put into `draws` when all parameters are in."""
+        if cumulative:
+            grad = grad.float().add_(self.carried[p]) if p in self.carried else grad
+            self.carried[p] = grad.clone()
+        earlier = self.grad.get(p)
+        if earlier is None and not self.draws:
+            self.grad[p] = grad
+            return
+        second = self.second.get(p)
+        if second is None:
+            second = self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+            if earlier is not None:
+                _add_second(second, earlier, self.draws[0], name, group)
+        _add_second(second, grad, draw, name, group)
+        self.grad[p] = grad.float() if earlier is None else earlier.float().add_(grad)
+
+
+def _add_second(second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]) -> None:
+    if group["estimator"] == "gradsq":
+        second.add_(grad.float().square())
+    elif draw is not None:
+        kernels.add_noise_times(second, grad, noise_key(draw, name))
