@@ -1,0 +1,61 @@
+"""IVON on a sharded model (FSDP2): one draw of the weights over all ranks, and a checkpoint for any number of them.
+
+torchrun --nproc-per-node 2 examples/fsdp2.py        # seconds on a CPU; with GPUs it uses one per rank
+"""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+
+import threepo
+
+
+def make() -> tuple[torch.nn.Module, threepo.IVON]:
+    """A small network, sharded, and its optimizer; made after the model is sharded, as any optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    # `model` too: copies of the weights that a forward pass has gathered are dropped whenever weights change.
+    return model, threepo.IVON(model.named_parameters(), lr=0.1, ess=1e5, hess_init=1.0, clip_radius=0.1, model=model)
+
+
+def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int) -> float:
+    """Every rank has data of its own; FSDP averages the gradients. A draw is an address: nothing is sent."""
+    x = torch.linspace(-3, 3, 256, device=device)[dist.get_rank() :: dist.get_world_size(), None]
+    for _ in range(steps):
+        draw = optimizer.next_draw()
+        with optimizer.perturbed(draw):
+            mse_loss(model(x), x.sin()).backward()
+        optimizer.observe(draw)
+        optimizer.step()
+    with torch.no_grad():
+        return mse_loss(model(x), x.sin()).item()
+
+
+dist.init_process_group()
+device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+model, optimizer = make()
+before, halfway = train(model, optimizer, 0), train(model, optimizer, 150)
+
+folder = [tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)  # all ranks write into the folder of the first
+weights, state = get_state_dict(model, optimizer)
+dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+after = train(model, optimizer, 150)
+
+resumed, resumed_optimizer = make()
+weights, state = get_state_dict(resumed, resumed_optimizer)
+dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+set_state_dict(resumed, resumed_optimizer, model_state_dict=weights, optim_state_dict=state)
+again = train(resumed, resumed_optimizer, 150)
+if dist.get_rank() == 0:
+    print(f"loss before {before:.3f}, halfway {halfway:.3f}, after {after:.3f}; resumed from halfway {again:.3f}")
+dist.destroy_process_group()
