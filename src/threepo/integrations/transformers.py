@@ -42,6 +42,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` beside the loss.
     """
 
+    optimizer: Any
+    """IVON, from the start of training on in accelerate's wrapping; None before, unless it was given."""
+
     def __init__(
         self,
         model: Any = None,
@@ -151,8 +154,8 @@ class _StepHooks(TrainerCallback):  # type: ignore[misc]
 def _check_arguments(args: TrainingArguments) -> None:
     if args.max_grad_norm:
         raise UserError(
-            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, and "
-            f"clipping their norm would falsify it; set max_grad_norm=0.0 (ivon={{'clip_radius': ...}} limits steps)"
+            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, "
+            f"and clipping their norm would falsify it; set max_grad_norm=0.0; ivon={{'clip_radius': ...}} limits steps"
         )
     if args.weight_decay:
         raise UserError(
@@ -176,8 +179,8 @@ def _warn_of_default_rate(args: TrainingArguments, optimizer: IVON) -> None:
     default = TrainingArguments.__dataclass_fields__["learning_rate"].default
     if args.learning_rate == default and optimizer.defaults["rescale_lr"]:
         warnings.warn(
-            f"TrainingArguments learning_rate = {default} is its default, meant for AdamW; IVON's is 1.0 or so, because "
-            f"it multiplies it by hess_init",
+            f"TrainingArguments learning_rate = {default} is its default, meant for AdamW; IVON's is 1.0 or so, "
+            f"because it multiplies it by hess_init",
             ThreepoWarning,
             stacklevel=3,
         )
