@@ -244,6 +244,7 @@ def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: tor
     assert Path(trainer.state.best_model_checkpoint) == best
     trainer.save_model(str(tmp_path / "best"))
     saved, kept = (load_file(folder / FILE_NAME) for folder in (tmp_path / "best", best))
+    assert Posterior.from_pretrained(tmp_path / "best").step == 2
     last = load_file(tmp_path / "run" / "checkpoint-6" / FILE_NAME)
     for name, p in trainer.model.named_parameters():
         assert torch.equal(saved[name], kept[name])
