@@ -57,5 +57,7 @@ dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
 set_state_dict(resumed, resumed_optimizer, model_state_dict=weights, optim_state_dict=state)
 again = train(resumed, resumed_optimizer, 150)
 if dist.get_rank() == 0:
-    print(f"loss before {before:.3f}, halfway {halfway:.3f}, after {after:.3f}; resumed from halfway {again:.3f}")
+    print(
+        f"loss before {before:.3f}, halfway {halfway:.3f}, after {after:.3f}; the same again after loading: {again == after}"
+    )
 dist.destroy_process_group()

@@ -52,11 +52,12 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     assert any(rewards), "the reward function was never satisfied: it is not wired"
 
 
-def test_python_in_the_readme_runs() -> None:
+def test_python_in_the_readme_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", section("The optimizer alone"), re.DOTALL)
-    assert blocks
+    assert len(blocks) == 2
     for block in blocks:
-        subprocess.run([sys.executable, "-c", block], check=True)
+        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path)
+    assert (tmp_path / "my_model" / "posterior.safetensors").is_file()
 
 
 def test_the_readmes_tree_names_what_is_there() -> None:

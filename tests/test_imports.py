@@ -20,9 +20,9 @@ LEVELS = [
     {"rollout"},
     {"evaluation"},
     {"training", "analysis"},
-    {"jobs", "integrations"},
+    {"jobs"},
     {"demo"},
-    {"cli"},
+    {"cli", "integrations"},
     {"__main__"},
 ]
 """From the bottom up; evaluation stands below training because the loop evaluates."""
@@ -96,6 +96,17 @@ def test_optional_packages_are_imported_in_one_file(package: str, only: str) -> 
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert path == SOURCE / only or not any(package in module.split(".") for module in modules), path
+
+
+def test_the_hugging_face_trainer_is_imported_in_one_file() -> None:
+    """It needs accelerate, which is optional; the rest of transformers is not."""
+    importing = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name.startswith("Trainer") for alias in node.names)
+    }
+    assert importing == {"integrations/transformers.py"}
 
 
 @pytest.mark.parametrize(

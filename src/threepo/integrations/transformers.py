@@ -1,0 +1,186 @@
+"""IVON in the Hugging Face Trainer: `IVONTrainer` is a `transformers.Trainer` that learns a posterior.
+
+    trainer = IVONTrainer(model, TrainingArguments(..., learning_rate=1.0, max_grad_norm=0.0), ivon={"ess": 1e9}, ...)
+    trainer.train()
+
+Each optimizer step has one draw: all its micro-batches see the same weights, mean + sigma * z(draw), forward and
+backward, and between them the model holds the mean. So evaluation, checkpoints and the saved model are of the mean, and
+`posterior.safetensors` beside every saved model is what draws are made with. Under data parallelism every rank makes
+the same draw without communicating, because noise is a function of its address (seed, step, draw, parameter name).
+Needs accelerate (`pip install threepo[trainer]`).
+"""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from threepo.errors import ThreepoWarning, UserError
+from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.statistics import posterior_metrics
+from threepo.types import Draw
+
+_LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+
+
+class IVONTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
+
+    Args:
+        model: as of Trainer, and so is all else but `ivon`.
+        args: its `learning_rate` is IVON's `lr`, which schedulers follow; its `seed` seeds the noise too. Of the rest
+            that Trainer has for optimizers, `max_grad_norm` must be 0, `weight_decay` must be 0, and the others have
+            no use.
+        ivon: further settings of `threepo.IVON`. For parameter groups, pass an IVON as `optimizers=(optimizer, None)`
+            instead.
+
+    The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` beside the loss.
+    """
+
+    optimizer: Any
+    """IVON, from the start of training on in accelerate's wrapping; None before, unless it was given."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        ivon: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._settings = dict(ivon or {})
+        self._draw: Draw | None = None
+        """Of the optimizer step in progress."""
+        self._best: Path | None = None
+        """The checkpoint that the weights were taken back from, if they are not those of the last step."""
+        if args is not None:
+            _check_arguments(args)  # before Trainer builds anything on them
+        super().__init__(model, args, *rest, **settings)
+        _check_arguments(self.args)
+        self._check_optimizer()
+        self.add_callback(_StepHooks(self))
+
+    @property
+    def ivon(self) -> IVON:
+        """The optimizer, without accelerate's wrapping."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """IVON over everything that is trained, by name."""
+        if self.optimizer is None:
+            named = (self.model if model is None else model).named_parameters()
+            settings = {"seed": self.args.seed, **self._settings, "lr": self.args.learning_rate}
+            self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
+            _warn_of_default_rate(self.args, self.optimizer)
+        return self.optimizer
+
+    def train(self, *args: Any, **settings: Any) -> Any:
+        """As Trainer's; with `load_best_model_at_end`, the best checkpoint's posterior comes back with its weights."""
+        self._best = None
+        output = super().train(*args, **settings)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._best = Path(self.state.best_model_checkpoint)
+            Posterior.from_pretrained(self._best).load_into(self.ivon)
+            with torch.no_grad():
+                for p, state in self.ivon.state.items():
+                    if "mean" in state:
+                        state["mean"].copy_(p)
+        return output
+
+    def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch at the weights of this optimizer step's draw."""
+        if self._draw is None:
+            self._draw = self.ivon.next_draw()
+        with self.ivon.perturbed(self._draw):
+            return super().training_step(*args, **settings)  # type: ignore[no-any-return]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, with `posterior.safetensors` beside the model once there is an optimizer."""
+        super().save_model(output_dir, _internal_call)
+        if not self.args.should_save or self.optimizer is None:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self._best is None:
+            Posterior.of(self.ivon).save(folder)
+        elif folder.resolve() != self._best.resolve():
+            shutil.copyfile(self._best / FILE_NAME, folder / FILE_NAME)
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """As Trainer's, with what IVON has to say beside every training loss."""
+        if "loss" in logs and self.optimizer is not None:
+            metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
+            logs = {**logs, **{name: metrics[name] for name in _LOGGED}}
+        super().log(logs, *args, **settings)
+
+    def _check_optimizer(self) -> None:
+        for name in ("lr", "params", "model"):
+            if name in self._settings:
+                fix = "set TrainingArguments(learning_rate=...)" if name == "lr" else "the Trainer fills it in; drop it"
+                raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
+        if self.optimizer_cls_and_kwargs is not None:
+            raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; give its settings as ivon={}")
+        if self.optimizer is None:
+            return
+        if not isinstance(self.ivon, IVON):
+            raise UserError(
+                f"IVONTrainer optimizers: {type(self.optimizer).__name__} has no posterior; pass a threepo.IVON, or "
+                f"leave it out and give the settings as ivon={{}}"
+            )
+        if self._settings:
+            raise UserError("IVONTrainer ivon: without effect beside optimizers=(...); give the settings to that IVON")
+
+
+class _StepHooks(TrainerCallback):  # type: ignore[misc]
+    """What IVON does at moments that Trainer has callbacks for."""
+
+    def __init__(self, trainer: IVONTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A step that an exception cut off is over: its gradients are cleared, and a resumed run has other draws."""
+        self._trainer._draw = None
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """All micro-batches are accumulated, and reduced over ranks; Trainer has read their norm for its log."""
+        draw, self._trainer._draw = self._trainer._draw, None
+        self._trainer.ivon.observe(draw)
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    if args.max_grad_norm:
+        raise UserError(
+            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, "
+            f"and clipping their norm would falsify it; set max_grad_norm=0.0; ivon={{'clip_radius': ...}} limits steps"
+        )
+    if args.weight_decay:
+        raise UserError(
+            f"TrainingArguments weight_decay = {args.weight_decay!r}: in IVON it is the precision of the prior; set it "
+            f"as ivon={{'weight_decay': ...}} and leave this one at 0"
+        )
+    if args.mixed_precision == "fp16":
+        raise UserError(
+            "TrainingArguments fp16 = True: float16 needs scaled gradients, and IVON would take the scale for "
+            "curvature; set bf16=True instead, or neither"
+        )
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            raise UserError(
+                f"TrainingArguments {name} = {getattr(args, name)!r}: IVONTrainer shards nothing; leave it out (data "
+                f"parallelism works as it is), or use threepo.IVON with FSDP2 in a loop of your own"
+            )
+
+
+def _warn_of_default_rate(args: TrainingArguments, optimizer: IVON) -> None:
+    default = TrainingArguments.__dataclass_fields__["learning_rate"].default
+    if args.learning_rate == default and optimizer.defaults["rescale_lr"]:
+        warnings.warn(
+            f"TrainingArguments learning_rate = {default} is its default, meant for AdamW; IVON's is 1.0 or so, "
+            f"because it multiplies it by hess_init",
+            ThreepoWarning,
+            stacklevel=3,
+        )
