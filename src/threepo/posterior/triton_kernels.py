@@ -9,8 +9,8 @@ What the same bits ask of the compiler, beyond the order of the operations:
 - no fused multiply-add. A fused one rounds once where plain.py rounds twice, and Triton fuses unless it is told not to
   (`enable_fp_fusion`), both in LLVM and in ptxas;
 - correctly rounded roots and quotients: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
-- subnormal numbers, which the Hessian's lower bound is: `sqrt_rn` comes from libdevice, and flushes them unless
-  `enable_reflect_ftz` is off.
+- subnormal numbers, of which the Hessian's lower bound is one: Triton before 3.6 flushes them in `sqrt_rn` and
+  `div_rn`. Those versions lack the switch for it (`enable_reflect_ftz`); there `takes` declines everything.
 
 Not yet run on a GPU. Tested so far: the kernels in Triton's interpreter, bit for bit against plain.py; and the PTX they
 compile to, which has the instructions above and no others of their kind (tests/posterior/test_triton.py). On a GPU,
@@ -25,6 +25,7 @@ would notice none of the three. A NaN, which no finite gradient makes, may have 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import importlib
+import importlib.util
 import math
 from typing import Any
 
@@ -45,9 +46,22 @@ _KEY = ["first", "second"]
 _jit: Any = triton.jit
 
 
+def _options() -> dict[str, bool]:
+    """For every launch, as far as this Triton knows them; the module's docstring has the reasons."""
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        return {}
+    known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
+    return {name: False for name in ("enable_fp_fusion", "enable_reflect_ftz") if name in known}
+
+
+_OPTIONS = _options()
+available = len(_OPTIONS) == 2 and torch.version.hip is None
+"""Not for AMD: nobody has looked at what Triton compiles there."""
+
+
 def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether the kernels take these tensors. Not AMD's: nobody has looked at what Triton compiles for those."""
-    return torch.version.hip is None and all(t is None or (t.is_cuda and t.dtype in _DTYPES) for t in tensors)
+    """Whether the kernels take these tensors, and would compute the bits of plain.py."""
+    return available and all(t is None or (t.is_cuda and t.dtype in _DTYPES) for t in tensors)
 
 
 @_jit
@@ -99,21 +113,27 @@ def _places(start):
 
 
 @_jit
-def _load(pointer, at, count):
-    """In float32."""
-    return tl.load(pointer + at, mask=(at >= 0) & (at < count), other=0.0).to(tl.float32)
+def _wide(value):
+    """In float32. bfloat16 is cast in integers, both ways, because the interpreter's own casts are wrong."""
+    if value.dtype == tl.bfloat16:
+        value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
 
 
 @_jit
 def _narrow(value, pointer):
     """A float32 in the dtype that `pointer` points to; to nearest, ties to even."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        # In integers, because the interpreter's own cast truncates; memory is what these kernels wait for anyway.
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
         bits = tl.where(value == value, bits, 0x7FC0)
         value = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return value.to(pointer.dtype.element_ty)
+
+
+@_jit
+def _load(pointer, at, count):
+    return _wide(tl.load(pointer + at, mask=(at >= 0) & (at < count), other=0.0))
 
 
 @_jit
@@ -225,7 +245,7 @@ def _update_half(
     m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * step_size, mean)
     tl.store(mean + at, m, mask=(at >= 0) & (at < count))
     if copy is not None:
-        _store(copy, at, count, m.to(tl.float32))
+        _store(copy, at, count, _wide(m))
     return clipped.to(tl.int32)
 
 
@@ -254,15 +274,6 @@ def _update(
     total = tl.sum(here)
     # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
-
-
-def _options() -> dict[str, bool]:
-    """For every launch; the module's docstring has the reasons."""
-    known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
-    return {name: False for name in ("enable_fp_fusion", "enable_reflect_ftz") if name in known}
-
-
-_OPTIONS = _options()
 
 
 def _launch(kernel: Any, like: torch.Tensor, start: int, key: Key | None, before: tuple[Any, ...], *after: Any) -> None:
