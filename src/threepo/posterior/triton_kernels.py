@@ -13,7 +13,7 @@ What the same bits ask of the compiler, beyond the order of the operations:
   `div_rn`. Those versions lack the switch for it (`enable_reflect_ftz`); there `takes` declines everything.
 
 Not yet run on a GPU. Tested so far: the kernels in Triton's interpreter, bit for bit against plain.py; and the PTX they
-compile to, which has the instructions above and no others of their kind (tests/posterior/test_triton.py). On a GPU,
+compile to with Triton 3.6 to 3.9, which has only instructions that round so (tests/posterior/test_triton.py). On a GPU,
 check first, against plain.py on a CPU: `normal` (fusion, sqrt_rn), `perturb` with a noise_scale that is no power of two
 and an ess of 1 at the lowest Hessian (div_rn, subnormals), then `update`.
 
@@ -90,8 +90,8 @@ def _block_normals(block, first, second):
     squared = v * v
     log = log * v * squared - squared * 0.5 + v
     radius = tl.sqrt_rn((exponent.to(tl.float32) * 0.69314718 + log) * -2.0)
-    radius = tl.abs(radius)  # the root of -0 is -0, and copysign would not care
-    radius = tl.where(wide < 0, -radius, radius)
+    # copysign, also of zeros: the root of -0 is -0, and some versions negate by subtracting from +0.
+    radius = tl.abs(radius) * tl.where(wide < 0, -1.0, 1.0)
     q = x * x
     sine = q * 2.6089324e-06 + -0.00019811112
     sine = sine * q + 0.008333088
