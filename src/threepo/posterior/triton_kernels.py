@@ -13,9 +13,9 @@ What the same bits ask of the compiler, beyond the order of the operations:
   `div_rn`. Those versions lack the switch for it (`enable_reflect_ftz`); there `takes` declines everything.
 
 Not yet run on a GPU. Tested so far: the kernels in Triton's interpreter, bit for bit against plain.py; and the PTX they
-compile to with Triton 3.6 to 3.9, which has only instructions that round so (tests/posterior/test_triton.py). On a GPU,
-check first, against plain.py on a CPU: `normal` (fusion, sqrt_rn), `perturb` with a noise_scale that is no power of two
-and an ess of 1 at the lowest Hessian (div_rn, subnormals), then `update`.
+compile to, with Triton 3.6, 3.7 and 3.9, which has only instructions that round so (tests/posterior/test_triton.py).
+On a GPU, check first, against plain.py on a CPU: `normal` (fusion, sqrt_rn), `perturb` with a noise_scale that is no
+power of two and an ess of 1 at the lowest Hessian (div_rn, subnormals), then `update`.
 
 The interpreter computes with NumPy: it never fuses, its `sqrt` and `/` round correctly too, and subnormals stay, so it
 would notice none of the three. A NaN, which no finite gradient makes, may have another payload on a GPU.
