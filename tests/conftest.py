@@ -3,9 +3,8 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # before torch: threads that spin starve each other on a busy machine
+# Before torch: threads that spin starve each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ SCALES = st.builds(
     Scale,
     st.sampled_from([1.0, 50.0, 1e9]),
     st.sampled_from([0.0, 1e-8, 0.1]),
-    st.sampled_from([1.0, 0.5]),
+    st.sampled_from([1.0, 0.7]),
     st.sampled_from([None, 0.3]),
 )
 

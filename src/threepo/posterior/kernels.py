@@ -34,7 +34,9 @@ def backend(*tensors: torch.Tensor | None) -> Any:
     if native.takes(*tensors):
         return native
     if all(tensor is None or tensor.is_cuda for tensor in tensors):
-        return _triton_kernels() or plain
+        kernels = _triton_kernels()
+        if kernels is not None and kernels.takes(*tensors):
+            return kernels
     return plain
 
 

@@ -45,7 +45,8 @@ class Scale:
 
     def sigma(self, hessian: torch.Tensor) -> torch.Tensor:
         """The posterior's standard deviation per weight. Same shape as `hessian`."""
-        return self.noise_scale / self.precision_root(hessian)
+        root = self.precision_root(hessian)
+        return torch.full_like(root, self.noise_scale).div_(root)  # torch's number / tensor is number * reciprocal
 
 
 @dataclass(frozen=True)

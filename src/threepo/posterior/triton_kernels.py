@@ -1,0 +1,339 @@
+"""The kernels for CUDA tensors, in Triton: one pass over memory each. Same functions, same bits as plain.py.
+
+A program works on one noise block: elements j and j + 512 share a counter, so it hashes 512 counters and uses both
+halves of what comes out. Element offsets are 64-bit; blocks are those of the whole flattened tensor, so the first and
+the last program may have less than a block to do.
+
+What the same bits ask of the compiler, beyond the order of the operations:
+
+- no fused multiply-add. A fused one rounds once where plain.py rounds twice, and Triton fuses unless it is told not to
+  (`enable_fp_fusion`), both in LLVM and in ptxas;
+- correctly rounded roots and quotients: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
+- subnormal numbers, of which the Hessian's lower bound is one: Triton before 3.6 flushes them in `sqrt_rn` and
+  `div_rn`. Those versions lack the switch for it (`enable_reflect_ftz`); there `takes` declines everything.
+
+Not yet run on a GPU. Tested so far: the kernels in Triton's interpreter, bit for bit against plain.py; and the PTX they
+compile to, with Triton 3.6, 3.7 and 3.9, which has only instructions that round so (tests/posterior/test_triton.py).
+On a GPU, check first, against plain.py on a CPU: `normal` (fusion, sqrt_rn), `perturb` with a noise_scale that is no
+power of two and an ess of 1 at the lowest Hessian (div_rn, subnormals), then `update`.
+
+The interpreter computes with NumPy: it never fuses, its `sqrt` and `/` round correctly too, and subnormals stay, so it
+would notice none of the three. A NaN, which no finite gradient makes, may have another payload on a GPU.
+"""
+
+# Triton reads annotations as its own, so the kernels have none of ours.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import importlib
+import importlib.util
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from threepo.posterior.noise import BLOCK, Key, _signed
+from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = tl.constexpr(BLOCK)
+_PAIRS = tl.constexpr(BLOCK // 2)
+_ANGLE = tl.constexpr(math.pi * 2.0**-32)
+_KEY = ["first", "second"]
+"""Never specialized: a key is as good as random, and those divisible by 16 would be compiled once more."""
+
+_jit: Any = triton.jit
+
+
+def _options() -> dict[str, bool]:
+    """For every launch, as far as this Triton knows them; the module's docstring has the reasons."""
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        return {}
+    known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
+    return {name: False for name in ("enable_fp_fusion", "enable_reflect_ftz") if name in known}
+
+
+_OPTIONS = _options()
+available = len(_OPTIONS) == 2 and torch.version.hip is None
+"""Not for AMD: nobody has looked at what Triton compiles there."""
+
+
+def takes(*tensors: torch.Tensor | None) -> bool:
+    """Whether the kernels take these tensors, and would compute the bits of plain.py."""
+    return available and all(t is None or (t.is_cuda and t.dtype in _DTYPES) for t in tensors)
+
+
+@_jit
+def _block_normals(block, first, second):
+    """z[:512] and z[512:] of a block; noise.py explains and defines them."""
+    # Unsigned, so that shifts are logical. The host passes signed numbers; a small one arrives as 32 bits.
+    counter = (block * _PAIRS + tl.arange(0, _PAIRS)).to(tl.uint64)
+    b = counter * 0x9E3779B97F4A7C15 + first.to(tl.int64).to(tl.uint64)
+    b = (b ^ (b >> 30)) * 0xBF58476D1CE4E5B9
+    b = b ^ second.to(tl.int64).to(tl.uint64)
+    b = (b ^ (b >> 27)) * 0x94D049BB133111EB
+    b = b ^ (b >> 31)
+    wide = b.to(tl.int64).to(tl.float32)
+    x = b.to(tl.int32).to(tl.float32) * _ANGLE
+    u = tl.abs(wide) * 2.0**-63 + 2.0**-64
+    u_bits = u.to(tl.int32, bitcast=True)
+    exponent = (u_bits - 0x3F3504F3) >> 23
+    v = (u_bits - exponent * 8388608).to(tl.float32, bitcast=True) - 1.0
+    log = v * -0.076345004 + 0.12761582
+    log = log * v + -0.13160183
+    log = log * v + 0.14201757
+    log = log * v + -0.16623357
+    log = log * v + 0.20001227
+    log = log * v + -0.25000820
+    log = log * v + 0.33333331
+    squared = v * v
+    log = log * v * squared - squared * 0.5 + v
+    radius = tl.sqrt_rn((exponent.to(tl.float32) * 0.69314718 + log) * -2.0)
+    # copysign, also of zeros: the root of -0 is -0, and some versions negate by subtracting from +0.
+    radius = tl.abs(radius) * tl.where(wide < 0, -1.0, 1.0)
+    q = x * x
+    sine = q * 2.6089324e-06 + -0.00019811112
+    sine = sine * q + 0.008333088
+    sine = sine * q + -0.16666660
+    sine = sine * q * x + x
+    cosine = q * 2.3194384e-05 + -0.0013855927
+    cosine = cosine * q + 0.041663989
+    cosine = cosine * q + -0.49999932
+    cosine = cosine * q + 1.0
+    return radius * cosine, radius * sine
+
+
+@_jit
+def _places(start):
+    """The block of this program, and where its two halves' first elements lie in the tensor that begins at `start`."""
+    block = tl.program_id(0).to(tl.int64) + start // _BLOCK
+    low = block * _BLOCK - start + tl.arange(0, _PAIRS)
+    return block, low, low + _PAIRS
+
+
+@_jit
+def _wide(value):
+    """In float32. bfloat16 is cast in integers, both ways, because the interpreter's own casts are wrong."""
+    if value.dtype == tl.bfloat16:
+        value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@_jit
+def _narrow(value, pointer):
+    """A float32 in the dtype that `pointer` points to; to nearest, ties to even."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        bits = tl.where(value == value, bits, 0x7FC0)
+        value = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return value.to(pointer.dtype.element_ty)
+
+
+@_jit
+def _load(pointer, at, count):
+    return _wide(tl.load(pointer + at, mask=(at >= 0) & (at < count), other=0.0))
+
+
+@_jit
+def _store(pointer, at, count, value):
+    tl.store(pointer + at, _narrow(value, pointer), mask=(at >= 0) & (at < count))
+
+
+@_jit
+def _clamp(value, low, high):
+    value = tl.where(value < low, low, value)
+    return tl.where(value > high, high, value)
+
+
+@_jit
+def _precision_root(h, scale, isotropic: tl.constexpr):
+    """See scalars.Scale.precision_root."""
+    weight_decay, ess, root, _ = scale
+    return tl.zeros_like(h) + root if isotropic else tl.sqrt_rn((h + weight_decay) * ess)
+
+
+def _kernel(function: Any) -> Any:
+    return triton.jit(function, do_not_specialize=_KEY)
+
+
+@_kernel
+def _normal(out, start, count, first, second):
+    block, low, high = _places(start)
+    z_low, z_high = _block_normals(block, first, second)
+    _store(out, low, count, z_low)
+    _store(out, high, count, z_high)
+
+
+@_jit
+def _perturb_half(out, mean, hessian, at, count, z, scale, isotropic: tl.constexpr):
+    _, _, _, noise_scale = scale
+    root = _precision_root(_load(hessian, at, count), scale, isotropic)
+    sigma = tl.div_rn(tl.zeros_like(root) + noise_scale, root)
+    _store(out, at, count, _load(mean, at, count) + sigma * z)
+
+
+@_kernel
+def _perturb(
+    out,
+    mean,
+    hessian,
+    start,
+    count,
+    first,
+    second,
+    scale,
+    isotropic: tl.constexpr,
+):
+    block, low, high = _places(start)
+    z_low, z_high = _block_normals(block, first, second)
+    _perturb_half(out, mean, hessian, low, count, z_low, scale, isotropic)
+    _perturb_half(out, mean, hessian, high, count, z_high, scale, isotropic)
+
+
+@_kernel
+def _add_noise_times(total, grad, start, count, first, second):
+    block, low, high = _places(start)
+    z_low, z_high = _block_normals(block, first, second)
+    _store(total, low, count, _load(total, low, count) + _load(grad, low, count) * z_low)
+    _store(total, high, count, _load(total, high, count) + _load(grad, high, count) * z_high)
+
+
+@_jit
+def _updated_hessian(h, moment, scale, estimate, price: tl.constexpr, isotropic: tl.constexpr):
+    weight_decay, _, _, _ = scale
+    beta2, estimate_weight, retraction_weight, estimate_factor, bound, lowest, highest = estimate
+    if price:
+        moment *= _precision_root(h, scale, isotropic)
+    f = _clamp(moment * estimate_factor, -bound, bound)
+    gap = h - f
+    retraction = tl.div_rn(gap * gap, h + weight_decay) * retraction_weight
+    return _clamp(h * beta2 + f * estimate_weight + retraction, lowest, highest)
+
+
+@_jit
+def _update_half(
+    tensors,
+    at,
+    count,
+    z,
+    scale,
+    estimate,
+    move_by,
+    estimator: tl.constexpr,
+    isotropic: tl.constexpr,
+):
+    """How many of these elements were clipped, after all of them were updated."""
+    mean, copy, hessian, momentum, grad, second_sum = tensors
+    weight_decay, _, _, _ = scale
+    beta1, grad_weight, momentum_factor, clip_radius, step_size = move_by
+    m, h, x = _load(mean, at, count), _load(hessian, at, count), _load(grad, at, count)
+    g = _load(momentum, at, count) * beta1 + x * grad_weight
+    _store(momentum, at, count, g)
+    if estimator != "none":
+        if second_sum is not None:
+            moment = _load(second_sum, at, count)
+        elif estimator == "price":
+            moment = x * z
+        else:
+            moment = x * x
+        h = _updated_hessian(h, moment, scale, estimate, estimator == "price", isotropic)
+        _store(hessian, at, count, h)
+    move = tl.div_rn(m * weight_decay + g * momentum_factor, h + weight_decay)
+    clipped = (tl.abs(move) > clip_radius) & (at >= 0) & (at < count)
+    m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * step_size, mean)
+    tl.store(mean + at, m, mask=(at >= 0) & (at < count))
+    if copy is not None:
+        _store(copy, at, count, _wide(m))
+    return clipped.to(tl.int32)
+
+
+@_kernel
+def _update(
+    tensors,
+    clipped,
+    start,
+    count,
+    first,
+    second,
+    scale,
+    estimate,
+    move_by,
+    estimator: tl.constexpr,
+    isotropic: tl.constexpr,
+    noisy: tl.constexpr,
+):
+    block, low, high = _places(start)
+    if noisy:
+        z_low, z_high = _block_normals(block, first, second)
+    else:
+        z_low, z_high = 0.0, 0.0
+    here = _update_half(tensors, low, count, z_low, scale, estimate, move_by, estimator, isotropic)
+    here += _update_half(tensors, high, count, z_high, scale, estimate, move_by, estimator, isotropic)
+    total = tl.sum(here)
+    # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
+    tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
+
+
+def _launch(kernel: Any, like: torch.Tensor, start: int, key: Key | None, before: tuple[Any, ...], *after: Any) -> None:
+    """Run over all blocks that the elements of `like`, which begin at `start`, lie in."""
+    if len(like) == 0:
+        return
+    blocks = (start + len(like) - 1) // BLOCK - start // BLOCK + 1
+    first, second = (_signed(half) for half in key or (0, 0))
+    with torch.cuda.device_of(like):  # Triton launches on the current device, wherever the tensors are
+        kernel[(blocks,)](*before, start, len(like), first, second, *after, **_OPTIONS)
+
+
+def _scale(scale: Scale) -> tuple[float, ...]:
+    return scale.weight_decay, scale.ess, scale.fixed_root, scale.noise_scale
+
+
+def normal(out: torch.Tensor, key: Key, start: int) -> None:
+    """See plain.normal."""
+    _launch(_normal, out, start, key, (out,))
+
+
+def perturb(
+    out: torch.Tensor,
+    mean: torch.Tensor,
+    hessian: torch.Tensor,
+    key: Key,
+    start: int,
+    scale: Scale,
+) -> None:
+    """See plain.perturb."""
+    isotropic = scale.isotropic_hessian is not None
+    _launch(_perturb, mean, start, key, (out, mean, hessian), _scale(scale), isotropic)
+
+
+def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key, start: int) -> None:
+    """See plain.add_noise_times."""
+    _launch(_add_noise_times, grad, start, key, (total, grad))
+
+
+def update(
+    mean: torch.Tensor,
+    copy: torch.Tensor | None,
+    hessian: torch.Tensor,
+    momentum: torch.Tensor,
+    grad: torch.Tensor,
+    second: torch.Tensor | None,
+    key: Key | None,
+    start: int,
+    numbers: StepNumbers,
+) -> torch.Tensor:
+    """See plain.update."""
+    n = numbers
+    clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
+    noisy = n.estimator == "price" and second is None
+    assert key is not None or not noisy, "the price estimator needs the draw's noise"
+    _launch(
+        *(_update, mean, start, key, ((mean, copy, hessian, momentum, grad, second), clipped)),
+        _scale(n.scale),
+        (n.beta2, 1 - n.beta2, n.retraction_weight, n.estimate_factor, ESTIMATE_BOUND, *HESSIAN_RANGE),
+        (n.beta1, n.grad_weight, 1 / n.debias, n.clip_radius, n.step_size),
+        *(n.estimator, n.scale.isotropic_hessian is not None, noisy),
+    )
+    return clipped
