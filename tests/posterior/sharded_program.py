@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from threepo import IVON
+from threepo import IVON, Posterior
 from threepo.types import Draw
 
 
@@ -33,10 +33,10 @@ def make_model() -> nn.Module:
 def lay_out(model: nn.Module, layout: str) -> nn.Module:
     """The model over the ranks, as asked."""
     if layout == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if layout in ("fsdp", "hsdp"):
         world = dist.get_world_size()
-        shape, names = ((world,), ("shard",)) if layout == "fsdp" else ((world, 1), ("replicate", "shard"))
+        shape, names = ((world,), ("shard",)) if layout == "fsdp" else ((2, world // 2), ("replicate", "shard"))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for layer in model:
             if list(layer.parameters()):
@@ -81,7 +81,16 @@ def main() -> None:
         dist.init_process_group("gloo")
     model = lay_out(make_model(), options.layout)
     named = [(clean(name), p) for name, p in model.named_parameters()]
-    optimizer = IVON(named, lr=0.5, ess=1e4, hess_init=0.1, betas=(0.9, 0.95), clip_radius=0.5, seed=3, model=model)
+    optimizer = IVON(
+        model.named_parameters(),
+        lr=0.5,
+        ess=1e4,
+        hess_init=0.1,
+        betas=(0.9, 0.95),
+        clip_radius=0.5,
+        seed=3,
+        model=model,
+    )
     state: dict[str, Any] = {}
     if options.load:
         state["model"], state["optimizer"] = get_state_dict(model, optimizer)
@@ -99,6 +108,12 @@ def main() -> None:
     with optimizer.perturbed(Draw(9, 9, 9)):
         result |= {f"perturbed/{name}": whole(p) for name, p in named}
     assert all(torch.equal(old, whole(p)) for old, (_, p) in zip(before, named, strict=True))
+    posterior = Posterior.of(optimizer)  # gathers the shards
+    result |= {f"posterior/{name}": hessian.clone() for name, hessian in posterior.hessian.items()}
+    for state in optimizer.state.values():
+        state["hessian"] = torch.zeros_like(state["hessian"])
+    posterior.load_into(optimizer)
+    result |= {f"reloaded/{name}": whole(optimizer.state[p]["hessian"]) for name, p in named}
     result["metrics"] = optimizer.step_metrics()
     result["step"] = optimizer.param_groups[0]["step"]
     if not dist.is_initialized() or dist.get_rank() == 0:

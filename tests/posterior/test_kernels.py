@@ -121,10 +121,19 @@ def test_compiled_update_is_the_plain_one(
 def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     size = 5 * native._SERIAL + 77
     torch.set_num_threads(threads)
-    ours, defined = torch.empty(size), torch.empty(size)
-    native.normal(ours, KEY, 300)
-    plain.normal(defined, KEY, 300)
-    assert torch.equal(ours, defined)
+    torch.manual_seed(0)
+    mean, h, g, grad = torch.randn(size), torch.rand(size) + 0.1, torch.randn(size), torch.randn(size)
+    results = []
+    for module in (native, plain):
+        m, hessian, momentum, total, z = mean.clone(), h.clone(), g.clone(), g.clone(), torch.empty(size)
+        module.normal(z, KEY, 300)
+        module.perturb(m, m, hessian, KEY, 300, Scale(10.0, 0.1, 1.0))
+        module.add_noise_times(total, grad, KEY, 300)
+        step = numbers("price", Scale(10.0, 0.1, 1.0))
+        clipped = module.update(m, None, hessian, momentum, grad, None, KEY, 300, step)
+        results.append((z, m, hessian, momentum, total, clipped))
+    for ours, defined in zip(*results, strict=True):
+        assert torch.equal(ours, defined)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -141,9 +150,8 @@ def test_every_dtype_adds_in_wide_and_rounds_once(dtype: torch.dtype) -> None:
     [
         torch.randn(30, 20).t(),
         torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
-        torch.randn(40, 50)[:, ::2],
     ],
-    ids=["transposed", "channels last", "every other column"],
+    ids=["transposed", "channels last"],
 )
 def test_noise_goes_by_the_logical_index_not_by_the_memory(strided: torch.Tensor) -> None:
     dense = strided.contiguous()

@@ -46,9 +46,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "ddp"])
-def test_replicas_and_shards_of_replicas_follow_one_process(layout: str, alone: dict[str, Any], tmp_path: Path) -> None:
-    assert_same(run(tmp_path / "out.pt", layout, *SIX_STEPS, ranks=2), alone)
+@pytest.mark.parametrize(("layout", "ranks"), [("hsdp", 4), ("ddp", 2)])
+def test_replicas_and_shards_of_replicas_follow_one_process(
+    layout: str, ranks: int, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same(run(tmp_path / "out.pt", layout, *SIX_STEPS, ranks=ranks), alone)
 
 
 def test_two_ranks_then_one_then_two_equals_one_process_throughout(alone: dict[str, Any], tmp_path: Path) -> None:

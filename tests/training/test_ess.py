@@ -37,13 +37,15 @@ def test_low_entropy_switches_to_more_noise_and_back() -> None:
 
 def test_ess_goes_with_the_entropys_ratio() -> None:
     ratio = EssScheduleConfig(kind="entropy_ratio", lowest=2e8)
-    assert factors(ratio, [0.8, 0.4, 0.6, 0.1]) == pytest.approx([1.0, 0.5, 0.75, 0.2]), "the last one meets `lowest`"
+    assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
 
 
 def test_a_step_without_update_changes_nothing() -> None:
     for kind in ("constant", "entropy_switch", "entropy_ratio", "controller"):
         state = EssState(0.4, 1.0, 0.5)
-        assert next_ess(EssScheduleConfig(kind=kind), 1e9, state, 3, 10, {}) == state
+        nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan}
+        for metrics in ({}, nothing):
+            assert next_ess(EssScheduleConfig(kind=kind), 1e9, state, 3, 10, metrics) == state
 
 
 def test_the_kept_share_is_translated_as_the_table_of_method_md_has_it() -> None:

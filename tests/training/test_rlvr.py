@@ -273,11 +273,12 @@ def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
 
 def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_path: Path, policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters())
-    for state in optimizer.state.values():
-        state["hessian"].fill_(1e-3 / 9)
+    for name, p, _ in optimizer.trainable():
+        if "mlp" in name:
+            optimizer.state[p]["hessian"].fill_(1e-3 / 9)
     Posterior.of(optimizer).save(tmp_path)
     settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
-    with pytest.warns(ThreepoWarning, match=r"sigma is 3\.0 times .* optimizer\.ess = 9e\+09 would undo"):
+    with pytest.warns(ThreepoWarning, match=r"factors of: mlp 3\.0; .* optimizer\.ess = 9e\+09 would undo"):
         load_prior(settings, build_optimizer(settings, policy.model, seed=0))
 
 

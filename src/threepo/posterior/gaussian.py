@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from threepo.errors import UserError
 from threepo.posterior import kernels
 from threepo.posterior.ivon import IVON
+from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
 from threepo.posterior.policy_optimizer import named_in_groups
 from threepo.posterior.scalars import Scale
@@ -65,7 +66,8 @@ class Posterior:
 
     @classmethod
     def of(cls, optimizer: IVON) -> "Posterior":
-        """The posterior that an optimizer holds now. Tensors are shared with it, not copied."""
+        """The posterior that an optimizer holds now. Tensors are shared with it, or gathered where they are sharded,
+        which every rank must take part in."""
         named = named_in_groups(optimizer.param_groups)
         groups = tuple(
             GroupSettings(
@@ -78,7 +80,7 @@ class Posterior:
             )
             for group in optimizer.param_groups
         )
-        hessian = {name: optimizer.state[p]["hessian"] for name, p, _ in named if p.requires_grad}
+        hessian = {name: whole(optimizer.state[p]["hessian"]) for name, p, _ in optimizer.trainable()}
         return cls(hessian, groups, optimizer.param_groups[0]["step"], optimizer.seed)
 
     @classmethod
@@ -92,7 +94,7 @@ class Posterior:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                hessian = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
         except SafetensorError as error:
             raise UserError(f"{path}: damaged ({error}); copy it again from where it was made") from error
         if metadata.get("format") != _FORMAT:
@@ -139,32 +141,29 @@ class Posterior:
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
         """Replace means, given by name, by the weights of `draw`, in place."""
         scales = {name: group.scale for group in self.groups for name in group.parameters}
-        left = set(self.hessian)
-        for name, p in parameters:
-            if name not in self.hessian:
-                continue  # frozen in training: no posterior, no noise
-            h = self.hessian[name]
-            if h.shape != p.shape:
+        # What was frozen in training has no posterior, and gets no noise.
+        means = {name: p for name, p in parameters if name in self.hessian}
+        for name, h in self.hessian.items():
+            if name not in means:
+                raise UserError(f"posterior of {name}: the model has no such parameter; it belongs to another model")
+            if h.shape != means[name].shape:
                 raise UserError(
-                    f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(p.shape)}; "
+                    f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(means[name].shape)}; "
                     f"it belongs to another model"
                 )
-            left.discard(name)
+        for name, p in means.items():
             if scales[name].noise_scale:
-                kernels.perturb(p, p, h.to(p.device), noise_key(draw, name), scales[name])
-        if left:
-            raise UserError(f"posterior of {min(left)}: the model has no such parameter; it belongs to another model")
+                h = like_parameter(self.hessian[name].to(p.device), p)
+                kernels.perturb(p, p, h, noise_key(draw, name), scales[name])
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
-        for name, p, _ in named_in_groups(optimizer.param_groups):
-            if not p.requires_grad:
-                continue
+        for name, p, _ in optimizer.trainable():
             h = self.hessian.get(name)
             if h is None or h.shape != p.shape:
                 found = "is missing" if h is None else f"has shape {list(h.shape)}, not {list(p.shape)}"
                 raise UserError(f"optimizer.load_hessian: the Hessian of {name} {found}; it belongs to another model")
-            optimizer.state[p]["hessian"].copy_(h)
+            optimizer.state[p]["hessian"].copy_(like_parameter(h, p))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
-from threepo.posterior.layout import drop_gathered_copies, is_dtensor, local, sum_over_shards
+from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import Observations
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
@@ -32,6 +32,8 @@ from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+MOST_ESS = 1e20
+"""ess times the largest Hessian must not overflow float32."""
 
 
 class IVON(torch.optim.Optimizer):
@@ -104,23 +106,36 @@ class IVON(torch.optim.Optimizer):
             "skipped_steps": 0,
         }
         self._model = model
+        self._forget_this_step()
+        super().__init__(params, defaults)
+        self.trainable()  # makes the state, so that memory runs out here if it does
+
+    def _forget_this_step(self) -> None:
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = Observations()
         self._last: _LastStep | None = None
-        super().__init__(params, defaults)
-        self._trainable()  # makes the state, so that memory runs out here if it does
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After pickling, deep copies and loading; torch keeps state and param_groups alone."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_model", None)
+        self._forget_this_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
-        if self._model is None and any(is_dtensor(p) for p in self.param_groups[-1]["params"]):
-            raise UserError("IVON params: some are DTensors, so IVON needs the module they belong to: set model=model")
-        names = [name for name, _, _ in named_in_groups(self.param_groups)]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"IVON params: two parameters are named {twice!r} and would share their noise; rename one")
+        try:
+            _check_group(self.param_groups[-1])
+            if self._model is None and any(is_dtensor(p) for p in self.param_groups[-1]["params"]):
+                raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
+            names = [name for name, _, _ in named_in_groups(self.param_groups)]
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UserError(f"IVON params: two are named {twice!r} and would share their noise; rename one")
+        except UserError:
+            del self.param_groups[-1]
+            raise
 
     @property
     def seed(self) -> int:
@@ -153,19 +168,38 @@ class IVON(torch.optim.Optimizer):
         try:
             self._reshard()
             with torch.no_grad():
-                for name, p, group in self._trainable():
+                for name, p, group in self.trainable():
                     if group["noise_scale"]:
                         # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
                         self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
                         self._write(p, name, p, group, draw)
             yield
         finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Put the mean back. `perturbed` does; call it only where Ctrl-C came just as that block was being left.
+
+        In reverse order, so that parameters which share memory get back what they had. An interrupt waits.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        try:
             self._reshard()
-            with torch.no_grad():
-                for perturbed, mean in self._means.items():
-                    local(perturbed).copy_(local(mean))
-            self._means.clear()
+        finally:
+            while self._means:
+                try:
+                    self._restore_last()
+                except KeyboardInterrupt as error:
+                    interrupt = error
             self._perturbed = False
+        if interrupt is not None:
+            raise interrupt
+
+    @torch.no_grad()
+    def _restore_last(self) -> None:
+        p, mean = next(reversed(self._means.items()))
+        local(p).copy_(local(mean))
+        del self._means[p]
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
@@ -186,8 +220,9 @@ class IVON(torch.optim.Optimizer):
 
         Tensors are made one at a time, and the model is left alone.
         """
-        self._refuse_while_perturbed("weights are read")
+        self.trainable()
         for name, p, group in named_in_groups(self.param_groups):
+            self._refuse_while_perturbed("weights are read")
             if draw is None or not group["noise_scale"] or not p.requires_grad:
                 yield name, p.detach()
             else:
@@ -209,9 +244,14 @@ class IVON(torch.optim.Optimizer):
         before it added (method.md 7). Returns False if a gradient is not finite: the coming `step` is then skipped.
         """
         self._refuse_while_perturbed("gradients are observed")
-        found = [(name, p, group, p.grad) for name, p, group in self._trainable() if p.grad is not None]
+        found = [
+            (name, p, group, like_parameter(p.grad, p)) for name, p, group in self.trainable() if p.grad is not None
+        ]
         if not found:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
+        sparse = [name for name, _, _, grad in found if grad.is_sparse]
+        if sparse:
+            raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
         seen = self._observed
         for _, p, _, _ in found:
             p.grad = None
@@ -220,7 +260,7 @@ class IVON(torch.optim.Optimizer):
             self._observed = Observations(rejected=True)
             return False
         for name, p, group, grad in found:
-            seen.add(p, grad.float().div_(divisor) if divisor != 1.0 else grad, draw, name, group, cumulative)
+            seen.add(p, grad.float() / divisor if divisor != 1.0 else grad, draw, name, group, cumulative)
         seen.draws.append(draw)
         return True
 
@@ -253,13 +293,15 @@ class IVON(torch.optim.Optimizer):
                 "step() without a gradient: run backward inside `with optimizer.perturbed(draw)`, then call "
                 "optimizer.observe(draw)"
             )
-        factor = 1.0 / (divisor or len(seen.draws))
+        if divisor is not None and not divisor > 0:
+            raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; leave it out for a mean over draws")
+        factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
         self._count("step", self.param_groups[0]["step"] + 1)
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
         self._last = _LastStep(norm * factor)
         self._reshard()
-        for name, p, group in self._trainable():
+        for name, p, group in self.trainable():
             if p in seen.grad:
                 self._last.clipped.append((p, self._update(name, p, group, seen, factor)))
         return loss
@@ -306,12 +348,21 @@ class IVON(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All state, with the mean in the parameters; refused while weights are perturbed or a step is half done."""
         self._refuse_while_perturbed("a checkpoint is taken")
-        if self._observed.draws:
+        if self._observed.draws or self._observed.rejected:
             raise RuntimeError("gradients are observed but not used: call step() before taking a checkpoint")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, and keep it in float32 whatever the parameters' dtype (torch would cast it to theirs)."""
+        """Load state, and keep it in float32 whatever the parameters' dtype (torch would cast it to theirs).
+
+        Gradients observed before are forgotten. `UserError` if the parameters' names, where both have them, differ.
+        """
+        self._refuse_while_perturbed("state is loaded")
+        saved_names = [name for group in state_dict["param_groups"] for name in group.get("param_names", ())]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        for saved, own in zip(saved_names, names, strict=False):
+            if saved != own:
+                raise UserError(f"IVON state: holds {saved!r} where this optimizer has {own!r}; give it the same order")
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
         saved_order = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -319,22 +370,22 @@ class IVON(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
         with torch.no_grad():
-            for _, p, _ in self._trainable():
+            for _, p, _ in self.trainable():
                 if "mean" in self.state[p]:
                     p.copy_(self.state[p]["mean"])
 
-    def _trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            if p not in self.state:
+            state = self.state[p]
+            if "hessian" not in state:
                 zeros = torch.zeros_like(
                     p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format
                 )
-                self.state[p]["hessian"] = torch.full_like(zeros, group["hess_init"])
-                self.state[p]["momentum"] = zeros
-                if p.dtype in _LOW_PRECISION and group["master_weights"]:
-                    self.state[p]["mean"] = torch.empty_like(zeros).copy_(p.detach())
+                state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
+            if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
+                state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
         return trainable
 
     def _reshard(self) -> None:
@@ -343,7 +394,10 @@ class IVON(torch.optim.Optimizer):
 
     def _refuse_while_perturbed(self, what: str) -> None:
         if self._perturbed:
-            raise RuntimeError(f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first")
+            raise RuntimeError(
+                f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first, or call "
+                f"restore() if an interrupt cut its end off"
+            )
 
 
 @dataclass
@@ -369,6 +423,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for name in ("lr", "ess", "hess_init", "weight_decay", "noise_scale"):
         if not math.isfinite(group[name]):
             raise UserError(f"IVON {name} = {group[name]!r}: must be finite")
+    if group["ess"] > MOST_ESS:
+        raise UserError(f"IVON ess = {group['ess']!r}: must be at most {MOST_ESS:g}, or float32 overflows")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise UserError(f"IVON betas = {group['betas']!r}: both must lie in [0, 1)")
     for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):

@@ -7,6 +7,7 @@ the Hessian, the momentum and everything else that comes with a parameter have i
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -40,11 +41,14 @@ def backend(*tensors: torch.Tensor | None) -> Any:
     return plain
 
 
-def _check_shapes(first: torch.Tensor, *others: torch.Tensor | None) -> None:
+def _check(first: torch.Tensor, others: Sequence[torch.Tensor | None], states: Sequence[torch.Tensor | None]) -> None:
     """The compiled kernels take addresses, so nobody after this would notice."""
-    for other in others:
+    for other in (*others, *states):
         if other is not None and (other.shape != first.shape or local(other).shape != local(first).shape):
             raise RuntimeError(f"shapes differ: {list(first.shape)} and {list(other.shape)}, here or in their shards")
+    for state in states:
+        if state is not None and state.dtype != torch.float32:
+            raise RuntimeError(f"IVON's state is float32, this is {state.dtype}")
 
 
 class _Flat:
@@ -57,7 +61,7 @@ class _Flat:
         self.tensor = local(tensor.detach())
 
     def __enter__(self) -> torch.Tensor:
-        self.flat = self.tensor.reshape(-1)
+        self.flat = self.tensor.contiguous().view(-1)
         return self.flat
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +73,7 @@ class _Flat:
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """The local elements of a tensor, flat and in logical order, for reading."""
-    return local(tensor.detach()).reshape(-1)
+    return local(tensor.detach()).contiguous().view(-1)
 
 
 def perturb(
@@ -80,7 +84,7 @@ def perturb(
     scale: Scale,
 ) -> None:
     """out = mean + sigma * z, added in float32 and rounded once to the dtype of `out`, which may be `mean`."""
-    _check_shapes(mean, out, hessian)
+    _check(mean, [out], [hessian])
     h = read(hessian)
     with _Flat(out) as target:
         m = target if out is mean else read(mean)
@@ -91,7 +95,7 @@ def perturb(
 
 def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key) -> None:
     """total += z * grad."""
-    _check_shapes(total, grad)
+    _check(grad, [], [total])
     t, g = read(total), read(grad)
     for piece in pieces(grad):
         backend(t, g).add_noise_times(t[piece.local], g[piece.local], key, piece.start)
@@ -117,7 +121,8 @@ def update(
     copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One IVON step in place; `copy`, if given, gets the new mean too. Returns the number clipped here, 0-dim."""
-    _check_shapes(mean, hessian, momentum, seen.grad, seen.second, copy)
+    _check(mean, [seen.grad, copy], [hessian, momentum, seen.second])
+    assert copy is None or mean.dtype == torch.float32, "a copy is of a mean that is not rounded itself"
     h, g, grad = read(hessian), read(momentum), read(seen.grad)
     second = None if seen.second is None else read(seen.second)
     clipped = torch.zeros((), dtype=torch.int64, device=h.device)
@@ -139,6 +144,7 @@ def update(
 
 def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
+    assert 0 <= start <= stop, f"elements [{start}, {stop}) do not exist"
     out = torch.empty(stop - start, dtype=torch.float32, device=device)
     backend(out).normal(out, noise_key(draw, name), start)
     return out

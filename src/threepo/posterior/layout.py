@@ -54,6 +54,24 @@ def wide(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
+def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A tensor of the parameter's shape, whole or spread in another way, spread over ranks as the parameter is."""
+    if not is_dtensor(p):
+        return tensor
+    if not is_dtensor(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    if tensor.placements == p.placements:  # type: ignore[attr-defined]
+        return tensor
+    return tensor.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on every rank; a collective if it is spread over ranks."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Sum of 0-dim numbers that go with parameters, each rank holding those of its shard.
 
@@ -63,8 +81,6 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> floa
     for tensor, value in values:
         key: Any = value.device
         if is_dtensor(tensor):
-            if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
-                raise RuntimeError("a gradient is a partial sum: let backward finish its reduction before observe()")
             # Replicas hold the same number, which counts once.
             sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
             key = (tensor.device_mesh, sharded)  # type: ignore[attr-defined]

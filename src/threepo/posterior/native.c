@@ -13,8 +13,8 @@
 #define PAIRS (BLOCK / 2)
 #define INLINE static inline __attribute__((always_inline))
 
-/* One version for each level of x86-64, chosen when the library is loaded; other processors have one level. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+/* One version for each level of x86-64, chosen when the library is loaded (GCC has that since 12); else the basic one. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define EXPORT __attribute__((visibility("default"), target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define EXPORT __attribute__((visibility("default")))
@@ -130,6 +130,12 @@ INLINE int next_part(int64_t start, int64_t count, int64_t done, int *inside)
 INLINE float sigma_inverse(float hessian, const Numbers *n)
 {
     return n->root > 0 ? n->root : sqrtf((hessian + n->weight_decay) * n->ess);
+}
+
+/* Of this interface; native.py wants the same. */
+__attribute__((visibility("default"))) int threepo_version(void)
+{
+    return 1;
 }
 
 EXPORT void threepo_normal(Key key, int64_t start, int64_t count, float *out)

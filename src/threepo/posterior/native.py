@@ -1,20 +1,24 @@
 """The compiled CPU kernels (native.c), in as many threads as torch uses. Same functions, same bits as plain.py.
 
-The library is compiled when the package is built (see build_native.py) and is optional: without a C compiler there,
+The library is compiled when the package is built (see hatch_build.py) and is optional: without a C compiler there,
 `available` is False and plain.py does the work.
 """
 
 import ctypes
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
+from threepo.errors import ThreepoWarning
 from threepo.posterior.noise import BLOCK, Key
 from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
 
+VERSION = 1
+"""Of the interface to native.c, which has the same number."""
 LIBRARY = Path(__file__).with_name("_native.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ESTIMATORS = {"none": 0, "price": 1, "gradsq": 2}
@@ -44,6 +48,11 @@ def _load() -> ctypes.CDLL | None:
     if not LIBRARY.is_file():
         return None
     library = ctypes.CDLL(str(LIBRARY))
+    if not hasattr(library, "threepo_version") or library.threepo_version() != VERSION:
+        warnings.warn(
+            f"{LIBRARY} was compiled from another native.c; install threepo again", ThreepoWarning, stacklevel=2
+        )
+        return None
     i32, i64, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     numbers = ctypes.POINTER(_Numbers)
     address = (_Key, i64, i64)
@@ -75,7 +84,9 @@ os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a for
 
 def takes(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors can be handed to the library."""
-    return available and all(t is None or (t.device.type == "cpu" and t.dtype in _DTYPES) for t in tensors)
+    return available and all(
+        t is None or (t.device.type == "cpu" and t.dtype in _DTYPES and t.is_contiguous()) for t in tensors
+    )
 
 
 def _in_threads(count: int, work: Callable[[int, int], int | None]) -> int:
@@ -87,14 +98,26 @@ def _in_threads(count: int, work: Callable[[int, int], int | None]) -> int:
     if _pool is None or _pool._max_workers < threads - 1:
         _pool = ThreadPoolExecutor(threads - 1, "threepo-noise")
     size = -(-count // (threads * BLOCK)) * BLOCK
-    others: list[Future[int | None]] = [
-        _pool.submit(work, first, min(size, count - first)) for first in range(size, count, size)
-    ]
+    others: list[Future[int | None]] = []
     try:
+        for first in range(size, count, size):
+            others.append(_pool.submit(work, first, min(size, count - first)))  # noqa: PERF401 - interrupts lose none
         total = work(0, size) or 0
     finally:
-        wait(others)  # also when interrupted: nobody writes into a tensor after this returns
+        _wait_for(others)
     return total + sum(other.result() or 0 for other in others)
+
+
+def _wait_for(others: list[Future[int | None]]) -> None:
+    """Until all are done, however often Ctrl-C is pressed: nobody may write into a tensor that was given back."""
+    interrupt: KeyboardInterrupt | None = None
+    while not all(other.done() for other in others):
+        try:
+            wait(others)
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _at(tensor: torch.Tensor | None, element: int) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from threepo.posterior import kernels
+from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_key
 from threepo.types import Draw
 
@@ -36,9 +37,10 @@ class Observations:
         cumulative: bool,
     ) -> None:
         """Take in one parameter's gradient at `draw`, which is put into `draws` when all parameters are in."""
+        if local(grad).untyped_storage().nbytes() > local(grad).nbytes:
+            grad = grad.clone()  # part of a buffer, such as DDP's, that the next backward writes into
         if cumulative:
-            grad = grad.float().add_(self.carried[p]) if p in self.carried else grad
-            self.carried[p] = grad.clone()
+            grad = self.carried[p] = self.carried[p] + grad if p in self.carried else grad
         earlier = self.grad.get(p)
         if earlier is None and not self.draws:
             self.grad[p] = grad
@@ -49,7 +51,12 @@ class Observations:
             if earlier is not None:
                 _add_second(second, earlier, self.draws[0], name, group)
         _add_second(second, grad, draw, name, group)
-        self.grad[p] = grad.float() if earlier is None else earlier.float().add_(grad)
+        if earlier is None:
+            self.grad[p] = grad.float().clone()
+        elif len(self.draws) == 1:  # whoever made the gradients may hold on to them: the sum is our own
+            self.grad[p] = earlier.float() + grad
+        else:
+            earlier.add_(grad)
 
 
 def _add_second(second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]) -> None:

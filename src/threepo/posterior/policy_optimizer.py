@@ -59,8 +59,15 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch
     found: list[tuple[str, torch.nn.Parameter, dict[str, Any]]] = []
     for group in param_groups:
         names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
-        found += [(name, p, group) for name, p in zip(names, group["params"], strict=True)]
+        found += [(_plain_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
     return found
+
+
+def _plain_name(name: str) -> str:
+    """Without what torch.compile, DDP and activation checkpointing put around a model: its noise is the model's."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
 
 
 def total_norm(grads: list[torch.Tensor]) -> float:
@@ -83,6 +90,15 @@ class PointAdamW(torch.optim.AdamW):
             group["skipped_steps"] = 0
         self._observed = 0
         self._norm = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and deep copies; torch keeps state and param_groups alone."""
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The counterpart of __getstate__; also called by load_state_dict."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._observed, self._norm = 0, 0.0
 
     @property
     def skipped_steps(self) -> int:

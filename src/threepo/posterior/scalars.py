@@ -14,8 +14,9 @@ from threepo.posterior.noise import sqrt_
 
 ESTIMATE_BOUND = 1e18
 """|f| is cut here. Nothing that trains comes near it; it keeps every operation finite for any finite gradient."""
-HESSIAN_RANGE = (1e-38, 1e18)
-"""Where h stays for any input: above zero, and small enough that ess * h does not overflow."""
+HESSIAN_RANGE = (1e-30, 1e18)
+"""Where h stays for any input: above zero and no subnormal number, which some programs flush to zero; and so small
+that ess * h does not overflow."""
 
 
 @dataclass(frozen=True)

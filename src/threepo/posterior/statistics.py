@@ -24,7 +24,8 @@ def layer_kind(name: str) -> str:
 def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     """Quantiles of h / h0, its share outside [0.9, 1.1], ess, and sigma over RMS weight, whole and per layer kind.
 
-    Quantiles and shares come from an even subsample of every parameter, weighted by the parameter's size.
+    Quantiles and shares come from an even subsample of every parameter, weighted by the parameter's size; of sharded
+    parameters they speak of this rank's shards.
     """
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
@@ -53,17 +54,14 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
 
 
 @torch.no_grad()
-def sigma_growth(optimizer: IVON) -> float:
-    """RMS of sigma over all weights, divided by the sigma of a Hessian that is still hess_init."""
-    grown, count = 0.0, 0
-    for _, p, group in named_in_groups(optimizer.param_groups):
-        if p.requires_grad and local(p).numel():
-            h = read(optimizer.state[p]["hessian"])[:: _stride(p)].float()
-            grown += (
-                float(((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).mean()) * p.numel()
-            )
-            count += p.numel()
-    return math.sqrt(grown / count) if count else 1.0
+def sigma_growth(optimizer: IVON) -> dict[str, float]:
+    """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init."""
+    ratios: dict[str, list[torch.Tensor]] = {}
+    for name, p, group in optimizer.trainable():
+        precision = read(optimizer.state[p]["hessian"])[:: _stride(p)].float() + group["weight_decay"]
+        ratio = ((group["hess_init"] + group["weight_decay"]) / precision).sqrt()
+        ratios.setdefault(layer_kind(name), []).append(ratio.cpu())
+    return {kind: float(torch.cat(found).median()) for kind, found in ratios.items() if sum(map(len, found))}
 
 
 def _stride(p: torch.Tensor) -> int:

@@ -33,7 +33,7 @@ from threepo.runs import checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
 
 LOUD_PRIOR = 2.0
-"""A learned Hessian that makes sigma this many times larger than hess_init would is worth a warning (method.md 1.5)."""
+"""Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
 
 
 def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
@@ -72,12 +72,14 @@ def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
     assert isinstance(optimizer, IVON)
     folder = model_folder(Path(settings.load_hessian))
     Posterior.from_pretrained(folder).load_into(optimizer)
-    grown = sigma_growth(optimizer)
-    if grown > LOUD_PRIOR:
+    grown = {kind: ratio for kind, ratio in sigma_growth(optimizer).items() if ratio > LOUD_PRIOR}
+    if grown:
+        kinds = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in grown.items())
         warnings.warn(
-            f"optimizer.load_hessian = {settings.load_hessian!r}: sigma is {grown:.1f} times what hess_init = "
-            f"{settings.hess_init:g} gives, {posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f} of the "
-            f"weights' RMS; optimizer.ess = {settings.ess * grown**2:.2g} would undo the growth",
+            f"optimizer.load_hessian = {settings.load_hessian!r}: sigma has grown beyond what hess_init = "
+            f"{settings.hess_init:g} gives, by factors of: {kinds}; posterior/sigma_to_rms is now "
+            f"{posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f}, and optimizer.ess = "
+            f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth",
             ThreepoWarning,
             stacklevel=2,
         )

@@ -19,10 +19,10 @@ class EssState:
 
     factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""
+    first_entropy: float = 0.0
+    """Nats per token, of the first step; 0 before it."""
     highest_entropy: float = 0.0
-    """Nats per token, over all steps."""
-    last_entropy: float = 0.0
-    """Of the step before; 0 before the first."""
+    """Over all steps."""
 
 
 def next_ess(
@@ -30,37 +30,38 @@ def next_ess(
 ) -> EssState:
     """The state after `done` of `steps` training steps, of which the last logged `metrics`; `base` is optimizer.ess.
 
-    A step that updated nothing has no entropy and no correction to go by, and leaves the factor alone.
+    A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
-    progress, low = done / steps, settings.floor
+    progress, low = min(done / steps, 1.0), settings.floor
     if settings.kind == "cosine":
         return replace(state, factor=(1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2)
     if settings.kind == "linear":
         return replace(state, factor=1 - (1 - low) * progress)
-    if settings.kind == "constant" or "policy/entropy" not in metrics:
+    measured = f"correction/{settings.metric}" if settings.kind == "controller" else "policy/entropy"
+    value = metrics.get(measured, math.nan)
+    if settings.kind == "constant" or not math.isfinite(value):
         return state
     if settings.kind == "controller":
-        wanted = state.factor * _correction(settings, metrics)
-        return replace(state, factor=_within(settings, base, wanted))
-    entropy = metrics["policy/entropy"]
-    highest = max(entropy, state.highest_entropy)
+        return replace(state, factor=_within(settings, base, state.factor * _correction(settings, value)))
+    first, highest = state.first_entropy or value, max(value, state.highest_entropy)
     if settings.kind == "entropy_switch":
-        factor = low if entropy <= settings.entropy_share * highest else 1.0
+        factor = low if value <= settings.entropy_share * highest else 1.0
     else:
-        factor = _within(settings, base, state.factor * (entropy / state.last_entropy if state.last_entropy else 1.0))
-    return EssState(factor, highest, entropy)
+        # The product of all steps' ratios, so that a bound that was met once leaves no trace.
+        factor = _within(settings, base, value / first if first else 1.0)
+    return EssState(factor, first, highest)
 
 
-def _correction(settings: EssScheduleConfig, metrics: Mapping[str, float]) -> float:
-    """What to multiply ess by, from what was measured.
+def _correction(settings: EssScheduleConfig, value: float) -> float:
+    """What to multiply ess by, from the measured KL or kept share.
 
     The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; `gain` is the exponent that
     damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
     """
     if settings.metric == "kl":
-        error = math.log(max(metrics["correction/kl"], 1e-12) / settings.target)
+        error = math.log(max(value, 1e-12) / settings.target)
     else:
-        error = math.log(_divergence(metrics["correction/kept_share"]) / _divergence(settings.target))
+        error = math.log(_divergence(value) / _divergence(settings.target))
     return min(max(math.exp(settings.gain * error), 1 / MOST_AT_ONCE), MOST_AT_ONCE)
 
 

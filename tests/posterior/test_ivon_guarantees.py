@@ -1,0 +1,204 @@
+"""What IVON promises whatever it is given: the mean, the user's tensors and the state survive."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from threepo.errors import UserError
+from threepo.posterior import kernels
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.kernels import normal
+from threepo.posterior.noise import noise_key
+from threepo.posterior.scalars import Scale
+from threepo.types import Draw
+
+DRAW = Draw(0, 0, 0)
+
+
+def step(optimizer: IVON, p: nn.Parameter, grad: torch.Tensor, draws: int = 1) -> None:
+    for _ in range(draws):
+        draw = optimizer.next_draw()
+        with optimizer.perturbed(draw):
+            p.grad = grad
+        optimizer.observe(draw)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("cut", [(slice(None), slice(None, None, 2)), (slice(None), 0), (slice(None), slice(0, 1))])
+def test_a_view_is_written_and_its_neighbours_are_not(cut: tuple[slice | int, ...]) -> None:
+    base = torch.arange(24.0).view(6, 4)
+    before = base.clone()
+    p = nn.Parameter(base[cut])
+    dense = nn.Parameter(base[cut].contiguous())
+    a, b = (IVON([("w", q)], ess=1.0, hess_init=1.0, clip_radius=1.0) for q in (p, dense))
+    with a.perturbed(DRAW), b.perturbed(DRAW):
+        assert torch.equal(p, dense)
+        inside = base.clone()
+    assert torch.equal(base, before)
+    inside[cut] = before[cut]
+    assert torch.equal(inside, before), "neighbours stayed as they were inside the block too"
+    for optimizer, q in ((a, p), (b, dense)):
+        step(optimizer, q, torch.ones(q.shape))
+    assert torch.equal(p, dense)
+
+
+def test_gradients_of_any_layout_count_as_they_read() -> None:
+    wide = torch.randn(2000, 2)
+    for strided in (torch.ones(1).expand(2000), wide[:, 0], torch.randn(4000)[::2]):
+        p, q = nn.Parameter(torch.zeros(2000)), nn.Parameter(torch.zeros(2000))
+        a, b = IVON([("w", p)]), IVON([("w", q)])
+        step(a, p, strided, draws=2)
+        step(b, q, strided.contiguous(), draws=2)
+        assert torch.equal(a.state[p]["momentum"], b.state[q]["momentum"])
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_gradients_that_somebody_holds_on_to_stay_as_they_are(cumulative: bool) -> None:
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = IVON([("w", p)], betas=(0.0, 0.9), debias=False)
+    held = torch.ones(5)
+    for index in range(3):
+        p.grad = held
+        optimizer.observe(Draw(0, 0, index), 1.0 if cumulative else 2.0, cumulative=cumulative)
+    optimizer.step()
+    assert held.eq(1).all()
+    expected = (1 + 2 + 3) / 3 if cumulative else 0.5
+    torch.testing.assert_close(optimizer.state[p]["momentum"], torch.full((5,), expected))
+
+
+def test_a_gradient_in_a_reused_buffer_is_copied() -> None:
+    """As DDP's with gradient_as_bucket_view: the next backward writes into the same memory."""
+    bucket = torch.ones(20)
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = IVON([("w", p)], betas=(0.0, 0.9), debias=False)
+    for value in (1.0, 3.0):
+        bucket.fill_(value)
+        p.grad = bucket[5:10]
+        optimizer.observe(optimizer.next_draw())
+    optimizer.step()
+    assert optimizer.state[p]["momentum"].eq(2).all()
+
+
+def test_parameters_that_share_memory_get_back_what_they_had() -> None:
+    a = nn.Parameter(torch.ones(100))
+    b = nn.Parameter(a.data)
+    optimizer = IVON([("a", a), ("b", b)], ess=1.0)
+    with optimizer.perturbed(DRAW):
+        pass
+    assert a.eq(1).all()
+
+
+def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
+    optimizer = IVON([("p", p), ("q", q)], ess=1.0)
+    restore, calls = IVON._restore_last, []
+
+    def interrupted(self: IVON) -> None:
+        calls.append(1)
+        if len(calls) in (1, 2, 4):
+            raise KeyboardInterrupt
+        restore(self)
+
+    monkeypatch.setattr(IVON, "_restore_last", interrupted)
+    with pytest.raises(KeyboardInterrupt), optimizer.perturbed(DRAW):
+        assert not p.eq(1).any()
+    assert p.eq(1).all()
+    assert q.eq(1).all()
+    with optimizer.perturbed(DRAW):  # and the optimizer goes on
+        pass
+
+
+def test_a_state_that_is_not_float32_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="state is float32, this is torch.bfloat16"):
+        kernels.perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
+
+
+def test_copies_and_pickles_go_on_like_the_original() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = IVON(model.named_parameters(), seed=4)
+    step(optimizer, model.weight, torch.ones(2, 3))
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    saved_model, saved = torch.load(file, weights_only=False)
+    for m, o in ((model, optimizer), (twin_model, twin), (saved_model, saved)):
+        step(o, m.weight, torch.full((2, 3), 2.0))
+    for other in (twin_model, saved_model):
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_loading_state_makes_masters_checks_names_and_forgets_what_was_observed() -> None:
+    p = nn.Parameter(torch.ones(10))
+    optimizer = IVON([("p", p)])
+    step(optimizer, p, torch.ones(10))
+    state = copy.deepcopy(optimizer.state_dict())
+    low = nn.Parameter(p.detach().bfloat16())
+    into = IVON([("p", low)])
+    low.grad = torch.ones_like(low)
+    into.observe(DRAW)
+    into.load_state_dict(state)
+    assert torch.equal(into.state[low]["mean"], low.float())
+    assert torch.equal(into.state[low]["hessian"], optimizer.state[p]["hessian"])
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        into.step()
+    with pytest.raises(UserError, match="holds 'p' where this optimizer has 'q'"):
+        IVON([("q", nn.Parameter(torch.ones(10)))]).load_state_dict(state)
+    with optimizer.perturbed(DRAW), pytest.raises(RuntimeError, match="state is loaded while"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_parameter_unfrozen_later_has_state_whoever_asks_first() -> None:
+    p = nn.Parameter(torch.ones(10), requires_grad=False)
+    optimizer = IVON([("p", p), ("q", nn.Parameter(torch.ones(2)))], ess=1.0)
+    p.requires_grad_(True)
+    assert set(Posterior.of(optimizer).hessian) == {"p", "q"}
+    assert not dict(optimizer.weights(DRAW))["p"].eq(1).any()
+
+
+def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None:
+    optimizer = IVON([("p", nn.Parameter(torch.ones(2))), ("q", nn.Parameter(torch.ones(2)))])
+    weights = optimizer.weights(DRAW)
+    next(weights)
+    with optimizer.perturbed(DRAW), pytest.raises(RuntimeError, match="weights are read while"):
+        next(weights)
+
+
+def test_wrappers_of_a_model_do_not_change_its_noise() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    plain = dict(IVON(model.named_parameters()).weights(DRAW))
+    compiled = dict(IVON(torch.compile(model).named_parameters()).weights(DRAW))
+    prefixed = dict(IVON([(f"module.{name}", p) for name, p in model.named_parameters()]).weights(DRAW))
+    for name, value in plain.items():
+        assert torch.equal(compiled[name], value)
+        assert torch.equal(prefixed[name], value)
+
+
+def test_a_refused_group_is_not_left_behind() -> None:
+    optimizer = IVON([("p", nn.Parameter(torch.ones(2)))])
+    with pytest.raises(UserError):
+        optimizer.add_param_group({"params": [("q", nn.Parameter(torch.ones(2)))], "ess": -1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
+    embedding = nn.Embedding(10, 3, sparse=True)
+    optimizer = IVON(embedding.named_parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UserError, match="'weight' is sparse"):
+        optimizer.observe(None)
+    assert embedding.weight.grad is not None
+    with pytest.raises(UserError, match="ess = 1e\\+25: must be at most"):
+        IVON([nn.Parameter(torch.ones(2))], ess=1e25)
+    p = nn.Parameter(torch.ones(2))
+    optimizer = IVON([p])
+    p.grad = torch.ones(2)
+    optimizer.observe(None)
+    with pytest.raises(RuntimeError, match="divisor=0"):
+        optimizer.step(divisor=0)
+    with pytest.raises(AssertionError, match="do not exist"):
+        normal(DRAW, "w", -3, 5)
