@@ -29,6 +29,7 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 
 bench: $(VENV)/dev
+	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/methods.py
 
 docs: $(VENV)/dev

@@ -53,11 +53,6 @@ class Correction:
         )
         not_negative(self, "method.correction", "warn_after")
 
-    @property
-    def masks(self) -> bool:
-        """Whether tokens or sequences outside the bounds are dropped, rather than clamped."""
-        return self.kind in ("token_mis", "seq_mis", "geometric_mis")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

@@ -48,10 +48,6 @@ class Reporter:
             left = (now - self._began) / max(done - self._start, 1) * (self._total - done)
             self._console.print(f"{self._title}  {done}/{self._total}  {text}  {left:.0f} s left", highlight=False)
 
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._console.print(text, highlight=False)
-
 
 @contextmanager
 def progress(

@@ -177,6 +177,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "prompt": prompt if isinstance(prompt, str) else json.dumps([dict(message) for message in prompt]),
         "reference_answer": completion.problem.answer,
         "rollout": completion.rollout,
+        "policy_step": completion.policy_step,
         "draw_seed": None if draw is None else draw.seed,
         "draw_step": None if draw is None else draw.step,
         "draw_index": None if draw is None else draw.index,
