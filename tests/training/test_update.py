@@ -64,7 +64,7 @@ class Spy(IVON):
     def step(self, closure: Callable[[], float] | None = None, *, divisor: float | None = None) -> object:
         """Record the mean gradient, then step."""
         count = divisor or len(self._observed.draws)
-        self.mean_grad = {name: self._observed.grad[p].clone() / count for name, p, _ in self._trainable()}
+        self.mean_grad = {name: self._observed.grad[p].clone() / count for name, p, _ in self.trainable()}
         return super().step(closure, divisor=divisor)
 
 
