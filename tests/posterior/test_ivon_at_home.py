@@ -229,3 +229,23 @@ def test_price_with_isotropic_noise_still_estimates_the_curvature() -> None:
         optimizer.observe(Draw(0, 0, index))
     optimizer.step()
     assert float(optimizer.state[p]["hessian"].mean()) == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_gradient_scaler_costs_one_step_an_overflow() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = IVON([("p", p)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    moved = []
+    for slope in (1.0, float("inf"), 1.0):
+        draw = optimizer.next_draw()
+        with optimizer.perturbed(draw):
+            scaler.scale((p * slope).sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.observe(draw)
+        before = p.detach().clone()
+        optimizer.step()
+        scaler.update()
+        moved.append(not torch.equal(p, before))
+    assert moved == [True, False, True]
+    assert optimizer.skipped_steps == 1
+    assert scaler.get_scale() == 2.0

@@ -63,7 +63,9 @@ class IVON(torch.optim.Optimizer):
             are resharded whenever weights change, because a copy gathered by an earlier forward pass would be stale.
 
     There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
-    A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`.
+    A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`. So does one so large that its
+    norm overflows float32. With a float16 gradient scaler: `scaler.unscale_(optimizer)`, `observe`, and then `step` of
+    this optimizer instead of `scaler.step`, which would hide the skipped step from it; `scaler.update()` as ever.
     """
 
     def __init__(
