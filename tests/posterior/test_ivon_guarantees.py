@@ -185,6 +185,17 @@ def test_a_refused_group_is_not_left_behind() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_group_added_later_is_debiased_from_its_own_start() -> None:
+    settings = {"lr": 1.0, "rescale_lr": False, "clip_radius": 10.0, "hess_init": 1.0, "learn_hessian": False}
+    early, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = IVON([{"params": [("early", early)]}], **settings)
+    for _ in range(20):
+        step(optimizer, early, torch.ones(3))
+    optimizer.add_param_group({"params": [("late", late)]})
+    step(optimizer, late, torch.ones(3))
+    torch.testing.assert_close(late, torch.full((3,), -1.0))
+
+
 def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = IVON(embedding.named_parameters())

@@ -298,7 +298,8 @@ class IVON(torch.optim.Optimizer):
         if divisor is not None and not divisor > 0:
             raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; leave it out for a mean over draws")
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
-        self._count("step", self.param_groups[0]["step"] + 1)
+        for group in self.param_groups:
+            group["step"] += 1  # its own: a group that was added later is debiased from its own start
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
         self._last = _LastStep(norm * factor)
