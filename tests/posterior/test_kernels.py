@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.posterior import kernels, native, plain
-from threepo.posterior.kernels import Statistics, normal
+from threepo.posterior.kernels import normal
 from threepo.posterior.layout import _runs
 from threepo.posterior.noise import BLOCK, noise_key
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import HESSIAN_RANGE, Scale, StepNumbers
 from threepo.types import Draw
 
@@ -110,7 +111,9 @@ def test_compiled_update_is_the_plain_one(
     for module in (native, plain):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = torch.empty(size, dtype=torch.bfloat16) if copied else None
-        clipped = module.update(own[0], copy, own[1], own[2], grad, second, KEY, start, numbers(estimator, scale))
+        clipped = module.update(
+            State(own[0], copy, own[1], own[2]), Seen(grad, second, KEY), start, numbers(estimator, scale)
+        )
         results.append([*own, clipped, *([copy] if copied else [])])
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
@@ -130,7 +133,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
         module.perturb(m, m, hessian, KEY, 300, Scale(10.0, 0.1, 1.0))
         module.add_noise_times(total, grad, KEY, 300)
         step = numbers("price", Scale(10.0, 0.1, 1.0))
-        clipped = module.update(m, None, hessian, momentum, grad, None, KEY, 300, step)
+        clipped = module.update(State(m, None, hessian, momentum), Seen(grad, None, KEY), 300, step)
         results.append((z, m, hessian, momentum, total, clipped))
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
@@ -161,7 +164,7 @@ def test_noise_goes_by_the_logical_index_not_by_the_memory(strided: torch.Tensor
     for mean in (strided.clone(memory_format=torch.preserve_format), dense.clone()):
         hessian, momentum = h.clone(), g.clone()
         kernels.perturb(mean, mean, hessian, KEY, step.scale)
-        kernels.update(mean, hessian, momentum, Statistics(grad, None, KEY), step)
+        kernels.update(State(mean, None, hessian, momentum), Seen(grad, None, KEY), step)
         results.append((mean, hessian, momentum))
     for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
@@ -182,8 +185,8 @@ def test_the_hessian_stays_positive_and_everything_finite_for_any_gradient(
     mean, hessian, momentum = torch.zeros(BLOCK), torch.full((BLOCK,), h), torch.zeros(BLOCK)
     step = numbers(estimator, Scale(ess, delta, 1.0), beta2=beta2, grad_factor=1.0, debias=1.0)
     for _ in range(3):
-        seen = Statistics(torch.full((BLOCK,), grad), None, KEY)
-        kernels.update(mean, hessian, momentum, seen, step)
+        seen = Seen(torch.full((BLOCK,), grad), None, KEY)
+        kernels.update(State(mean, None, hessian, momentum), seen, step)
         assert hessian.min() >= HESSIAN_RANGE[0] * 0.99
         assert all(bool(tensor.isfinite().all()) for tensor in (mean, hessian, momentum))
         kernels.perturb(torch.empty(BLOCK), mean, hessian, KEY, step.scale)
@@ -195,9 +198,9 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_written() -> None
         kernels.perturb(mean, mean, torch.ones(9), KEY, Scale(1.0, 0.0, 1.0))
     with pytest.raises(RuntimeError, match="shapes differ"):
         kernels.add_noise_times(torch.zeros(11), torch.ones(10), KEY)
-    seen = Statistics(torch.ones(5), None, KEY)
+    seen = Seen(torch.ones(5), None, KEY)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.update(mean, torch.ones(10), torch.zeros(10), seen, numbers("price", Scale(1.0, 0.0, 1.0)))
+        kernels.update(State(mean, None, torch.ones(10), torch.zeros(10)), seen, numbers("price", Scale(1.0, 0.0, 1.0)))
     assert mean.eq(0).all()
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from posterior.test_kernels import KEY, SCALES, numbers
 from threepo.posterior import plain, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import HESSIAN_RANGE, Scale
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
@@ -157,7 +158,9 @@ def test_update(
     for module in (triton_kernels, plain):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = None if copy_dtype is None else torch.empty(size, dtype=copy_dtype)
-        clipped = module.update(own[0], copy, own[1], own[2], grad, second, KEY, start, numbers(estimator, scale))
+        clipped = module.update(
+            State(own[0], copy, own[1], own[2]), Seen(grad, second, KEY), start, numbers(estimator, scale)
+        )
         results.append([*own, clipped, *([] if copy is None else [copy])])
     for ours, defined in zip(*results, strict=True):
         assert_same_bits(ours, defined)
@@ -176,4 +179,4 @@ def test_nothing_to_do_is_no_error() -> None:
     empty = torch.empty(0)
     triton_kernels.normal(empty, KEY, 5)
     step = numbers("none", Scale(1.0, 0.0, 1.0))
-    assert triton_kernels.update(empty, None, empty, empty, empty, None, None, 5, step) == 0
+    assert triton_kernels.update(State(empty, None, empty, empty), Seen(empty, None, None), 5, step) == 0

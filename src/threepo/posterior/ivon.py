@@ -26,6 +26,7 @@ from threepo.posterior import kernels
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import Observations
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
 from threepo.posterior.scalars import Scale, StepNumbers
 from threepo.types import Draw
@@ -328,9 +329,9 @@ class IVON(torch.optim.Optimizer):
         first = seen.draws[0]
         key = noise_key(first, name) if first is not None else None
         # Taken out, so that a gradient is freed as soon as it is used.
-        statistics = kernels.Statistics(seen.grad.pop(p), seen.second.pop(p, None), key)
+        observed = Seen(seen.grad.pop(p), seen.second.pop(p, None), key)
         mean, copy = (state["mean"], p) if "mean" in state else (p, None)
-        return kernels.update(mean, state["hessian"], state["momentum"], statistics, numbers, copy)
+        return kernels.update(State(mean, copy, state["hessian"], state["momentum"]), observed, numbers)
 
     # State
 

@@ -8,7 +8,7 @@ the Hessian, the momentum and everything else that comes with a parameter have i
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from threepo.posterior import native, plain
 from threepo.posterior.layout import local, pieces
 from threepo.posterior.noise import Key, noise_key
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import Scale, StepNumbers
 from threepo.types import Draw
 
@@ -101,44 +102,18 @@ def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key) -> None:
         backend(t, g).add_noise_times(t[piece.local], g[piece.local], key, piece.start)
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """What was observed for one parameter: sums over the draws of a step, in the parameter's shape."""
-
-    grad: torch.Tensor
-    second: torch.Tensor | None
-    """Sum of z * grad (price) or grad^2 (gradsq), float32; None: one draw only, so it is made from `grad`."""
-    key: Key | None
-    """Noise key of that one draw."""
-
-
-def update(
-    mean: torch.Tensor,
-    hessian: torch.Tensor,
-    momentum: torch.Tensor,
-    seen: Statistics,
-    numbers: StepNumbers,
-    copy: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One IVON step in place; `copy`, if given, gets the new mean too. Returns the number clipped here, 0-dim."""
-    _check(mean, [seen.grad, copy], [hessian, momentum, seen.second])
-    assert copy is None or mean.dtype == torch.float32, "a copy is of a mean that is not rounded itself"
-    h, g, grad = read(hessian), read(momentum), read(seen.grad)
-    second = None if seen.second is None else read(seen.second)
-    clipped = torch.zeros((), dtype=torch.int64, device=h.device)
-    with _Flat(mean) as m, _Flat(mean if copy is None else copy) as c:
-        for piece in pieces(mean):
-            clipped += backend(m, c, h, g, grad, second).update(
-                m[piece.local],
-                None if copy is None else c[piece.local],
-                h[piece.local],
-                g[piece.local],
-                grad[piece.local],
-                None if second is None else second[piece.local],
-                seen.key,
-                piece.start,
-                numbers,
-            )
+def update(state: State, seen: Seen, numbers: StepNumbers) -> torch.Tensor:
+    """One IVON step in place. Returns the number of coordinates clipped on this rank, 0-dim."""
+    _check(state.mean, [seen.grad, state.copy], [state.hessian, state.momentum, seen.second])
+    low = state.copy is not None and state.mean.dtype != torch.float32
+    assert not low, "a copy is of a mean that is not rounded itself"
+    flat_seen = Seen(read(seen.grad), None if seen.second is None else read(seen.second), seen.key)
+    clipped = torch.zeros((), dtype=torch.int64, device=state.mean.device)
+    with _Flat(state.mean) as m, nullcontext() if state.copy is None else _Flat(state.copy) as c:
+        flat = State(m, c, read(state.hessian), read(state.momentum))
+        kernel = backend(*flat, flat_seen.grad, flat_seen.second).update
+        for piece in pieces(state.mean):
+            clipped += kernel(flat.part(piece.local), flat_seen.part(piece.local), piece.start, numbers)
     return clipped
 
 

@@ -15,6 +15,7 @@ import torch
 
 from threepo.errors import ThreepoWarning
 from threepo.posterior.noise import BLOCK, Key
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
 
 VERSION = 1
@@ -174,17 +175,7 @@ def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key, start: in
     )
 
 
-def update(
-    mean: torch.Tensor,
-    copy: torch.Tensor | None,
-    hessian: torch.Tensor,
-    momentum: torch.Tensor,
-    grad: torch.Tensor,
-    second: torch.Tensor | None,
-    key: Key | None,
-    start: int,
-    numbers: StepNumbers,
-) -> torch.Tensor:
+def update(state: State, seen: Seen, start: int, numbers: StepNumbers) -> torch.Tensor:
     """See plain.update."""
     assert _library is not None
     function, packed = _library.threepo_update, _scale_numbers(numbers.scale)
@@ -194,12 +185,14 @@ def update(
     packed.clip_radius, packed.step_size = numbers.clip_radius, numbers.step_size
     packed.estimate_bound, (packed.hessian_low, packed.hessian_high) = ESTIMATE_BOUND, HESSIAN_RANGE
     packed.estimator = _ESTIMATORS[numbers.estimator]
-    noise = _Key(*(key or (0, 0)))
+    noise = _Key(*(seen.key or (0, 0)))
+    mean, copy, grad = state.mean, state.copy, seen.grad
 
     def work(first: int, size: int) -> int:
         clipped: int = function(
             *(noise, start + first, size, _at(mean, first), _dtype(mean), _at(copy, first), _dtype(copy)),
-            *(_at(hessian, first), _at(momentum, first), _at(grad, first), _dtype(grad), _at(second, first), packed),
+            *(_at(state.hessian, first), _at(state.momentum, first)),
+            *(_at(grad, first), _dtype(grad), _at(seen.second, first), packed),
         )
         return clipped
 

@@ -7,6 +7,7 @@ tensors are flat and contiguous; `start` is the index of their first element in 
 import torch
 
 from threepo.posterior.noise import CHUNK, Key, normal_chunks
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
 
 
@@ -42,52 +43,36 @@ def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key, start: in
         total[part] += grad[part].float() * z
 
 
-def update(
-    mean: torch.Tensor,
-    copy: torch.Tensor | None,
-    hessian: torch.Tensor,
-    momentum: torch.Tensor,
-    grad: torch.Tensor,
-    second: torch.Tensor | None,
-    key: Key | None,
-    start: int,
-    numbers: StepNumbers,
-) -> torch.Tensor:
+def update(state: State, seen: Seen, start: int, numbers: StepNumbers) -> torch.Tensor:
     """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3). Returns the number clipped, 0-dim int64.
 
-    `second` is the observed sum of the Hessian's estimator; None: it is made here from `grad`, with the noise of `key`
-    for price. `copy` is a second home of the new mean, in its own dtype.
+    Where `seen.second` is None it is made here from the gradient, for price with the noise of `seen.key`.
     """
-    clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
-    needs_noise = numbers.estimator == "price" and second is None
+    count = len(state.mean)
+    clipped = torch.zeros((), dtype=torch.int64, device=state.mean.device)
+    needs_noise = numbers.estimator == "price" and seen.second is None
     if needs_noise:
-        assert key is not None, "the price estimator needs the draw's noise"
-        chunks = normal_chunks(key, start, start + len(mean), mean.device)
+        assert seen.key is not None, "the price estimator needs the draw's noise"
+        chunks = normal_chunks(seen.key, start, start + count, state.mean.device)
     else:
-        chunks = ((offset, mean[offset : offset + CHUNK]) for offset in range(0, len(mean), CHUNK))
+        chunks = ((offset, state.mean[offset : offset + CHUNK]) for offset in range(0, count, CHUNK))
     for offset, chunk in chunks:
-        part = slice(offset, offset + len(chunk))
-        x = grad[part].float()
+        where = slice(offset, offset + len(chunk))
+        here, x = state.part(where), seen.grad[where].float()
         if numbers.estimator == "none":
             moment = None
-        elif second is not None:
-            moment = second[part]
+        elif seen.second is not None:
+            moment = seen.second[where]
         else:
             moment = x * (chunk if needs_noise else x)
-        clipped += _update_chunk(mean[part], hessian[part], momentum[part], x, moment, numbers)
-        if copy is not None:
-            copy[part] = mean[part]
+        clipped += _update_chunk(here, x, moment, numbers)
+        if here.copy is not None:
+            here.copy.copy_(here.mean)
     return clipped
 
 
-def _update_chunk(
-    m: torch.Tensor,
-    h: torch.Tensor,
-    g: torch.Tensor,
-    grad: torch.Tensor,
-    moment: torch.Tensor | None,
-    n: StepNumbers,
-) -> torch.Tensor:
+def _update_chunk(state: State, grad: torch.Tensor, moment: torch.Tensor | None, n: StepNumbers) -> torch.Tensor:
+    m, h, g = state.mean, state.hessian, state.momentum
     delta = n.scale.weight_decay
     g.mul_(n.beta1).add_(grad * n.grad_weight)
     if moment is not None:

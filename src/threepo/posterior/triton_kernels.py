@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from threepo.posterior.noise import BLOCK, Key, _signed
+from threepo.posterior.operands import Seen, State
 from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -313,24 +314,14 @@ def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key, start: in
     _launch(_add_noise_times, grad, start, key, (total, grad))
 
 
-def update(
-    mean: torch.Tensor,
-    copy: torch.Tensor | None,
-    hessian: torch.Tensor,
-    momentum: torch.Tensor,
-    grad: torch.Tensor,
-    second: torch.Tensor | None,
-    key: Key | None,
-    start: int,
-    numbers: StepNumbers,
-) -> torch.Tensor:
+def update(state: State, seen: Seen, start: int, numbers: StepNumbers) -> torch.Tensor:
     """See plain.update."""
     n = numbers
-    clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
-    noisy = n.estimator == "price" and second is None
-    assert key is not None or not noisy, "the price estimator needs the draw's noise"
+    clipped = torch.zeros((), dtype=torch.int64, device=state.mean.device)
+    noisy = n.estimator == "price" and seen.second is None
+    assert seen.key is not None or not noisy, "the price estimator needs the draw's noise"
     _launch(
-        *(_update, mean, start, key, ((mean, copy, hessian, momentum, grad, second), clipped)),
+        *(_update, state.mean, start, seen.key, ((*state, seen.grad, seen.second), clipped)),
         _scale(n.scale),
         (n.beta2, 1 - n.beta2, n.retraction_weight, n.estimate_factor, ESTIMATE_BOUND, *HESSIAN_RANGE),
         (n.beta1, n.grad_weight, 1 / n.debias, n.clip_radius, n.step_size),
