@@ -16,25 +16,23 @@ The mean is restored bitwise, also after an exception.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
+from threepo.posterior.groups import check_group, scale_of
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
-from threepo.posterior.observations import Observations
+from threepo.posterior.observations import LastStep, Observations
 from threepo.posterior.operands import Seen, State
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
-from threepo.posterior.scalars import Scale, StepNumbers
+from threepo.posterior.scalars import StepNumbers
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-MOST_ESS = 1e20
-"""ess times the largest Hessian must not overflow float32."""
 
 
 class IVON(torch.optim.Optimizer):
@@ -65,8 +63,8 @@ class IVON(torch.optim.Optimizer):
 
     There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
     A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`. So does one so large that its
-    norm overflows float32. With a float16 gradient scaler: `scaler.unscale_(optimizer)`, `observe`, and then `step` of
-    this optimizer instead of `scaler.step`, which would hide the skipped step from it; `scaler.update()` as ever.
+    norm overflows float32. With a float16 gradient scaler: `scaler.unscale_(optimizer)`, `observe`, and `step` of this
+    optimizer, from which `scaler.step` would hide the skipped step.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class IVON(torch.optim.Optimizer):
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = Observations()
-        self._last: _LastStep | None = None
+        self._last: LastStep | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps state and param_groups alone."""
@@ -129,13 +127,12 @@ class IVON(torch.optim.Optimizer):
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
             if self._model is None and any(is_dtensor(p) for p in self.param_groups[-1]["params"]):
                 raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
             names = [name for name, _, _ in named_in_groups(self.param_groups)]
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise UserError(f"IVON params: two are named {twice!r} and would share their noise; rename one")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"IVON params: two are named {twice[0]!r} and would share their noise; rename one")
         except UserError:
             del self.param_groups[-1]
             raise
@@ -303,7 +300,7 @@ class IVON(torch.optim.Optimizer):
             group["step"] += 1  # its own: a group that was added later is debiased from its own start
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
-        self._last = _LastStep(norm * factor)
+        self._last = LastStep(norm * factor)
         self._reshard()
         for name, p, group in self.trainable():
             if p in seen.grad:
@@ -326,8 +323,7 @@ class IVON(torch.optim.Optimizer):
             clip_radius=group["clip_radius"],
             step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
         )
-        first = seen.draws[0]
-        key = noise_key(first, name) if first is not None else None
+        key = None if seen.draws[0] is None else noise_key(seen.draws[0], name)
         # Taken out, so that a gradient is freed as soon as it is used.
         observed = Seen(seen.grad.pop(p), seen.second.pop(p, None), key)
         mean, copy = (state["mean"], p) if "mean" in state else (p, None)
@@ -340,7 +336,7 @@ class IVON(torch.optim.Optimizer):
 
         With sharded parameters every rank must call it: the share is summed over the shards.
         """
-        last = self._last or _LastStep(0.0)
+        last = self._last or LastStep(0.0)
         clipped = sum_over_shards(last.clipped)
         count = sum(p.numel() for p, _ in last.clipped)
         return {
@@ -402,38 +398,3 @@ class IVON(torch.optim.Optimizer):
                 f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first, or call "
                 f"restore() if an interrupt cut its end off"
             )
-
-
-@dataclass
-class _LastStep:
-    grad_norm: float
-    clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
-
-
-def scale_of(group: dict[str, Any]) -> Scale:
-    """What a parameter group's Hessians mean."""
-    isotropic = group["hess_init"] if group["noise_shape"] == "isotropic" else None
-    return Scale(group["ess"], group["weight_decay"], group["noise_scale"], isotropic)
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for name in ("ess", "hess_init", "clip_radius"):
-        if not group[name] > 0:
-            raise UserError(f"IVON {name} = {group[name]!r}: must be greater than 0")
-    for name in ("lr", "weight_decay", "noise_scale"):
-        if not group[name] >= 0:
-            raise UserError(f"IVON {name} = {group[name]!r}: must be 0 or more")
-    for name in ("lr", "ess", "hess_init", "weight_decay", "noise_scale"):
-        if not math.isfinite(group[name]):
-            raise UserError(f"IVON {name} = {group[name]!r}: must be finite")
-    if group["ess"] > MOST_ESS:
-        raise UserError(f"IVON ess = {group['ess']!r}: must be at most {MOST_ESS:g}, or float32 overflows")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise UserError(f"IVON betas = {group['betas']!r}: both must lie in [0, 1)")
-    for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):
-        if group[name] not in choices:
-            raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
-    for p in group["params"]:
-        if not p.dtype.is_floating_point:
-            raise UserError(f"IVON params: one has dtype {p.dtype}; leave out what has no gradient")

@@ -59,6 +59,15 @@ class Observations:
             earlier.add_(grad)
 
 
+@dataclass
+class LastStep:
+    """What there is to report of a step."""
+
+    grad_norm: float
+    clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
+
+
 def _add_second(second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]) -> None:
     if group["estimator"] == "gradsq":
         second.add_(grad.float().square())

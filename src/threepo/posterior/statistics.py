@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from threepo.posterior.ivon import IVON, scale_of
+from threepo.posterior.groups import scale_of
+from threepo.posterior.ivon import IVON
 from threepo.posterior.kernels import read
 from threepo.posterior.layout import local
 from threepo.posterior.policy_optimizer import named_in_groups
