@@ -41,10 +41,10 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/runtime: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c | $(VENV)/bin/python
+$(VENV)/runtime: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c | $(VENV)/bin/python
 	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/dev: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c | $(VENV)/bin/python
+$(VENV)/dev: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
 	touch $@

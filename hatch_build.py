@@ -10,33 +10,47 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/threepo/posterior/native.c")
-TARGET = SOURCE.with_name("_native.so")
-# Value-changing optimisations stay off: the numbers are the same bits on every machine.
-EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-FLAGS = ("-std=gnu99", "-O3", *EXACT, "-fvisibility=hidden", "-fPIC", "-shared")
+# Value-changing optimisations stay off in the posterior: its numbers are the same bits on every machine. Attention may
+# add up in any order.
+COMMON = ("-std=gnu99", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared")
+LIBRARIES = {
+    Path("src/threepo/posterior/native.c"): ("_native.so", ("-ffp-contract=off",)),
+    Path("src/threepo/rollout/decode_attention.c"): ("_decode_attention.so", ("-fopenmp-simd", "-Wno-psabi")),
+}
 
 
 class CompileKernels(BuildHookInterface):  # type: ignore[misc]
-    """`cc native.c -o _native.so`; a plain shared library, so one wheel serves every Python version."""
+    """`cc native.c -o _native.so` and so on; plain shared libraries, so one wheel serves every Python version."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the wheel, or the editable install, is put together."""
         if self.target_name != "wheel":
             return
         root = Path(self.root)
-        (root / TARGET).unlink(missing_ok=True)
         compiler = (
             shlex.split(os.environ.get("CC", "")) or list(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))[:1]
         )
+        compiled = [
+            self._compile(root, compiler, source, source.with_name(name), flags)
+            for source, (name, flags) in LIBRARIES.items()
+        ]
+        build_data["artifacts"] += [str(target) for target in compiled if target]
+        if any(compiled):
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def _compile(
+        self, root: Path, compiler: list[str], source: Path, target: Path, flags: tuple[str, ...]
+    ) -> Path | None:
+        """The library, or None if it could not be made; then none of another version lies there either."""
+        (root / target).unlink(missing_ok=True)
         try:
             if not compiler:
                 raise OSError("no C compiler found")
-            subprocess.run([*compiler, *FLAGS, str(SOURCE), "-o", str(TARGET), "-lm"], cwd=root, check=True)
+            command = [*compiler, *COMMON, *flags, str(source), "-o", str(target), "-lm"]
+            subprocess.run(command, cwd=root, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            (root / TARGET).unlink(missing_ok=True)
-            self.app.display_warning(f"threepo: {error}; IVON will use its slower kernels in plain torch")
-            return
-        build_data["artifacts"].append(str(TARGET))
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            (root / target).unlink(missing_ok=True)
+            self.app.display_warning(f"threepo: {source}: {error}; the same will be done in plain torch, slower")
+            return None
+        return target

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.posterior.noise import address_key, uniforms
-from threepo.rollout.sampling import choose, processed_logprobs
+from threepo.rollout.sampling import BLOCK, choose, processed_logprobs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
 SETTINGS = [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.4, 0.9, 0), (1.0, 1.0, 3), (0.8, 0.7, 4)]
@@ -24,6 +24,26 @@ def test_frequencies_match_the_reported_probabilities(temperature: float, top_p:
     assert p.sum().item() == pytest.approx(1.0)
     expected = n * p[p > 0] / p.sum()
     assert scipy.stats.chisquare(counts[p > 0], expected).pvalue > 1e-3
+
+
+def test_frequencies_match_in_a_large_vocabulary() -> None:
+    """Tokens are chosen in two steps there, a block first; blocks 1 and 3 of this one have no probability at all."""
+    n, size = 40_000, 4 * BLOCK + 7
+    p = torch.zeros(size, dtype=torch.float64)
+    places = torch.tensor([0, 1, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 300, 3 * BLOCK - 1, 4 * BLOCK, size - 1])
+    p[places] = torch.tensor([0.05, 0.2, 0.1, 0.25, 0.1, 0.05, 0.15, 0.1], dtype=torch.float64)
+    u = uniforms([address_key("chi", i) for i in range(n)], 0, 1)[:, 0]
+    counts = torch.cat([choose(p.float().log().expand(len(part), -1), part) for part in u.split(1000)]).bincount(
+        minlength=size
+    )
+    assert counts.sum() == n
+    assert counts[p == 0].eq(0).all()
+    assert scipy.stats.chisquare(counts[places], n * p[places]).pvalue > 1e-3
+
+
+def test_one_block_is_inverse_transform_by_hand() -> None:
+    logprobs = torch.tensor([0.25, 0.5, 0.25]).log().expand(4, -1)
+    assert choose(logprobs, torch.tensor([0.1, 0.3, 0.7, 0.8])).tolist() == [0, 1, 1, 2]
 
 
 def test_top_k_and_top_p_by_hand() -> None:

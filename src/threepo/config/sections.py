@@ -208,10 +208,14 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: int = 512
-    """Rows decoded together; bounds the memory of the key-value cache."""
+    """Most rows decoded together, over all draws; others wait for their places."""
+    memory_gib: float = 0.0
+    """Memory in GiB for the weights of all draws and the key-value cache, which takes fewer rows where it must; 0:
+    what is free."""
 
     def __post_init__(self) -> None:
         positive(self, "engine", "max_batch_rows")
+        not_negative(self, "engine", "memory_gib")
 
 
 @dataclass(frozen=True, kw_only=True)

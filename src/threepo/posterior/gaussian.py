@@ -20,7 +20,7 @@ from threepo.posterior import kernels
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
-from threepo.posterior.policy_optimizer import named_in_groups
+from threepo.posterior.policy_optimizer import Weights, named_in_groups
 from threepo.posterior.scalars import Scale
 from threepo.types import Draw
 
@@ -140,9 +140,13 @@ class Posterior:
     @torch.no_grad()
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
         """Replace means, given by name, by the weights of `draw`, in place."""
-        scales = {name: group.scale for group in self.groups for name in group.parameters}
-        # What was frozen in training has no posterior, and gets no noise.
-        means = {name: p for name, p in parameters if name in self.hessian}
+        means = dict(parameters)
+        self.check(means)
+        for name in self.hessian:
+            self.write(means[name], name, means[name], draw)
+
+    def check(self, means: Weights) -> None:
+        """`UserError` unless these are the weights of the model that this is the posterior of."""
         for name, h in self.hessian.items():
             if name not in means:
                 raise UserError(f"posterior of {name}: the model has no such parameter; it belongs to another model")
@@ -151,10 +155,15 @@ class Posterior:
                     f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(means[name].shape)}; "
                     f"it belongs to another model"
                 )
-        for name, p in means.items():
-            if scales[name].noise_scale:
-                h = like_parameter(self.hessian[name].to(p.device), p)
-                kernels.perturb(p, p, h, noise_key(draw, name), scales[name])
+
+    def write(self, out: torch.Tensor, name: str, mean: torch.Tensor, draw: Draw) -> None:
+        """Put the weights of `draw` for the parameter `name` into `out`, which may be the mean, in its dtype."""
+        scale = next(group.scale for group in self.groups if name in group.parameters)
+        if scale.noise_scale:
+            h = like_parameter(self.hessian[name].to(mean.device), mean)
+            kernels.perturb(out, mean, h, noise_key(draw, name), scale)
+        elif out is not mean:
+            out.copy_(mean)
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
@@ -174,13 +183,19 @@ class FixedWeights:
     posterior: Posterior | None = None
 
     @torch.no_grad()
-    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
         if draw is None:
             yield from ((name, p.detach()) for name, p in self.model.named_parameters())
             return
         if self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
-        copies = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.posterior.perturb_(copies.items(), draw)
-        yield from copies.items()
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.posterior.check(parameters)
+        for name, p in parameters.items():
+            if name not in self.posterior.hessian:  # what was frozen in training has no posterior, and gets no noise
+                yield name, p
+                continue
+            value = into[name] if into else torch.empty_like(p)
+            self.posterior.write(value, name, p, draw)
+            yield name, value

@@ -27,7 +27,7 @@ from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_para
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import LastStep, Observations
 from threepo.posterior.operands import Seen, State
-from threepo.posterior.policy_optimizer import named_in_groups, total_norm
+from threepo.posterior.policy_optimizer import Weights, named_in_groups, total_norm
 from threepo.posterior.scalars import StepNumbers
 from threepo.types import Draw
 
@@ -215,10 +215,10 @@ class IVON(torch.optim.Optimizer):
             self.observe(draw)
 
     @torch.no_grad()
-    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every parameter under `draw` (None: the mean), in the dtype of the parameter.
+    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        Tensors are made one at a time, and the model is left alone.
+        Tensors are made one at a time, in the dtype of the parameter or of the tensor in `into`.
         """
         self.trainable()
         for name, p, group in named_in_groups(self.param_groups):
@@ -226,7 +226,7 @@ class IVON(torch.optim.Optimizer):
             if draw is None or not group["noise_scale"] or not p.requires_grad:
                 yield name, p.detach()
             else:
-                value = torch.empty_like(p)
+                value = into[name] if into else torch.empty_like(p)
                 self._write(value, name, p, group, draw)
                 yield name, value
 

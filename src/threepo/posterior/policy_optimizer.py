@@ -8,7 +8,7 @@ optimizer.step(divisor=token_count)
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -17,12 +17,19 @@ import torch
 from threepo.posterior.layout import local, sum_over_shards, wide
 from threepo.types import Draw
 
+Weights = Mapping[str, torch.Tensor]
+"""By parameter name."""
+
 
 class WeightSource(Protocol):
     """Where a rollout engine gets its weights from."""
 
-    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of the model's weights under `draw` (None: the mean), without touching the model."""
+    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of the model's weights under `draw` (None: the mean), without touching the model.
+
+        A perturbed value is made in the tensor that `into` has under its name, in that one's dtype, and otherwise in
+        a new one. What is not perturbed comes as it is: `into` is then the caller's to fill.
+        """
 
 
 class PolicyOptimizer(WeightSource, Protocol):
@@ -150,7 +157,7 @@ class PointAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["skipped_steps"] = skipped
 
-    def weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters themselves, by name."""
         self.at(draw)
         for name, p, _ in named_in_groups(self.param_groups):

@@ -11,6 +11,9 @@ from threepo.types import Completion, Draw, Request
 class RolloutEngine(Protocol):
     """Holds weights of its own, and stamps every completion with the step and the draw that made it."""
 
+    def prepare(self, draws: int, tokens: int) -> None:
+        """`UserError` if so many policies, with a row of so many tokens for each, cannot fit into memory."""
+
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Take the weights of these draws (None: the mean) as of training step `step`; earlier ones are gone."""
 

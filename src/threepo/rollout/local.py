@@ -1,137 +1,94 @@
-"""The PyTorch engine: batched decoding with a key-value cache, for any Hugging Face causal LM, on CPU or CUDA.
+"""The PyTorch engine: the rows of all draws decoded in one batch, each through its own weights (ensemble.py).
 
-Draws are decoded one after another, each with weights of its own in the engine's dtype. A prompt is read once per
-draw, however many rollouts it gets, and finished rows leave the batch. Legend: R rows, U prompts, T new tokens.
+For Hugging Face decoders, on CPU or CUDA (not yet run on a GPU). A prompt is read once per draw, however many rollouts
+it gets. Finished rows leave the batch, and where there are more rows than memory, waiting ones take their places.
 """
 
-import copy
+import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from threepo.config import EngineConfig, SamplingConfig
+from threepo.errors import UserError
 from threepo.models.policy import Policy
-from threepo.posterior.noise import uniforms
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.sampling import choose, processed_logprobs, row_key
+from threepo.rollout.decoding import Decoding, Job
+from threepo.rollout.ensemble import Ensemble
+from threepo.rollout.memory import GIB, available_bytes, bytes_per_token
+from threepo.rollout.sampling import row_key
 from threepo.types import Completion, Draw, FinishReason, Request
-
-COMPACT_BELOW = 0.75
-"""Finished rows are taken out of the batch when fewer than this share of it is still running."""
 
 
 class LocalEngine:
-    """A `RolloutEngine` in this process; keeps one copy of the weights per loaded draw."""
+    """A `RolloutEngine` in this process; keeps one copy of the weights per loaded draw, in the engine's dtype."""
 
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
+        """`UserError` if the model's weights cannot be stacked."""
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        self._model = copy.deepcopy(policy.model).to(dtype).eval().requires_grad_(False)
+        self._ensemble = Ensemble(policy.model, dtype)
         self._policy = policy
-        self._dtype = dtype
-        self._max_rows = settings.max_batch_rows
-        self._weights: dict[Draw | None, dict[str, torch.Tensor]] = {}
+        self._settings = settings
+        self._draws: list[Draw | None] = []
         self._step = -1
 
+    def prepare(self, draws: int, tokens: int) -> None:
+        """Refuse, with the numbers, what cannot fit: so many draws, and one row of so many tokens for each."""
+        self._slots(draws, 1, tokens)
+
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
-        """Copy the weights of every draw: perturbed in float32, then rounded once to the engine's dtype."""
-        self._weights = {
-            draw: {name: value.to(self._dtype, copy=True) for name, value in posterior.weights(draw)} for draw in draws
-        }
+        """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype."""
+        self._draws = []  # until all are made, none can be used
+        self._ensemble.resize(len(draws))
+        for index, draw in enumerate(draws):
+            mine = self._ensemble.views(index)
+            for name, value in posterior.weights(draw, mine):
+                if value is not mine[name]:
+                    mine[name].copy_(value)
+        self._draws = list(draws)
         self._step = step
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        done: dict[int, Completion] = {}
-        for draw in dict.fromkeys(request.draw for request in requests):
-            if draw not in self._weights:
-                raise RuntimeError(f"{draw} is not loaded into the engine; loaded: {list(self._weights)}")
-            self._use(self._weights[draw])
-            mine = [i for i, request in enumerate(requests) if request.draw == draw]
-            for start in range(0, len(mine), self._max_rows):
-                rows = mine[start : start + self._max_rows]
-                finished = self._decode([requests[i] for i in rows], sampling, seed)
-                done.update(zip(rows, finished, strict=True))
-        return [done[i] for i in range(len(requests))]
-
-    def _use(self, weights: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self._model.named_parameters():
-            parameter.data = weights[name]
-
-    def _decode(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
-        device = self._policy.device
-        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
-        random = uniforms(keys, 0, sampling.max_new_tokens, device)
-        stops = torch.tensor(self._policy.stop_tokens, dtype=torch.int64, device=device)
-        tokens = torch.zeros(len(requests), sampling.max_new_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(len(requests), sampling.max_new_tokens)
-        lengths = torch.full((len(requests),), sampling.max_new_tokens)
-        state, logits = self._prefill(requests)
-        running = torch.ones(len(requests), dtype=torch.bool, device=device)
-        for t in range(sampling.max_new_tokens):
-            distribution = processed_logprobs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-            if sampling.temperature:
-                chosen = choose(distribution, random[state.rows, t])
-            else:
-                chosen = distribution.argmax(dim=-1)
-            here = state.rows.cpu()
-            tokens[here, t] = chosen.cpu()
-            logprobs[here, t] = distribution.gather(1, chosen.unsqueeze(1)).squeeze(1).cpu()
-            stopped = torch.isin(chosen, stops) & running
-            lengths[state.rows[stopped].cpu()] = t + 1
-            running &= ~stopped
-            if not running.any():
-                break
-            if t + 1 < sampling.max_new_tokens:
-                if running.float().mean() < COMPACT_BELOW:
-                    chosen, running = state.keep(running, chosen), running[running]
-                logits = self._advance(state, chosen)
-        return [
-            self._completion(request, tokens[i, : lengths[i]].tolist(), logprobs[i, : lengths[i]].tolist())
-            for i, request in enumerate(requests)
+        number = {draw: n for n, draw in enumerate(self._draws)}
+        waiting: list[deque[Job]] = [deque() for _ in self._draws]
+        for index, request in enumerate(requests):
+            if request.draw not in number:
+                raise RuntimeError(f"{request.draw} is not loaded into the engine; loaded: {self._draws}")
+            key = row_key(seed, self._step, request.problem.id, request.rollout)
+            waiting[number[request.draw]].append(Job(index, request.prompt_tokens, key))
+        if not requests:
+            return []
+        tokens = max(len(request.prompt_tokens) for request in requests) + sampling.max_new_tokens
+        slots = self._slots(len(self._draws), max(map(len, waiting)), tokens)
+        decoding = Decoding(self._ensemble, waiting, slots, tokens, self._policy.stop_tokens, sampling)
+        completions = [
+            self._completion(request, *decoded) for request, decoded in zip(requests, decoding.run(), strict=True)
         ]
+        for completion in completions:
+            if math.isnan(sum(completion.logprobs)):
+                raise UserError(
+                    f"engine: the probabilities of {completion.draw or 'the mean'} are not numbers at step "
+                    f"{self._step}: the policy has diverged; lower optimizer.lr, or with IVON raise optimizer.ess"
+                )
+        return completions
 
-    def _prefill(self, requests: Sequence[Request]) -> tuple["_DecodingState", torch.Tensor]:
-        """Read every different prompt once, then hand its cache to all of its rows."""
-        device = self._policy.device
-        prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
-        longest = max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), self._policy.pad_token, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for i, prompt in enumerate(prompts):
-            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[i, longest - len(prompt) :] = 1
-        ids, mask = ids.to(device), mask.to(device)
-        cache = DynamicCache(config=self._model.config)
-        output = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        position = {prompt: i for i, prompt in enumerate(prompts)}
-        owner = torch.tensor([position[request.prompt_tokens] for request in requests], device=device)
-        cache.batch_select_indices(owner)
-        rows = torch.arange(len(requests), device=device)
-        return _DecodingState(cache, mask[owner], rows), output.logits[owner, -1]
-
-    def _advance(self, state: "_DecodingState", chosen: torch.Tensor) -> torch.Tensor:
-        """One step of all rows in the batch; logits [R, V] of the next token."""
-        state.mask = torch.cat([state.mask, torch.ones_like(state.mask[:, :1])], dim=1)
-        output = self._model(
-            input_ids=chosen.unsqueeze(1),
-            attention_mask=state.mask,
-            position_ids=state.mask.sum(dim=1, keepdim=True) - 1,
-            past_key_values=state.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]  # type: ignore[no-any-return]
+    def _slots(self, draws: int, wanted: int, tokens: int) -> int:
+        """Rows of each draw that are decoded together: as many as wanted, allowed, and as fit into memory."""
+        weights = draws * self._ensemble.parameters * self._ensemble.dtype.itemsize
+        row = tokens * bytes_per_token(self._policy.model.config, self._ensemble.dtype)
+        budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
+        fitting = int((budget - weights) // (row * draws))
+        if fitting < 1:
+            raise UserError(
+                f"engine: {draws} policies of {weights / draws / GIB:.3g} GiB and a cache of {row / GIB:.3g} GiB for "
+                f"one row of each ({tokens} tokens) need {(weights + row * draws) / GIB:.3g} GiB; there are "
+                f"{budget / GIB:.3g}; lower the method's draws, sampling.max_new_tokens or engine.dtype, or raise "
+                f"engine.memory_gib"
+            )
+        return max(1, min(wanted, fitting, self._settings.max_batch_rows // draws))
 
     def _completion(self, request: Request, tokens: list[int], logprobs: list[float]) -> Completion:
         stopped = tokens[-1] in self._policy.stop_tokens
@@ -148,21 +105,3 @@ class LocalEngine:
             rollout=request.rollout,
             policy_step=self._step,
         )
-
-
-@dataclass
-class _DecodingState:
-    """The rows that are still in the batch."""
-
-    cache: Any
-    mask: torch.Tensor
-    """[R, tokens so far] 1 where there is a token, 0 where a shorter prompt was padded."""
-    rows: torch.Tensor
-    """[R] position of each row in the request list."""
-
-    def keep(self, running: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Drop the rows that are not `running`; returns what is left of `chosen`."""
-        index = running.nonzero().squeeze(1)
-        self.cache.batch_select_indices(index)
-        self.mask, self.rows = self.mask[index], self.rows[index]
-        return chosen[index]

@@ -4,6 +4,9 @@ import torch
 
 from threepo.posterior.noise import Key, address_key
 
+BLOCK = 512
+"""Tokens whose probabilities are summed first when one is chosen."""
+
 
 def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
     """The random address of a completion; token t of it uses the t-th uniform number of this key."""
@@ -32,9 +35,22 @@ def processed_logprobs(logits: torch.Tensor, temperature: float, top_p: float, t
 
 
 def choose(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens [R] by inverse transform of uniforms [R] in [0, 1) through the distributions [R, V]."""
-    cumulative = logprobs.double().exp().cumsum(dim=-1)
-    # Below 1 by more than a rounding, or the target could lie past the last token that has any probability;
-    # right=True skips tokens of zero probability, whose cumulative value equals the one before them.
-    target = uniforms.double().clamp(max=1 - 2.0**-40).unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    """Tokens [R] by inverse transform of uniforms [R] in [0, 1) through the distributions [R, V].
+
+    In two steps, a block of tokens and then a token of it: with 150,000 tokens, cumulative sums over all of them would
+    cost more than the model.
+    """
+    rows, size = logprobs.shape
+    blocks = -(-size // BLOCK)
+    probabilities = torch.nn.functional.pad(logprobs.exp(), (0, blocks * BLOCK - size)).view(rows, blocks, BLOCK)
+    ends = probabilities.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    # Below the total by more than a rounding, or the target could lie past the last token that has any probability.
+    target = uniforms.double().clamp(max=1 - 2.0**-40).unsqueeze(1) * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=blocks - 1)  # NaN finds no place at all
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    within = probabilities[torch.arange(rows, device=block.device), block.squeeze(1)].double().cumsum(dim=-1)
+    # right=True skips tokens of zero probability, whose cumulative value equals the one before them. Summed in another
+    # order than their block was, they may end below the target: then the last that has any probability it is.
+    inside = torch.minimum(target - before, within[:, -1:] * (1 - 2.0**-40))
+    token = torch.searchsorted(within, inside, right=True)
+    return (block * BLOCK + token).squeeze(1).clamp(max=size - 1)

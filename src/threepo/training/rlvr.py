@@ -216,12 +216,13 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
         config.model, config.optimizer, config.run.seed, folder.path if folder else None
     )
     source = fitting(training.problems, policy, data, longest)
-    for problem in source.batch(state.step, data.prompts_per_step):
-        policy.encode_prompt(problem, data, longest)  # refuse now, not in the loop
+    # Refuse now, not in the loop.
+    first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = None
     if heldout:
         examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
     engine = build_engine(config.engine, policy)
+    engine.prepare(max(config.method.draws, config.eval.draws, 1), max(map(len, first)) + longest)
     if folder:
         folder.forget_after(state.step or -1)
     else:

@@ -1,0 +1,232 @@
+/* Attention of one new token per row over that row's own cached keys and values; several query heads may share a key
+ * head. It is bound by reading the cache, so each row reads no further than its own length, and heads that share keys
+ * are served by one reading. Arithmetic is float32. A row's result depends on that row alone, whatever is beside it.
+ *
+ * Keys lie in blocks of 16 tokens, [T / 16, D, 16], so that the scores of 16 tokens are made side by side without sums
+ * across a vector; values lie as they come, [T, D]. Compiled with GCC's vectors, which every processor's compiler
+ * breaks down to what it has.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define MOST_TILE 4 /* query heads served by one reading */
+#define MOST_WIDTH 256
+#define CHUNKS 4 /* vectors of a value that are summed at a time */
+#define INLINE static inline __attribute__((always_inline))
+
+/* One version for each level of x86-64, chosen when the library is loaded (GCC has that since 12); else the basic one. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#define EXPORT __attribute__((visibility("default"), target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+/* Same fields, in the same order, as in native.py. */
+typedef struct {
+    int64_t draws, width; /* row = draw * width + slot; its memory is number slot * draws + draw */
+    int64_t heads, key_heads, key_width, value_width, capacity, window;
+    float scale;
+    int32_t bfloat16;
+} Shape;
+
+typedef struct {
+    const void *query, *key, *value;
+    char *key_cache, *value_cache, *out;
+    const int64_t *lengths;
+    float *scores; /* [MOST_TILE, capacity] */
+} Memory;
+
+INLINE Vector load(const void *from, int64_t at, const int half)
+{
+    if (half) {
+        Halves bits;
+        memcpy(&bits, (const uint16_t *)from + at, sizeof bits);
+        return (Vector)(__builtin_convertvector(bits, Bits) << 16);
+    }
+    Vector v;
+    memcpy(&v, (const float *)from + at, sizeof v);
+    return v;
+}
+
+INLINE float load_one(const void *from, int64_t at, const int half)
+{
+    if (!half)
+        return ((const float *)from)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE void store_one(void *to, int64_t at, float value, const int half)
+{
+    if (!half) {
+        ((float *)to)[at] = value;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    ((uint16_t *)to)[at] = value == value ? (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) : (uint16_t)0x7FC0;
+}
+
+/* exp(x) for x <= 0, to 2e-7 of its value; 0 below -87. NaN stays NaN. */
+INLINE float exp_negative(float x)
+{
+    float y = x * 1.44269504f;
+    y = y < -126.0f ? -126.0f : y;
+    float whole = rintf(y), f = y - whole; /* 2^f by its Taylor series, |f| <= 1/2 */
+    float p = 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    int32_t bits = ((int32_t)(whole == whole ? whole : 0.0f) + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+/* Scores of the tokens begin..length of one key head for `tile` query heads; 0 <= begin <= length. */
+INLINE void score(const void *query, const void *keys, float *scores, int64_t begin, int64_t length, const Shape *s,
+                  const int tile, const int64_t width, const int half)
+{
+    float q[MOST_TILE][MOST_WIDTH];
+    for (int g = 0; g < tile; g++)
+        for (int64_t d = 0; d < width; d++)
+            q[g][d] = load_one(query, g * width + d, half) * s->scale;
+    for (int64_t block = begin / LANES; block <= length / LANES; block++) {
+        Vector even[MOST_TILE], odd[MOST_TILE]; /* two sums, or each addition would wait for the one before */
+        for (int g = 0; g < tile; g++)
+            even[g] = odd[g] = (Vector){0};
+        for (int64_t d = 0; d < width; d += 2) {
+            Vector first = load(keys, (block * width + d) * LANES, half);
+            Vector second = load(keys, (block * width + d + 1) * LANES, half);
+            for (int g = 0; g < tile; g++) {
+                even[g] += q[g][d] * first;
+                odd[g] += q[g][d + 1] * second;
+            }
+        }
+        for (int g = 0; g < tile; g++) {
+            Vector sum = even[g] + odd[g];
+            memcpy(scores + g * s->capacity + block * LANES, &sum, sizeof sum);
+        }
+    }
+}
+
+/* Scores to weights that sum to 1. */
+INLINE void softmax(float *scores, int64_t begin, int64_t length)
+{
+    float most = -INFINITY, sum = 0.0f;
+    for (int64_t t = begin; t <= length; t++)
+        most = scores[t] > most ? scores[t] : most;
+    _Pragma("omp simd reduction(+ : sum)") for (int64_t t = begin; t <= length; t++)
+    {
+        scores[t] = exp_negative(scores[t] - most);
+        sum += scores[t];
+    }
+    float share = 1.0f / sum;
+    for (int64_t t = begin; t <= length; t++)
+        scores[t] *= share;
+}
+
+/* Sums of `chunks` vectors of the values, from element d on, weighed by the scores of each query head. */
+INLINE void weigh(const void *values, void *out, const float *scores, int64_t begin, int64_t length, const Shape *s,
+                  int64_t d, const int chunks, const int tile, const int64_t width, const int half)
+{
+    Vector sum[MOST_TILE][CHUNKS];
+    for (int g = 0; g < tile; g++)
+        for (int c = 0; c < chunks; c++)
+            sum[g][c] = (Vector){0};
+    for (int64_t t = begin; t <= length; t++)
+        for (int c = 0; c < chunks; c++) {
+            Vector value = load(values, t * width + d + c * LANES, half);
+            for (int g = 0; g < tile; g++)
+                sum[g][c] += scores[g * s->capacity + t] * value;
+        }
+    for (int g = 0; g < tile; g++)
+        for (int c = 0; c < chunks; c++)
+            for (int l = 0; l < LANES; l++)
+                store_one(out, g * width + d + c * LANES + l, sum[g][c][l], half);
+}
+
+INLINE void heads(const void *query, const void *keys, const void *values, void *out, float *scores, int64_t begin,
+                  int64_t length, const Shape *s, const int tile, const int64_t kw, const int64_t vw, const int half)
+{
+    score(query, keys, scores, begin, length, s, tile, kw, half);
+    for (int g = 0; g < tile; g++)
+        softmax(scores + g * s->capacity, begin, length);
+    int64_t d = 0;
+    for (; d + CHUNKS * LANES <= vw; d += CHUNKS * LANES)
+        weigh(values, out, scores, begin, length, s, d, CHUNKS, tile, vw, half);
+    for (; d < vw; d += LANES)
+        weigh(values, out, scores, begin, length, s, d, 1, tile, vw, half);
+}
+
+INLINE void rows(int64_t first, int64_t count, const Memory *m, const Shape *s, const int64_t kw, const int64_t vw,
+                 const int half)
+{
+    int64_t key_heads = s->key_heads, group = s->heads / key_heads, size = half ? 2 : 4;
+    for (int64_t row = first; row < first + count; row++) {
+        int64_t place = row % s->width * s->draws + row / s->width, length = m->lengths[row];
+        int64_t begin = s->window > 0 && length + 1 > s->window ? length + 1 - s->window : 0;
+        for (int64_t head = 0; head < key_heads; head++) {
+            char *keys = m->key_cache + (place * key_heads + head) * s->capacity * kw * size;
+            char *values = m->value_cache + (place * key_heads + head) * s->capacity * vw * size;
+            const char *key = (const char *)m->key + (row * key_heads + head) * kw * size;
+            for (int64_t d = 0; d < kw; d++)
+                memcpy(keys + ((length / LANES * kw + d) * LANES + length % LANES) * size, key + d * size, (size_t)size);
+            memcpy(values + length * vw * size, (const char *)m->value + (row * key_heads + head) * vw * size,
+                   (size_t)(vw * size));
+            for (int64_t g = 0; g < group;) {
+                const char *query = (const char *)m->query + (row * s->heads + head * group + g) * kw * size;
+                char *out = m->out + (row * s->heads + head * group + g) * vw * size;
+                if (group - g >= 4) {
+                    heads(query, keys, values, out, m->scores, begin, length, s, 4, kw, vw, half);
+                    g += 4;
+                } else if (group - g >= 2) {
+                    heads(query, keys, values, out, m->scores, begin, length, s, 2, kw, vw, half);
+                    g += 2;
+                } else {
+                    heads(query, keys, values, out, m->scores, begin, length, s, 1, kw, vw, half);
+                    g += 1;
+                }
+            }
+        }
+    }
+}
+
+__attribute__((visibility("default"))) int threepo_decode_attention_version(void)
+{
+    return 1;
+}
+
+/* Rows first..first+count-1: take in their new keys and values, then attend. Returns 1 if there is no memory. */
+EXPORT int threepo_decode_attention(int64_t first, int64_t count, const void *query, const void *key,
+                                    const void *value, void *key_cache, void *value_cache, const int64_t *lengths,
+                                    void *out, const Shape *s)
+{
+    float *scores = malloc((size_t)(MOST_TILE * s->capacity) * sizeof(float));
+    if (!scores)
+        return 1;
+    Memory m = {query, key, value, key_cache, value_cache, out, lengths, scores};
+    int common = s->key_width == 64 && s->value_width == 64; /* as a constant, so that loops are unrolled */
+    if (s->bfloat16 && common)
+        rows(first, count, &m, s, 64, 64, 1);
+    else if (s->bfloat16)
+        rows(first, count, &m, s, s->key_width, s->value_width, 1);
+    else if (common)
+        rows(first, count, &m, s, 64, 64, 0);
+    else
+        rows(first, count, &m, s, s->key_width, s->value_width, 0);
+    free(scores);
+    return 0;
+}

@@ -1,0 +1,285 @@
+"""Many policies in one batch: contract 4 for every family, and that company changes nothing for a row."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MptConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from threepo.config import EngineConfig, SamplingConfig
+from threepo.errors import UserError
+from threepo.models.logprobs import has_plain_head
+from threepo.models.policy import Policy
+from threepo.models.tiny import make_tokenizer
+from threepo.posterior.ivon import IVON
+from threepo.rollout import cache, native
+from threepo.rollout.ensemble import Ensemble
+from threepo.rollout.local import LocalEngine
+from threepo.types import Completion, Draw, Problem, Request
+
+SAMPLING = SamplingConfig(max_new_tokens=12)
+DRAWS = [Draw(0, 0, i) for i in range(4)]
+PROMPTS = ["a", "sort 31\n", "a prompt that is longer than the others: ", "ab", "the second longest one"]
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(make_tokenizer()),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=True),
+    "llama with biases": LlamaConfig(**SHAPE, num_key_value_heads=1, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2 sliding": Qwen2Config(**SHAPE, num_key_value_heads=2, use_sliding_window=True, **SLIDING),
+    "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
+    "olmo": OlmoConfig(**SHAPE, num_key_value_heads=4),
+    "olmo2": Olmo2Config(**SHAPE, num_key_value_heads=4),
+    "olmo3": Olmo3Config(**SHAPE, num_key_value_heads=2, **SLIDING),
+    "gpt-neox": GPTNeoXConfig(**SHAPE),
+    "head width 8": Qwen2Config(**SHAPE | {"num_attention_heads": 8}, num_key_value_heads=2),
+}
+
+
+def policy_of(config: PretrainedConfig) -> Policy:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # every vector matters, and distributions are not flat
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.3)
+            elif "embed" in name:
+                p.mul_(5)
+    model.eval()
+    return Policy(model, make_tokenizer(), has_plain_head(model))
+
+
+def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 3) -> list[Request]:
+    return [
+        Request(Problem(id=text, prompt=text), tuple(policy.tokenizer(text)["input_ids"]), draw, n * rollouts + i)
+        for text in PROMPTS
+        for n, draw in enumerate(draws)
+        for i in range(rollouts)
+    ]
+
+
+def trainer_logprobs(policy: Policy, completion: Completion) -> torch.Tensor:
+    prompt = len(completion.prompt_tokens)
+    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
+    mask[0, prompt - 1 :] = True
+    with torch.no_grad():
+        return policy.logprobs(ids, torch.ones_like(ids), mask).logprobs[0, prompt - 1 :]
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both ways to attend, where there is a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(cache.native, "serves", lambda k, v: False)
+    elif native._library is None:
+        pytest.skip("no compiled attention here")
+    return request.param
+
+
+def worst_differences(policy: Policy, completions: list[Completion], optimizer: IVON) -> dict[tuple[int, int], float]:
+    """Largest log-prob difference to the trainer, by the draw in the trainer and the draw that is said to have
+    generated."""
+    found = {}
+    for at in DRAWS:
+        with optimizer.at(at):
+            for by in DRAWS:
+                mine = [c for c in completions if c.draw == by]
+                assert mine
+                found[at.index, by.index] = max(
+                    float((trainer_logprobs(policy, c) - torch.tensor(c.logprobs)).abs().max()) for c in mine
+                )
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("attention")
+def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
+    policy = policy_of(FAMILIES[family])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
+    for (at, by), difference in worst_differences(policy, completions, optimizer).items():
+        if at == by:
+            assert difference < 1e-4
+        else:
+            assert difference > 1e-2, "one draw's rows went through another's weights"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+@pytest.mark.usefixtures("attention")
+def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
+    policy = policy_of(FAMILIES[family])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
+    # A bfloat16 has 8 bits: logits of about 5 are off by up to 0.03, a few times in a row through the layers.
+    errors = []
+    for draw in DRAWS:
+        with optimizer.at(draw):
+            for c in completions:
+                if c.draw == draw:
+                    errors += (trainer_logprobs(policy, c) - torch.tensor(c.logprobs)).tolist()
+    assert statistics.fmean(map(abs, errors)) < 0.03
+    assert max(map(abs, errors)) < 0.3
+    assert abs(statistics.fmean(errors)) < 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+@pytest.mark.usefixtures("attention")
+def test_a_row_does_not_depend_on_its_company(family: str) -> None:
+    """Alone, with other draws, in a small batch that rows enter and leave, in another order: the same completion."""
+    policy = policy_of(FAMILIES[family])
+    stop = policy.stop_tokens[0]
+    with torch.no_grad():  # a likely end, so that rows leave at different times
+        policy.model.get_output_embeddings().weight[stop] *= 1.5
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    requests = requests_for(policy, list(DRAWS))
+    sampling = replace(SAMPLING, max_new_tokens=30)
+
+    def generated(requests: list[Request], draws: list[Draw], **settings: Any) -> dict[tuple[str, int], Completion]:
+        engine = LocalEngine(policy, EngineConfig(**settings))
+        engine.load(optimizer, draws, 3)
+        return {(c.problem.id, c.rollout): c for c in engine.generate(requests, sampling, seed=1)}
+
+    expected = generated(requests, DRAWS)
+    assert len({len(c.tokens) for c in expected.values()}) > 4
+    assert {c.finish_reason for c in expected.values()} == {"stop", "length"}
+    for rows in (1, 8, 13):
+        for key, completion in generated(requests[::-1], DRAWS[::-1], max_batch_rows=rows).items():
+            assert completion.tokens == expected[key].tokens
+            assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
+    for draw in DRAWS:
+        alone = generated([request for request in requests if request.draw == draw], [draw])
+        assert len(alone) == len(requests) / len(DRAWS)
+        for key, completion in alone.items():
+            assert completion.tokens == expected[key].tokens
+            assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
+
+
+def test_draws_may_have_different_numbers_of_rows() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=6))
+    engine.load(optimizer, [None, *DRAWS[:2]], 0)
+    requests = requests_for(policy, [None], 7) + requests_for(policy, [DRAWS[1]], 1)
+    completions = engine.generate(requests, SAMPLING, 0)
+    assert [(c.problem, c.draw, c.rollout) for c in completions] == [(r.problem, r.draw, r.rollout) for r in requests]
+    for completion in completions:
+        with optimizer.at(completion.draw):
+            difference = trainer_logprobs(policy, completion) - torch.tensor(completion.logprobs)
+        assert difference.abs().max() < 1e-4
+    assert engine.generate([], SAMPLING, 0) == []
+
+
+def test_tokens_come_with_their_probabilities_under_every_draw() -> None:
+    """Chi-squared over the first token, against the softmax of the model itself at each draw."""
+    policy = policy_of(FAMILIES["qwen2"])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=4096))
+    engine.load(optimizer, DRAWS[:2], 0)
+    problem = Problem(id="x", prompt="x")
+    prompt, n = tuple(policy.tokenizer("x: ")["input_ids"]), 4000
+    requests = [Request(problem, prompt, DRAWS[i % 2], i) for i in range(2 * n)]
+    completions = engine.generate(requests, SamplingConfig(max_new_tokens=1, temperature=0.8), seed=5)
+    for draw in DRAWS[:2]:
+        with optimizer.at(draw), torch.no_grad():
+            p = (policy.model(torch.tensor([prompt])).logits[0, -1].double() / 0.8).softmax(-1)
+        tokens = torch.tensor([c.tokens[0] for c in completions if c.draw == draw])
+        counts = tokens.bincount(minlength=len(p))
+        common = n * p >= 5
+        observed = [*counts[common].tolist(), int(counts[~common].sum())]
+        expected = [*(n * p[common]).tolist(), float(n * p[~common].sum())]
+        assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    for draws in ([*DRAWS], [None]):
+        engine.load(optimizer, draws, 0)
+        numbers = sum(p.numel() for p in policy.model.parameters())  # the tied embedding counts once
+        assert engine._ensemble.bytes == len(draws) * numbers * 2
+    engine.load(optimizer, DRAWS, 0)
+    for n, draw in enumerate(DRAWS):
+        for name, value in optimizer.weights(draw):
+            assert torch.equal(engine._ensemble.views(n)[name], value.bfloat16())
+    assert not any(p.numel() and p.device.type != "meta" for p in engine._ensemble.model.parameters())
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    weights = sum(p.numel() for p in policy.model.parameters()) * 4
+    row = 100 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, width, bytes
+    gib = 1 << 30
+    enough = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) + 1) / gib))
+    enough.prepare(2, 100)
+    short = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) - 1) / gib))
+    with pytest.raises(UserError, match=r"2 policies of .* GiB and a cache .* for one row of each \(100 tokens\)"):
+        short.prepare(2, 100)
+    short.prepare(1, 100)
+
+
+def test_less_memory_means_fewer_rows_at_a_time() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    weights = sum(p.numel() for p in policy.model.parameters()) * 4
+    requests = requests_for(policy, list(DRAWS[:2]))
+    tokens = max(len(request.prompt_tokens) for request in requests) + SAMPLING.max_new_tokens
+    row = tokens * 3 * 2 * 2 * 16 * 4
+    engine = LocalEngine(policy, EngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
+    engine.load(optimizer, DRAWS[:2], 0)
+    assert engine._slots(2, 15, tokens) == 3
+    roomy = LocalEngine(policy, EngineConfig())
+    roomy.load(optimizer, DRAWS[:2], 0)
+    assert roomy._slots(2, 15, tokens) == 15
+    for one, other in zip(engine.generate(requests, SAMPLING, 0), roomy.generate(requests, SAMPLING, 0), strict=True):
+        assert one.tokens == other.tokens
+
+
+def test_a_policy_that_has_diverged_is_named() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = torch.nan
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters()), DRAWS[:1], 0)
+    with pytest.raises(UserError, match="probabilities of Draw.* are not numbers"):
+        engine.generate(requests_for(policy, DRAWS[:1], 1), SAMPLING, 0)
+
+
+def test_what_cannot_be_stacked_is_refused() -> None:
+    mpt = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1))
+    with pytest.raises(UserError, match="attention of MptForCausalLM cannot be exchanged"):
+        Ensemble(mpt, torch.float32)
+    model = policy_of(FAMILIES["qwen2"]).model
+    model.model.layers[0].mlp.gate_proj = torch.nn.Bilinear(64, 64, 96)
+    with pytest.raises(UserError, match="weights of a Bilinear cannot be stacked"):
+        Ensemble(model, torch.float32)
