@@ -171,34 +171,65 @@ INLINE void heads(const void *query, const void *keys, const void *values, void 
         weigh(values, out, scores, begin, length, s, d, 1, tile, vw, half);
 }
 
+/* One key head of one row, and where its memory is. */
+typedef struct {
+    int64_t row, head, begin, length;
+    char *keys, *values;
+} Place;
+
+INLINE Place place_of(int64_t row, int64_t head, const Memory *m, const Shape *s, int64_t kw, int64_t vw, int64_t size)
+{
+    int64_t length = m->lengths[row], slot = row % s->width * s->draws + row / s->width;
+    int64_t at = (slot * s->key_heads + head) * s->capacity * size;
+    int64_t begin = s->window > 0 && length + 1 > s->window ? length + 1 - s->window : 0;
+    return (Place){row, head, begin, length, m->key_cache + at * kw, m->value_cache + at * vw};
+}
+
+/* Places lie apart in memory, where the processor's own prefetching starts anew each time: ask for the next one while
+ * this one is worked on. */
+INLINE void fetch(Place p, int64_t kw, int64_t vw, int64_t size)
+{
+    int64_t first = p.begin / LANES * LANES, last = p.length / LANES * LANES + LANES;
+    for (int64_t at = first * kw * size; at < last * kw * size; at += 64)
+        __builtin_prefetch(p.keys + at, 0, 2);
+    for (int64_t at = p.begin * vw * size; at < (p.length + 1) * vw * size; at += 64)
+        __builtin_prefetch(p.values + at, 0, 2);
+}
+
+INLINE void keep(Place p, const Memory *m, const Shape *s, int64_t kw, int64_t vw, int64_t size)
+{
+    const char *key = (const char *)m->key + (p.row * s->key_heads + p.head) * kw * size;
+    const char *value = (const char *)m->value + (p.row * s->key_heads + p.head) * vw * size;
+    char *block = p.keys + (p.length / LANES * kw * LANES + p.length % LANES) * size;
+    for (int64_t d = 0; d < kw; d++)
+        memcpy(block + d * LANES * size, key + d * size, (size_t)size);
+    memcpy(p.values + p.length * vw * size, value, (size_t)(vw * size));
+}
+
 INLINE void rows(int64_t first, int64_t count, const Memory *m, const Shape *s, const int64_t kw, const int64_t vw,
                  const int half)
 {
-    int64_t key_heads = s->key_heads, group = s->heads / key_heads, size = half ? 2 : 4;
-    for (int64_t row = first; row < first + count; row++) {
-        int64_t place = row % s->width * s->draws + row / s->width, length = m->lengths[row];
-        int64_t begin = s->window > 0 && length + 1 > s->window ? length + 1 - s->window : 0;
-        for (int64_t head = 0; head < key_heads; head++) {
-            char *keys = m->key_cache + (place * key_heads + head) * s->capacity * kw * size;
-            char *values = m->value_cache + (place * key_heads + head) * s->capacity * vw * size;
-            const char *key = (const char *)m->key + (row * key_heads + head) * kw * size;
-            for (int64_t d = 0; d < kw; d++)
-                memcpy(keys + ((length / LANES * kw + d) * LANES + length % LANES) * size, key + d * size, (size_t)size);
-            memcpy(values + length * vw * size, (const char *)m->value + (row * key_heads + head) * vw * size,
-                   (size_t)(vw * size));
-            for (int64_t g = 0; g < group;) {
-                const char *query = (const char *)m->query + (row * s->heads + head * group + g) * kw * size;
-                char *out = m->out + (row * s->heads + head * group + g) * vw * size;
-                if (group - g >= 4) {
-                    heads(query, keys, values, out, m->scores, begin, length, s, 4, kw, vw, half);
-                    g += 4;
-                } else if (group - g >= 2) {
-                    heads(query, keys, values, out, m->scores, begin, length, s, 2, kw, vw, half);
-                    g += 2;
-                } else {
-                    heads(query, keys, values, out, m->scores, begin, length, s, 1, kw, vw, half);
-                    g += 1;
-                }
+    int64_t group = s->heads / s->key_heads, size = half ? 2 : 4;
+    Place next = place_of(first, 0, m, s, kw, vw, size);
+    for (int64_t unit = 0; unit < count * s->key_heads; unit++) {
+        Place p = next;
+        if (unit + 1 < count * s->key_heads) {
+            next = place_of(first + (unit + 1) / s->key_heads, (unit + 1) % s->key_heads, m, s, kw, vw, size);
+            fetch(next, kw, vw, size);
+        }
+        keep(p, m, s, kw, vw, size);
+        for (int64_t g = 0; g < group;) {
+            const char *query = (const char *)m->query + (p.row * s->heads + p.head * group + g) * kw * size;
+            char *out = m->out + (p.row * s->heads + p.head * group + g) * vw * size;
+            if (group - g >= 4) {
+                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 4, kw, vw, half);
+                g += 4;
+            } else if (group - g >= 2) {
+                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 2, kw, vw, half);
+                g += 2;
+            } else {
+                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 1, kw, vw, half);
+                g += 1;
             }
         }
     }

@@ -84,16 +84,17 @@ class Decoding:
         row, length, token, made = (x[:, : self._width] for x in (state.row, state.length, state.token, state.made))
         logits = self._forward(token, length)
         distribution = processed_logprobs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-        flat = row.flatten(), made.flatten()
-        chosen = choose(distribution, self._random[flat]) if sampling.temperature else distribution.argmax(dim=-1)
-        self._tokens[flat] = chosen
-        self._logprobs[flat] = distribution.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        place = (row * sampling.max_new_tokens + made).flatten()  # in the tables of rows and new tokens
+        random = self._random.take(place)
+        chosen = choose(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
+        self._tokens.put_(place, chosen)
+        self._logprobs.put_(place, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
         token.copy_(chosen.view_as(token))
         going = row != self._none
         made += going
         length += going
         over = going & (torch.isin(token, self._stops) | (made == sampling.max_new_tokens))
-        self._lengths[flat[0]] = made.flatten()
+        self._lengths.put_(row, made)
         # An empty slot keeps decoding, at the beginning of its memory, until the batch settles.
         row.masked_fill_(over, self._none)
         length.masked_fill_(over, 0)

@@ -29,7 +29,16 @@ class Stack:
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.values = torch.empty(0, *shape)
+        self.turned = False
+        """Keep [out, in] as [in, out], which makes batched products faster (in bfloat16 by a tenth on a CPU)."""
+        self.resize(0, torch.float32, torch.device("cpu"))
+
+    def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for the values of so many draws; what was there is gone."""
+        self.values = torch.empty(0)  # before the new memory is asked for
+        shape = self.shape[::-1] if self.turned else self.shape
+        values = torch.empty(draws, *shape, dtype=dtype, device=device)
+        self.values = values.transpose(-1, -2) if self.turned else values
         """[N, *shape]."""
 
 
@@ -121,7 +130,12 @@ class Ensemble:
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
         self.stacks = {name: by_parameter[p] for name, p in self.model.named_parameters()}
         """By the name that a parameter has, of several the first."""
-        replaced = {module: _stacked(module, by_parameter) for module in self.model.modules() if _owns_weights(module)}
+        owners = [module for module in self.model.modules() if _owns_weights(module)]
+        replaced = {module: _stacked(module, by_parameter) for module in owners}
+        looked_up = {id(module.weight) for module in replaced.values() if isinstance(module, StackedEmbedding)}
+        for module in replaced.values():
+            if isinstance(module, StackedLinear):
+                module.weight.turned = id(module.weight) not in looked_up
         for parent in list(self.model.modules()):
             for name, child in parent.named_children():
                 if child in replaced:
@@ -141,8 +155,7 @@ class Ensemble:
         """Make room for `draws` weights of every parameter, in one allocation each; what was there is gone."""
         for stack in self.stacks.values():
             if len(stack.values) != draws:
-                stack.values = torch.empty(0)  # before the new memory is asked for
-                stack.values = torch.empty(draws, *stack.shape, dtype=self.dtype, device=self.device)
+                stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of one draw, to be written into."""

@@ -4,7 +4,7 @@ import torch
 
 from threepo.posterior.noise import Key, address_key
 
-BLOCK = 512
+BLOCK = 128
 """Tokens whose probabilities are summed first when one is chosen."""
 
 
