@@ -3,9 +3,11 @@
     python benchmarks/rollout.py [--rounds 5] [--dtype bfloat16] [--lengths long-tailed] [--layers 4 --width 256]
 
 Everything runs in one process, in turns, from the same weights on the same prompts, and every ratio is taken within a
-round; tables show medians, with the range of the ratio. Models are freshly made, so each token has a probability of
-about one in 262: `uniform` lengths have no end-of-sequence token, `long-tailed` ones have five of them, which gives
-geometric lengths. vLLM is measured where it is installed (its CPU build here), through the same engine interface.
+round; tables show medians, with the range of the ratio. Memory is by how much the process grows when a row of the
+table runs first: the weights of its draws, its cache, and what the passes need. Models are freshly made, so each token
+has a probability of about one in 262: `uniform` lengths have no end-of-sequence token, `long-tailed` ones have five of
+them, which gives geometric lengths. vLLM is measured where it is installed (its CPU build here), through the same
+engine interface.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,8 +86,13 @@ def with_transformers(policy: Policy, models: int, options: argparse.Namespace) 
     ids = torch.tensor([request.prompt_tokens for request in requests_for(policy, [None], options.rows)])
     stops = list(STOPS) if options.lengths == "long-tailed" else None
     settings: dict[str, Any] = {
-        **{"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": options.tokens},
-        **{"eos_token_id": stops, "pad_token_id": policy.pad_token, "use_cache": True},
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": options.tokens,
+        "eos_token_id": stops,
+        "pad_token_id": policy.pad_token,
     }
 
     def measure() -> tuple[int, float]:
@@ -120,6 +128,20 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
     return found
 
 
+def peak_growth(measure: Callable[[], tuple[int, float]]) -> float:
+    """MiB by which the resident memory of this process rises while something runs for the first time (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    before = resident("VmRSS")
+    measure()
+    return (resident("VmHWM") - before) / 1024
+
+
+def resident(field: str) -> int:
+    """A line of /proc/self/status in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
 def matmul_peak(dtype: torch.dtype) -> float:
     """Floating-point operations a second of a large matrix product."""
     a, b = torch.randn(2, 2048, 2048).to(dtype).unbind()
@@ -149,12 +171,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     policy = make_policy(options)
     measures = contestants(policy, options)
-    rounds: list[dict[str, tuple[int, float]]] = []
-    for number in range(options.rounds + 1):
-        measured = {name: measure() for name, measure in measures.items()}
+    memory = {name: peak_growth(measure) for name, measure in measures.items()}  # and warms up
+    rounds = []
+    for _ in range(options.rounds):
+        rounds.append({name: measure() for name, measure in measures.items()})
         gc.collect()
-        if number:  # the first round warms up
-            rounds.append(measured)
     parameters = sum(p.numel() for p in policy.model.parameters())
     peak = matmul_peak(DTYPES[options.dtype])
     print(
@@ -162,7 +183,8 @@ def main() -> None:
         f"{options.dtype}, {parameters:,} parameters, {options.rows} rows of up to {options.tokens} new tokens "
         f"({options.lengths}), {options.rounds} rounds; matrix products at most {peak / 1e9:.0f} GFLOP/s\n"
     )
-    print("| engine | tokens/s | share of that | seconds to the first row's (range) |\n| --- | --- | --- | --- |")
+    print("| engine | tokens/s | share of that | seconds to the first row's (range) | peak MiB |")
+    print("| --- | --- | --- | --- | --- |")
     first = next(iter(measures))
     for name in measures:
         speed = statistics.median(tokens / seconds for tokens, seconds in (r[name] for r in rounds))
@@ -170,7 +192,7 @@ def main() -> None:
         ratios = sorted(r[name][1] / r[name][0] / (r[first][1] / r[first][0]) for r in rounds)
         print(
             f"| {name} | {speed:,.0f} | {speed * 2 * parameters / peak:.0%} "
-            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {memory[name]:.0f} |"
         )
 
 
