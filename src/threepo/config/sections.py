@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from threepo.config.checks import not_negative, positive, require
+from threepo.config.engines import VLLMConfig
 from threepo.errors import UserError
 
 MOST_THREADS = 1024
@@ -203,15 +204,21 @@ class SamplingConfig:
 class EngineConfig:
     """[engine]: what generates the rollouts."""
 
-    kind: Literal["local"] = "local"
-    """`local`: the PyTorch engine in this process."""
+    kind: Literal["local", "vllm"] = "local"
+    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: int = 512
-    """Rows decoded together; bounds the memory of the key-value cache."""
+    """Rows decoded together; bounds the memory of the key-value cache. In vLLM: of each replica (max_num_seqs)."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """The vLLM engine."""
 
     def __post_init__(self) -> None:
         positive(self, "engine", "max_batch_rows")
+        if self.kind != "vllm" and self.vllm != VLLMConfig():
+            raise UserError(
+                f"engine.kind = {self.kind!r}: does not read [engine.vllm]; set engine.kind = 'vllm', or leave that out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,10 @@ class LocalEngine:
                 done.update(zip(rows, finished, strict=True))
         return [done[i] for i in range(len(requests))]
 
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._weights = {}
+
     def _use(self, weights: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.data = weights[name]
