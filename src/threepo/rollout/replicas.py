@@ -49,6 +49,7 @@ class Replica:
         os.close(ended)
         self.waiting_for = ""
         """The message that is not answered yet; empty: none."""
+        self._dismissed = False
 
     @property
     def pid(self) -> int:
@@ -77,12 +78,17 @@ class Replica:
             raise RuntimeError(f"{self.name} failed to {message}:\n{value}")
         return value
 
-    def close(self) -> None:
-        """End the process and all that it has started; politely if it is idle."""
+    def dismiss(self) -> None:
+        """Tell an idle process to end, without waiting for it."""
         if self._process.poll() is None and not self.waiting_for:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            with contextlib.suppress(OSError):
                 self.connection.send(("close", ()))
-                self._process.wait(POLITE_SECONDS)
+                self._dismissed = True
+
+    def close(self) -> None:
+        """End the process and all that it has started; politely if it was dismissed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(POLITE_SECONDS if self._dismissed else 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()

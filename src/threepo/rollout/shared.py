@@ -4,11 +4,13 @@ The memory is an anonymous file (memfd), so it needs no room in /dev/shm, and no
 is killed.
 """
 
+import contextlib
 import math
 import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,6 +43,20 @@ class Layout:
         return places
 
 
+def available_memory() -> int:
+    """Bytes that this process can still take, by the machine's account and by its control group's (version 2)."""
+
+    def table(path: str) -> dict[str, int]:
+        lines = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
+        return {words[0]: int(words[1]) for words in lines}
+
+    available = table("/proc/meminfo")["MemAvailable"] * 1024
+    with contextlib.suppress(OSError, ValueError):  # no group, or "max": no limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - used + table("/sys/fs/cgroup/memory.stat")["inactive_file"])
+    return available
+
+
 class SharedTensors:
     """Tensors by name over shared memory: new memory, or that of a file descriptor another process has sent."""
 
@@ -48,15 +64,15 @@ class SharedTensors:
         places = layout.places()
         size = max(sum(place) for place in places.values())
         if descriptor is None:
-            descriptor = os.memfd_create("threepo-weights")
-            try:
-                os.posix_fallocate(descriptor, 0, size)  # now, and not by a bus error when it is written
-            except OSError as error:
-                os.close(descriptor)
+            # Asked before: the kernel would rather end some process than refuse this memory.
+            available = available_memory()
+            if size > available:
                 raise UserError(
-                    f"engine.kind = 'vllm': no memory for a copy of the weights, {size / 1e9:.1f} GB ({error}); every "
-                    f"draw of a step takes one"
-                ) from error
+                    f"engine.kind = 'vllm': no memory for a copy of the weights: {size / 1e9:.1f} GB, and "
+                    f"{available / 1e9:.1f} GB are left; every draw of a step takes one (method.draws, eval.draws)"
+                )
+            descriptor = os.memfd_create("threepo-weights")
+            os.posix_fallocate(descriptor, 0, size)  # now, and not by a bus error when it is written
         self.descriptor = descriptor
         self.layout = layout
         memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)

@@ -161,17 +161,20 @@ class VLLMEngine:
         """Shared memory for as many sets of weights, each known to the replica that will read it."""
         while len(self._shared) < draws:
             index = len(self._shared)
-            self._shared.append(SharedTensors(Layout.of(self._policy.model.state_dict(), self._dtype)))
+            state = self._policy.model.state_dict()
+            layout = Layout.of({name: state[name] for name in self._sources}, self._dtype)
+            self._shared.append(SharedTensors(layout))
             replica = self._replicas[index % len(self._replicas)]
-            replica.send("share", index, self._shared[index].layout, descriptor=self._shared[index].descriptor)
+            replica.send("share", index, layout, descriptor=self._shared[index].descriptor)
             replica.receive()
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """A tied tensor is written under each of its names; what the posterior has no say in is as in the model."""
         weights = {name: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
-        for name, value in self._policy.model.state_dict().items():
+        state = self._policy.model.state_dict()
+        for name, source in self._sources.items():
             if name not in weights:
-                shared.tensors[name].copy_(weights.get(self._sources[name], value))
+                shared.tensors[name].copy_(weights.get(source, state[name]))
 
     def _check(self, draw: Draw | None, measured: Sequence[float]) -> None:
         what = f"{draw or 'the mean'} at step {self._step}"
@@ -291,6 +294,8 @@ def _decoding(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str,
 
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
+    for replica in replicas:
+        replica.dismiss()
     for replica in replicas:
         replica.close()
     for tensors in shared:
