@@ -283,7 +283,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_engine_goes_on(tied: Setup) -
 
 def test_the_probe_sees_every_tensor(tied: Setup) -> None:
     """One tensor at a time is pushed as the rehearsal left it, which is what a reload that misses it comes to."""
-    policy, optimizer, engine = tied
+    _, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
     expected, shared, replica = engine._loaded[DRAWS[0]].expected, engine._shared[0].tensors, engine._replicas[0]
     assert "lm_head.weight" in shared
