@@ -106,7 +106,6 @@ def test_closing_ends_what_the_process_started_too(tmp_path: Path, busy: bool) -
     assert not gone_now(child)
     if busy:
         replica.send("sleep", 60)
-    replica.dismiss()
     began = time.monotonic()
     replica.close()
     assert time.monotonic() - began < 5

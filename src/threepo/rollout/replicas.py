@@ -6,23 +6,23 @@ alone, which saves its state first. They end with the trainer however it ends: e
 kernel closes.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from threepo.errors import UserError
 
-POLITE_SECONDS = 10.0
-"""How long an idle replica may take to end by itself."""
+DYING_SECONDS = 10.0
+"""How long a process that has closed its line may take to end, so that it can be told how it did."""
 _LOG_LINES = 3
 
 
@@ -49,7 +49,6 @@ class Replica:
         os.close(ended)
         self.waiting_for = ""
         """The message that is not answered yet; empty: none."""
-        self._dismissed = False
 
     @property
     def pid(self) -> int:
@@ -78,26 +77,25 @@ class Replica:
             raise RuntimeError(f"{self.name} failed to {message}:\n{value}")
         return value
 
-    def dismiss(self) -> None:
-        """Tell an idle process to end, without waiting for it."""
-        if self._process.poll() is None and not self.waiting_for:
-            with contextlib.suppress(OSError):
-                self.connection.send(("close", ()))
-                self._dismissed = True
-
     def close(self) -> None:
-        """End the process and all that it has started; politely if it was dismissed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLITE_SECONDS if self._dismissed else 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the process and all that it has started, at once: it holds nothing that would have to be saved."""
+        self._end()
         self.connection.close()
         os.close(self._lifeline)
 
+    def _end(self) -> None:
+        if self._process.returncode is None:  # once it is waited for, its number may be another's
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
     def _death(self) -> UserError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLITE_SECONDS)
+        until = time.monotonic() + DYING_SECONDS
+        how_far = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while self._process.returncode is None and time.monotonic() < until:
+            if os.waitid(os.P_PID, self.pid, how_far):
+                break
+            time.sleep(0.01)
+        self._end()
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit status {code}"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
@@ -122,15 +120,13 @@ def gather(replicas: Sequence[Replica]) -> list[Any]:
 # In the process
 
 
-def answer(connection: int, ended: int, make: Callable[[Connection], Any]) -> None:
-    """Call the methods that messages name on `make(connection)`, until told to close or left alone."""
+def answer(connection: int, ended: int, make: Callable[[Connection], Any]) -> NoReturn:
+    """Call the methods that messages name on `make(connection)`, until this process is ended from outside."""
     threading.Thread(target=_end_with_parent, args=(ended,), daemon=True).start()
     line = Connection(connection)
     served = make(line)
     while True:
         message, arguments = line.recv()
-        if message == "close":
-            return
         try:
             result = (True, getattr(served, message)(*arguments))
         except Exception:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -295,8 +295,6 @@ def _decoding(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str,
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
     for replica in replicas:
-        replica.dismiss()
-    for replica in replicas:
         replica.close()
     for tensors in shared:
         tensors.close()
@@ -309,7 +307,7 @@ def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | 
 # In the replica's process, the only one that imports vLLM
 
 
-def serve(connection: int, ended: int) -> None:
+def serve(connection: int, ended: int) -> NoReturn:
     """The program of a replica; the arguments are file descriptors (`replicas.answer`)."""
     answer(connection, ended, _Server)
 
