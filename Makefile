@@ -1,27 +1,34 @@
 # make demo    the main job in miniature, minutes on two CPU cores
 # make test    all tests
+# make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages that come from the source
 #
-# Each sets up .venv as far as it needs it. On Linux without a GPU, a smaller PyTorch can be had with
+# Each sets up its environment as far as it needs it. On Linux without a GPU, a smaller PyTorch can be had with
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-vllm lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest
+
+# The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
+test-vllm: $(VENV_VLLM)/vllm
+	$(VENV_VLLM)/bin/python -c "import vllm"
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -36,7 +43,7 @@ docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,4 +54,12 @@ $(VENV)/runtime: pyproject.toml constraints.txt hatch_build.py src/threepo/poste
 
 $(VENV)/dev: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
+	touch $@
+
+# Without dependencies: those of vLLM include CUDA builds of torchvision, torchaudio and torchcodec, and with them the
+# CPU build does not import. The list is whole.
+$(VENV_VLLM)/vllm: pyproject.toml requirements-vllm.txt hatch_build.py src/threepo/posterior/native.c
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-vllm.txt --editable .
 	touch $@

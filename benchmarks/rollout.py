@@ -121,7 +121,7 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
         from threepo.rollout.vllm import VLLMEngine
 
         settings = EngineConfig(kind="vllm", dtype=options.dtype)
-        engine = VLLMEngine(policy, settings, options.tokens + 6)
+        engine = VLLMEngine(policy, settings)
         for draws in (0, 4):
             name = f"vLLM, {draws} draws in turn" if draws else "vLLM, the mean"
             found[name] = with_engine(engine, policy, optimizer, draws, options)

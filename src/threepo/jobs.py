@@ -1,5 +1,6 @@
 """What the commands do, as functions: each takes a checked configuration and leaves a finished folder."""
 
+import contextlib
 import json
 import time
 from dataclasses import asdict
@@ -33,7 +34,7 @@ def train(config: TrainConfig, resumed: RunFolder | None = None) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = rlvr.resume(config, resumed) if resumed else rlvr.start(config)
-    with run.folder as folder:
+    with run.folder as folder, contextlib.closing(run.engine):
         earlier = _seconds_before(folder.path, run.state.step)
         rlvr.train(run)
         folder.write_summary({"seconds": earlier + time.monotonic() - began, **read_run(folder.path).summary()})
@@ -84,8 +85,8 @@ def evaluate(config: EvaluationConfig, step: int = 0) -> Evaluation:
     if config.eval.draws:
         posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
     examination = build_examination(heldout, policy, config.data, config.eval, config.sampling, config.run.seed)
-    engine = build_engine(config.engine, policy)
-    return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
+    with contextlib.closing(build_engine(config.engine, policy)) as engine:
+        return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
 
 
 def refuse_evaluated(folder: Path) -> None:

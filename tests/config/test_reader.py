@@ -178,6 +178,38 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         load(TrainConfig, "", [*BASE, *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.vllm.replicas=2"], r"engine.kind = 'local': does not read \[engine.vllm\]; set engine.kind = 'vllm'"),
+        (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas = 0: must be greater than 0"),
+        (
+            ["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"],
+            r"engine.vllm.gpus = \[0, 1\]: must name a GPU, 0 or above, for",
+        ),
+        (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus = \[-1\]: must name a GPU, 0 or above"),
+        (
+            ["engine.kind=vllm", "engine.vllm.gpu_memory_utilization=1.5"],
+            "gpu_memory_utilization = 1.5: must be at most 1",
+        ),
+        (
+            ["engine.kind=vllm", "sampling.temperature=0.001"],
+            "sampling.temperature = 0.001: engine.kind = 'vllm' decodes",
+        ),
+        (
+            ["engine.kind=vllm", "eval.temperature=3"],
+            "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or from",
+        ),
+    ],
+)
+def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load(TrainConfig, "", [*BASE, *overrides])
+    if overrides[-1].startswith("eval"):
+        with pytest.raises(UserError, match=message):
+            load_evaluation("some/model", "", ["data.train=sorting", *overrides])
+
+
 def test_a_system_prompt_that_nothing_would_read_is_refused() -> None:
     with pytest.raises(UserError, match="data.system_prompt = 'Be brief.': needs a chat template"):
         load(TrainConfig, "", [*BASE, "data.system_prompt=Be brief.", "data.chat_template=never"])

@@ -1,5 +1,6 @@
 """What a user can mend is refused before a run has a folder, or costs no more than the step in which it showed."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -138,3 +139,10 @@ def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: 
     assert Path("scores/summary.json").read_bytes() == before
     assert main([*load_model, "--output", "new", *data, "reward.function=task"]) == 2
     assert not Path("new").exists(), "made for an evaluation that failed"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_is_named_before_the_run_has_a_folder() -> None:
+    with pytest.raises(UserError, match=r"vLLM is not installed; pip install 'threepo\[vllm\]'"):
+        jobs.train(config("engine.kind=vllm"))
+    assert not Path("run").exists()

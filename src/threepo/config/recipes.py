@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from threepo.config.engines import check_vllm_decoding
 from threepo.config.method import Method
 from threepo.config.optimization import (
     AdamWConfig,
@@ -68,6 +69,9 @@ class TrainConfig:
                 f"optimizer.kind = 'ivon'"
             )
         self._check_ess_schedule()
+        if self.engine.kind == "vllm":
+            check_vllm_decoding(self.sampling, "sampling")
+            check_vllm_decoding(self.eval, "eval")
         if self.sampling.temperature == 0 and not self.method.greedy:
             raise UserError(
                 "sampling.temperature = 0: greedy rollouts of one policy are all alike and teach nothing; set a "
@@ -141,3 +145,7 @@ class EvaluationConfig:
     """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """What to measure."""
+
+    def __post_init__(self) -> None:
+        if self.engine.kind == "vllm":
+            check_vllm_decoding(self.eval, "eval")

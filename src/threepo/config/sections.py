@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from threepo.config.checks import not_negative, positive, require
+from threepo.config.engines import VLLMConfig
 from threepo.errors import UserError
 
 MOST_THREADS = 1024
@@ -203,19 +204,30 @@ class SamplingConfig:
 class EngineConfig:
     """[engine]: what generates the rollouts."""
 
-    kind: Literal["local"] = "local"
-    """`local`: the PyTorch engine in this process."""
+    kind: Literal["local", "vllm"] = "local"
+    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: int = 512
-    """Most rows decoded together, over all draws; others wait for their places."""
+    """Most rows decoded together, over all draws; others wait for their places. In vLLM: of each replica."""
     memory_gib: float = 0.0
-    """Memory in GiB for the weights of all draws and the key-value cache, which takes fewer rows where it must; 0:
-    what is free."""
+    """Memory in GiB for the weights of all draws and the key-value cache of the local engine, which decodes fewer rows
+    at a time where it must; 0: what is free."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """The vLLM engine."""
 
     def __post_init__(self) -> None:
         positive(self, "engine", "max_batch_rows")
         not_negative(self, "engine", "memory_gib")
+        if self.kind != "vllm" and self.vllm != VLLMConfig():
+            raise UserError(
+                f"engine.kind = {self.kind!r}: does not read [engine.vllm]; set engine.kind = 'vllm', or leave that out"
+            )
+        if self.kind == "vllm" and self.memory_gib:
+            raise UserError(
+                f"engine.memory_gib = {self.memory_gib:g}: engine.kind = 'vllm' does not read it; set "
+                f"engine.vllm.gpu_memory_utilization or engine.vllm.kv_cache_memory_bytes"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,3 +23,6 @@ class RolloutEngine(Protocol):
         A row's random numbers are a function of (seed, step, problem, rollout), so its completion does not depend on
         the rows beside it.
         """
+
+    def close(self) -> None:
+        """Free what the engine holds beyond this process; it cannot be used afterwards."""

@@ -75,6 +75,11 @@ class LocalEngine:
                 )
         return completions
 
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._draws = []
+        self._ensemble.resize(0)
+
     def _slots(self, draws: int, wanted: int, tokens: int) -> int:
         """Rows of each draw that are decoded together: as many as wanted, allowed, and as fit into memory."""
         weights = draws * self._ensemble.parameters * self._ensemble.dtype.itemsize

@@ -29,6 +29,7 @@ from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
+from threepo.rollout.vllm import VLLMEngine
 from threepo.runs import checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
 
@@ -106,7 +107,9 @@ def build_or_restore(
 
 
 def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
-    """The rollout engine that the recipe names."""
+    """The rollout engine that the recipe names; the caller closes it."""
+    if settings.kind == "vllm":
+        return VLLMEngine(policy, settings)
     return LocalEngine(policy, settings)
 
 

@@ -1,0 +1,51 @@
+"""The probe: its reference is the trainer's own pass, and a difference is an error."""
+
+import pytest
+import torch
+
+from threepo.errors import UserError
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.rollout.probe import LENGTH, check_probe, expected_logprobs, probe_tokens, scrambled
+from threepo.types import Draw
+
+
+def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    draw = Draw(0, 0, 1)
+    before = {name: p.clone() for name, p in policy.model.named_parameters()}
+    tokens = probe_tokens(policy, 1000)
+    found = expected_logprobs(policy, dict(optimizer.weights(draw)), tokens)
+    with optimizer.at(draw), torch.no_grad():
+        logits = policy.model(torch.tensor([tokens])).logits[0]
+    expected = [logits[i].log_softmax(0)[tokens[i + 1]] for i in range(len(tokens) - 1)]
+    assert torch.allclose(found, torch.stack(expected), atol=1e-6)
+    assert not torch.allclose(found, expected_logprobs(policy, before, tokens), atol=1e-2)
+    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in policy.model.named_parameters())
+
+
+def test_the_probe_fits_and_its_tokens_differ(policy: Policy) -> None:
+    assert len(set(probe_tokens(policy, 1000))) == LENGTH
+    assert len(probe_tokens(policy, 7)) == 7
+    assert max(probe_tokens(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
+
+
+def test_differences_are_refused() -> None:
+    expected = torch.tensor([-1.0, -2.0])
+    check_probe(expected, [-1.01, -2.01], 0.02, "x")
+    with pytest.raises(
+        UserError, match=r"weights of x that it was given: .* off by 0\.03 on average and 0\.06 at most"
+    ):
+        check_probe(expected, [-1.06, -2.0], 0.02, "x")
+    with pytest.raises(UserError, match="off by nan"):
+        check_probe(expected, [-1.0, float("nan")], 0.02, "x")
+    with pytest.raises(UserError, match="training has diverged"):
+        check_probe(torch.tensor([-1.0, float("nan")]), [-1.0, -2.0], 0.02, "x")
+
+
+def test_scrambled_weights_are_far_from_any_value_that_is_common() -> None:
+    weights = {"norm": torch.ones(4), "bias": torch.zeros(3), "matrix": torch.randn(4, 4), "count": torch.tensor(3)}
+    changed = dict(scrambled(weights))
+    assert all((changed[name] - weights[name]).abs().max() >= 1 for name in ("norm", "bias"))
+    assert (changed["matrix"] - weights["matrix"]).norm() > weights["matrix"].norm()
+    assert torch.equal(changed["count"], weights["count"])
