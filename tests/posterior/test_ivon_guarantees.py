@@ -13,6 +13,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.kernels import normal
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import Perturb
 from threepo.posterior.scalars import Scale
 from threepo.types import Draw
 
@@ -114,7 +115,8 @@ def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypat
 
 def test_a_state_that_is_not_float32_is_refused() -> None:
     with pytest.raises(RuntimeError, match="state is float32, this is torch.bfloat16"):
-        kernels.perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
+        job = Perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
+        kernels.perturb([job])
 
 
 def test_copies_and_pickles_go_on_like_the_original() -> None:

@@ -20,6 +20,7 @@ from threepo.posterior import kernels
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import Perturb
 from threepo.posterior.policy_optimizer import named_in_groups
 from threepo.posterior.scalars import Scale
 from threepo.types import Draw
@@ -151,10 +152,11 @@ class Posterior:
                     f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(means[name].shape)}; "
                     f"it belongs to another model"
                 )
-        for name, p in means.items():
-            if scales[name].noise_scale:
-                h = like_parameter(self.hessian[name].to(p.device), p)
-                kernels.perturb(p, p, h, noise_key(draw, name), scales[name])
+        kernels.perturb(
+            Perturb(p, p, like_parameter(self.hessian[name].to(p.device), p), noise_key(draw, name), scales[name])
+            for name, p in means.items()
+            if scales[name].noise_scale
+        )
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""

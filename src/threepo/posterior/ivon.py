@@ -26,7 +26,7 @@ from threepo.posterior.groups import check_group, scale_of
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import LastStep, Observations
-from threepo.posterior.operands import Seen, State
+from threepo.posterior.operands import Perturb, Seen, State, Update
 from threepo.posterior.policy_optimizer import named_in_groups, total_norm
 from threepo.posterior.scalars import StepNumbers
 from threepo.types import Draw
@@ -232,7 +232,8 @@ class IVON(torch.optim.Optimizer):
 
     def _write(self, out: torch.Tensor, name: str, p: torch.Tensor, group: dict[str, Any], draw: Draw) -> None:
         state = self.state[p]
-        kernels.perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scale_of(group))
+        mean = state.get("mean", p)
+        kernels.perturb([Perturb(out, mean, state["hessian"], noise_key(draw, name), scale_of(group))])
 
     # Learning
 
@@ -327,7 +328,8 @@ class IVON(torch.optim.Optimizer):
         # Taken out, so that a gradient is freed as soon as it is used.
         observed = Seen(seen.grad.pop(p), seen.second.pop(p, None), key)
         mean, copy = (state["mean"], p) if "mean" in state else (p, None)
-        return kernels.update(State(mean, copy, state["hessian"], state["momentum"]), observed, numbers)
+        state = State(mean, copy, state["hessian"], state["momentum"])
+        return kernels.update([Update(state, observed, numbers)])[0]
 
     # State
 

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from threepo.posterior.operands import Place
 
-@dataclass(frozen=True)
-class Piece:
-    """A run of elements that is contiguous both in the flat local tensor and in the flat whole tensor."""
 
-    local: slice
-    """Where it is in the flat local tensor."""
-    start: int
-    """Index of its first element in the flat whole tensor."""
+class Piece(NamedTuple):
+    """Elements that follow each other in the flat local tensor, and lie in equal rows in the flat whole tensor."""
+
+    local: slice | None
+    """Where they are in the flat local tensor; None: they are all of it."""
+    place: Place
+    elements: int
 
 
 def _dtensor_class() -> type | None:
@@ -94,26 +94,29 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> floa
 
 
 def pieces(tensor: torch.Tensor) -> list[Piece]:
-    """The runs of this rank's elements, in local order; one run for a plain tensor or rows of a sharded one."""
+    """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
     if not is_dtensor(tensor):
-        return [Piece(slice(0, tensor.numel()), 0)] if tensor.numel() else []
+        return [Piece(None, Place(0), tensor.numel())] if tensor.numel() else []
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return _runs(tuple(tensor.shape), tuple(shape), tuple(offset))
+    return _box(tuple(tensor.shape), tuple(shape), tuple(offset))
 
 
-def _runs(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
-    """The contiguous runs of the box of shape `part` at `offset` in a row-major tensor of shape `whole`."""
+def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
+    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as there are."""
     if math.prod(part) == 0:
         return []
-    # Trailing dimensions that are whole belong to the run; the last one that is cut may be a part of it too.
-    last = len(whole) - 1
-    while last > 0 and part[last] == whole[last]:
-        last -= 1
     strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
-    length = math.prod(part[max(last, 0) :])
-    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
-    for dim in range(last):
-        starts = [start + i * strides[dim] for start in starts for i in range(part[dim])]
-    return [Piece(slice(i * length, (i + 1) * length), start) for i, start in enumerate(starts)]
+    start = sum(o * s for o, s in zip(offset, strides, strict=True))
+    # A row: the last dimension that is cut, and those after it. Without one, or if it is the first, all is one row.
+    last = max((d for d in range(len(whole)) if part[d] != whole[d]), default=0)
+    row = math.prod(part[last:])
+    # Rows: of the dimensions before it as many as are whole, and one that is cut; one index of the others is one piece.
+    first = max((d for d in range(last) if part[d] != whole[d]), default=0)
+    place = (row, strides[last - 1]) if last else ()
+    count = row * math.prod(part[first:last])
+    starts = [start]
+    for dim in range(first):
+        starts = [begin + i * strides[dim] for begin in starts for i in range(part[dim])]
+    return [Piece(slice(i * count, (i + 1) * count), Place(begin, *place), count) for i, begin in enumerate(starts)]

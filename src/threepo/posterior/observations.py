@@ -8,6 +8,7 @@ import torch
 from threepo.posterior import kernels
 from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import AddNoiseTimes
 from threepo.types import Draw
 
 
@@ -72,4 +73,4 @@ def _add_second(second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, nam
     if group["estimator"] == "gradsq":
         second.add_(grad.float().square())
     elif draw is not None:
-        kernels.add_noise_times(second, grad, noise_key(draw, name))
+        kernels.add_noise_times([AddNoiseTimes(second, grad, noise_key(draw, name))])

@@ -1,0 +1,86 @@
+"""What torchrun runs for test_sharding.py: one check on two ranks, of tensors that are given instead of computed.
+
+sharded_state.py CHECK
+"""
+
+import faulthandler
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from threepo import IVON
+from threepo.types import Draw
+
+SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
+SETTINGS = {"lr": 0.5, "ess": 1e4, "hess_init": 0.1, "betas": (0.9, 0.95), "clip_radius": 0.5}
+
+
+def given(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + len(shape)))
+
+
+def spread(tensor: torch.Tensor, *placements: Placement) -> torch.Tensor:
+    """Over all ranks, in as many dimensions as there are placements."""
+    world = dist.get_world_size()
+    shape = (world,) if len(placements) == 1 else (1, world)
+    return distribute_tensor(tensor, init_device_mesh("cpu", shape), placements)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def trained(lay_out: Callable[[torch.Tensor], torch.Tensor]) -> tuple[IVON, dict[str, nn.Parameter]]:
+    """Three steps, the second of two draws, with parameters and gradients laid out by `lay_out`."""
+    named = {name: nn.Parameter(lay_out(given(0, shape))) for name, shape in SHAPES.items()}
+    optimizer = IVON(named.items(), model=nn.Module(), **SETTINGS)
+    for step in range(1, 4):
+        for index in range(1 + step % 2):
+            with optimizer.perturbed(Draw(0, step, index)):
+                for p in named.values():
+                    p.grad = lay_out(given(10 * step + index, tuple(p.shape)) + 0.1 * whole(p))
+            optimizer.observe(Draw(0, step, index))
+        optimizer.step()
+    return optimizer, named
+
+
+def last_dimension(tensor: torch.Tensor) -> torch.Tensor:
+    return spread(tensor, Shard(tensor.ndim - 1))
+
+
+def second_dimension(tensor: torch.Tensor) -> torch.Tensor:
+    return spread(tensor, Replicate(), Shard(min(1, tensor.ndim - 1)))
+
+
+def columns() -> None:
+    """Shards along any dimension follow plain tensors, bit by bit."""
+    expected, plain = trained(lambda tensor: tensor)
+    for lay_out in (last_dimension, second_dimension):
+        ours, spread_out = trained(lay_out)
+        assert ours.step_metrics()["posterior/clipped_share"] == expected.step_metrics()["posterior/clipped_share"] > 0
+        for name, p in plain.items():
+            q = spread_out[name]
+            assert torch.equal(whole(q), p), name
+            for key in ("hessian", "momentum"):
+                assert torch.equal(whole(ours.state[q][key]), expected.state[p][key]), (name, key)
+
+
+CHECKS = {check.__name__: check for check in (columns,)}
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(100, exit=True)  # a rank that hangs says where
+    dist.init_process_group("gloo")
+    CHECKS[sys.argv[1]]()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
