@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior import kernels
+from threepo.posterior import kernels, parameter_state
 from threepo.posterior.groups import check_group, scale_of
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
@@ -32,7 +32,6 @@ from threepo.posterior.scalars import StepNumbers
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class IVON(torch.optim.Optimizer):
@@ -320,7 +319,7 @@ class IVON(torch.optim.Optimizer):
             beta2=beta2,
             grad_factor=factor,
             second_factor=factor if group["estimator"] == "price" else len(seen.draws) * factor**2,
-            debias=1 - beta1 ** group["step"] if group["debias"] else 1.0,
+            debias=1 - beta1 ** (group["step"] - int(state["joined"])) if group["debias"] else 1.0,
             clip_radius=group["clip_radius"],
             step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
         )
@@ -369,8 +368,8 @@ class IVON(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         saved_order = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, p in zip(saved_order, order, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+            if key in state_dict["state"]:
+                self.state[p].update(parameter_state.loaded(state_dict["state"][key], p))
         with torch.no_grad():
             for _, p, _ in self.trainable():
                 if "mean" in self.state[p]:
@@ -380,14 +379,7 @@ class IVON(torch.optim.Optimizer):
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            state = self.state[p]
-            if "hessian" not in state:
-                zeros = torch.zeros_like(
-                    p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format
-                )
-                state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-            if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
-                state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+            parameter_state.fill(self.state[p], p, group)
         return trainable
 
     def _reshard(self) -> None:
