@@ -71,7 +71,21 @@ def columns() -> None:
                 assert torch.equal(whole(ours.state[q][key]), expected.state[p][key]), (name, key)
 
 
-CHECKS = {check.__name__: check for check in (columns,)}
+def not_finite() -> None:
+    """A gradient that is NaN on one rank only, of a parameter that is not spread, skips the step on both."""
+    for bad_rank in (0, 1, None):
+        split, own = nn.Parameter(spread(torch.ones(6), Shard(0))), nn.Parameter(torch.ones(3))
+        optimizer = IVON([("split", split), ("own", own)], model=nn.Module())
+        split.grad = spread(torch.ones(6), Shard(0))
+        own.grad = torch.full((3,), float("nan") if dist.get_rank() == bad_rank else 1.0)
+        assert optimizer.observe(None) == (bad_rank is None)
+        optimizer.step()
+        assert optimizer.skipped_steps == (bad_rank is not None)
+        for p in (whole(split), own):
+            assert bool(p.eq(1).all()) == (bad_rank is not None)
+
+
+CHECKS = {check.__name__: check for check in (columns, not_finite)}
 
 
 def main() -> None:

@@ -257,10 +257,7 @@ def test_when_a_parameter_joined_is_saved_and_loaded(way: str, tmp_path: Path) -
 def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_path: Path) -> None:
     """All parameters count as there from the start; the group's count must not be lost with the missing one."""
     optimizer, model = unfrozen_late(0, 20)
-    if way == "state_dict":
-        old = copy.deepcopy(optimizer.state_dict())
-    else:
-        old = get_state_dict(model, optimizer)[1]
+    old = copy.deepcopy(optimizer.state_dict()) if way == "state_dict" else get_state_dict(model, optimizer)[1]
     for entry in old["state"].values():
         del entry["joined"]
     other_model = copy.deepcopy(model)

@@ -81,9 +81,7 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> floa
     for tensor, value in values:
         key: Any = value.device
         if is_dtensor(tensor):
-            # Replicas hold the same number, which counts once.
-            sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
-            key = (tensor.device_mesh, sharded)  # type: ignore[attr-defined]
+            key = _sharding(tensor)  # replicas hold the same number, which counts once
         totals[key] = totals[key] + value if key in totals else value.clone()
     for key, total in totals.items():
         if isinstance(key, tuple):
@@ -91,6 +89,24 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> floa
             for dim in sharded:
                 torch.distributed.all_reduce(total, group=mesh.get_group(dim))
     return sum(float(total) for total in totals.values())
+
+
+def _sharding(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a DTensor, and the dimensions of it that shard; along the others there are replicas."""
+    sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
+    return tensor.device_mesh, sharded  # type: ignore[attr-defined]
+
+
+def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
+    spread = [tensor for tensor in tensors if is_dtensor(tensor)]
+    meshes: dict[Any, None] = dict.fromkeys(tensor.device_mesh for tensor in spread)  # type: ignore[attr-defined]
+    for mesh in meshes:
+        failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        here = not failed.item()
+    return here
 
 
 def pieces(tensor: torch.Tensor) -> list[Piece]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from threepo.posterior.layout import local, sum_over_shards, wide
+from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards, wide
 from threepo.types import Draw
 
 
@@ -71,9 +71,15 @@ def _plain_name(name: str) -> str:
 
 
 def total_norm(grads: list[torch.Tensor]) -> float:
-    """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not."""
+    """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not.
+
+    Collective where some are DTensors: then it is finite on all ranks or on none, also if it is the gradient of a plain
+    parameter that only one of them holds, so that all take a step or none does.
+    """
     norms = torch._foreach_norm([local(grad) for grad in grads], dtype=torch.float32) if grads else []
-    return math.sqrt(sum_over_shards((grad, wide(norm).square()) for grad, norm in zip(grads, norms, strict=True)))
+    norm = math.sqrt(sum_over_shards((grad, wide(norm).square()) for grad, norm in zip(grads, norms, strict=True)))
+    finite = math.isfinite(norm)
+    return math.nan if not all_ranks_agree(finite, grads) and finite else norm
 
 
 class PointAdamW(torch.optim.AdamW):
