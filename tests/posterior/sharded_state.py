@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from threepo import IVON
+from threepo.posterior.layout import like_parameter
+from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.types import Draw
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
@@ -85,7 +87,24 @@ def not_finite() -> None:
             assert bool(p.eq(1).all()) == (bad_rank is not None)
 
 
-CHECKS = {check.__name__: check for check in (columns, not_finite)}
+def metrics() -> None:
+    """What is said of a posterior is the same on every rank, and what one process says of the whole."""
+    shapes = {"mlp.weight": (301, 47), "lm_head.weight": (60, 700), "norm": (5,), "attn.bias": (1,)}
+    named = {name: nn.Parameter(given(0, shape)) for name, shape in shapes.items()}
+    expected = IVON(named.items(), hess_init=0.5)
+    for name, p in named.items():
+        expected.state[p]["hessian"].copy_(given(1, shapes[name]).exp())
+    for lay_out in (lambda tensor: spread(tensor, Shard(0)), last_dimension, second_dimension):
+        ours = {name: nn.Parameter(lay_out(p.detach())) for name, p in named.items()}
+        ours["norm"] = nn.Parameter(named["norm"].detach().clone())  # one that is not spread, beside those that are
+        optimizer = IVON(ours.items(), hess_init=0.5, model=nn.Module())
+        for name, p in ours.items():
+            optimizer.state[p]["hessian"].copy_(like_parameter(expected.state[named[name]]["hessian"], p))
+        assert posterior_metrics(optimizer) == posterior_metrics(expected)
+        assert sigma_growth(optimizer) == sigma_growth(expected)
+
+
+CHECKS = {check.__name__: check for check in (columns, not_finite, metrics)}
 
 
 def main() -> None:

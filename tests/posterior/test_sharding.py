@@ -68,7 +68,7 @@ def test_two_ranks_then_one_then_two_equals_one_process_throughout(alone: dict[s
     assert_same(run(tmp_path / "d.pt", "plain", "--steps", "4:6", "--load", second), alone)
 
 
-@pytest.mark.parametrize("check", ["columns", "not_finite"])
+@pytest.mark.parametrize("check", ["columns", "not_finite", "metrics"])
 def test_on_two_ranks(check: str) -> None:
     """The functions of sharded_state.py, which say what they check."""
     launch(str(CHECKS), check, ranks=2)

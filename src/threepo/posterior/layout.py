@@ -1,7 +1,8 @@
 """Where the elements that a rank holds lie in the whole parameter; the one place that knows of DTensor."""
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,41 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> floa
             for dim in sharded:
                 torch.distributed.all_reduce(total, group=mesh.get_group(dim))
     return sum(float(total) for total in totals.values())
+
+
+def sampled(
+    values: Iterable[tuple[torch.Tensor, torch.Tensor]], every: Callable[[torch.Tensor], int]
+) -> list[torch.Tensor]:
+    """Every `every(tensor)`-th element of flat whole tensors, given what this rank holds of them in logical order.
+
+    `values` are tensors, which say where that lies, each with its local elements, flat. A collective where tensors are
+    sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
+    """
+    found, shared = [], defaultdict(list)
+    for tensor, here in values:
+        indices = torch.arange(0, tensor.numel(), every(tensor), device=here.device)
+        if not is_dtensor(tensor):
+            found.append(here[indices])
+            continue
+        sample = torch.zeros(len(indices), dtype=here.dtype, device=here.device)
+        for piece in pieces(tensor):
+            start, row, stride = piece.place
+            rows, columns = (indices - start) // stride, (indices - start) % stride
+            place = rows * row + columns
+            ours = (indices >= start) & (columns < row) & (place < piece.elements)
+            sample[ours] = (here if piece.local is None else here[piece.local])[place[ours]]
+        found.append(sample)
+        shared[_sharding(tensor)].append(sample)
+    for (mesh, sharded), samples in shared.items():
+        # Each element is on one rank of the sharded dimensions, and 0 on the others.
+        total = torch.cat(samples)
+        for dim in sharded:
+            torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+        first = 0
+        for sample in samples:
+            sample.copy_(total[first : first + len(sample)])
+            first += len(sample)
+    return found
 
 
 def _sharding(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
