@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import islice
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -154,10 +155,12 @@ def update(work: Iterable[Update]) -> list[torch.Tensor]:
                 batch.wrote(tensor, written)
     batch.run()
     results = iter(batch.results)
-    return [
-        sum((next(results) for _ in range(count)), torch.zeros((), dtype=torch.int64, device=device))
-        for count, device in zip(counts, devices, strict=True)
-    ]
+    return [_total(list(islice(results, count)), device) for count, device in zip(counts, devices, strict=True)]
+
+
+def _total(counts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Of the pieces of one parameter, of which a rank may hold none."""
+    return counts[0] if len(counts) == 1 else sum(counts, torch.zeros((), dtype=torch.int64, device=device))
 
 
 def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -73,23 +73,25 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Sum of 0-dim numbers that go with parameters, each rank holding those of its shard.
+def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
+    """Sum, in float64, of 0-dim numbers (or their squares) that go with parameters, each rank holding its shard's.
 
     A collective where parameters are sharded: every rank must call.
     """
-    totals: dict[Any, torch.Tensor] = {}
+    found: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor, value in values:
-        key: Any = value.device
-        if is_dtensor(tensor):
-            key = _sharding(tensor)  # replicas hold the same number, which counts once
-        totals[key] = totals[key] + value if key in totals else value.clone()
-    for key, total in totals.items():
+        # Replicas hold the same number, which counts once.
+        found[_sharding(tensor) if is_dtensor(tensor) else value.device].append(value)
+    result = 0.0
+    for key, some in found.items():
+        numbers = wide(torch.stack(some))
+        total = (numbers.square() if squared else numbers).sum()
         if isinstance(key, tuple):
             mesh, sharded = key
             for dim in sharded:
                 torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-    return sum(float(total) for total in totals.values())
+        result += float(total)
+    return result
 
 
 def sampled(
