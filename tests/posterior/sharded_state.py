@@ -3,12 +3,12 @@
 sharded_state.py CHECK
 """
 
-import faulthandler
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from sharded_program import leave, start, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -32,10 +32,6 @@ def spread(tensor: torch.Tensor, *placements: Placement) -> torch.Tensor:
     world = dist.get_world_size()
     shape = (world,) if len(placements) == 1 else (1, world)
     return distribute_tensor(tensor, init_device_mesh("cpu", shape), placements)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def trained(lay_out: Callable[[torch.Tensor], torch.Tensor]) -> tuple[IVON, dict[str, nn.Parameter]]:
@@ -108,11 +104,9 @@ CHECKS = {check.__name__: check for check in (columns, not_finite, metrics)}
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that hangs says where
-    dist.init_process_group("gloo")
+    start()
     CHECKS[sys.argv[1]]()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
