@@ -23,6 +23,7 @@ import torch
 from threepo import IVON
 from threepo.posterior import kernels, native
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import Place
 from threepo.types import Draw
 
 TENSORS = 32
@@ -128,7 +129,7 @@ def floor_parts(size: int, device: str) -> dict[str, Step]:
     key = noise_key(Draw(0, 0, 0), "w")
     return {
         "copy": lambda: target.copy_(source),
-        "noise": lambda: kernels.backend(target).normal(target, key, 0),
+        "noise": lambda: kernels.backend(target).normal(target, key, Place(0)),
     }
 
 

@@ -7,7 +7,9 @@ bits. Rank 0 writes the whole mean, Hessian and momentum by name, the weights of
 """
 
 import argparse
+import faulthandler
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from threepo import IVON, Posterior
 from threepo.types import Draw
+
+
+def start() -> None:
+    """Join the other ranks. What hangs is said: a collective gives up, and a rank that is stuck prints where."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+
+def leave() -> None:
+    """All together: a rank that closes its connections early may close them on another's last collective."""
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def make_model() -> nn.Module:
@@ -78,7 +93,7 @@ def main() -> None:
     parser.add_argument("--save")
     options = parser.parse_args()
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        start()
     model = lay_out(make_model(), options.layout)
     named = [(clean(name), p) for name, p in model.named_parameters()]
     optimizer = IVON(
@@ -119,7 +134,8 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(result, options.out)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        del model, optimizer, state  # DDP holds on to the group
+        leave()
 
 
 if __name__ == "__main__":

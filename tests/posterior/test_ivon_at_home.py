@@ -101,7 +101,9 @@ def test_autocast_computes_low_and_keeps_the_mean_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         steps(model, optimizer, 3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+    assert {value.dtype for state in optimizer.state.values() for value in state.values() if value.ndim} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -154,7 +156,7 @@ def dict_of(optimizer: IVON, draw: Draw) -> dict[str, torch.Tensor]:
 def test_a_gradient_is_moved_not_copied_and_only_two_states_are_held() -> None:
     p = nn.Parameter(torch.ones(100))
     optimizer = IVON([("p", p)])
-    assert sorted(optimizer.state[p]) == ["hessian", "momentum"]
+    assert sorted(name for name, value in optimizer.state[p].items() if value.ndim) == ["hessian", "momentum"]
     p.grad = torch.ones(100)
     address = p.grad.data_ptr()
     optimizer.observe(Draw(0, 0, 0))

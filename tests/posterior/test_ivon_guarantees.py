@@ -2,10 +2,14 @@
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
@@ -13,6 +17,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.kernels import normal
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import Perturb
 from threepo.posterior.scalars import Scale
 from threepo.types import Draw
 
@@ -95,26 +100,29 @@ def test_parameters_that_share_memory_get_back_what_they_had() -> None:
 def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
     optimizer = IVON([("p", p), ("q", q)], ess=1.0)
-    restore, calls = IVON._restore_last, []
+    restore, calls = IVON._restore_all, []
 
     def interrupted(self: IVON) -> None:
         calls.append(1)
-        if len(calls) in (1, 2, 4):
+        if len(calls) == 3:
+            restore(self)
+        else:
             raise KeyboardInterrupt
-        restore(self)
 
-    monkeypatch.setattr(IVON, "_restore_last", interrupted)
+    monkeypatch.setattr(IVON, "_restore_all", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.perturbed(DRAW):
         assert not p.eq(1).any()
     assert p.eq(1).all()
     assert q.eq(1).all()
+    monkeypatch.undo()
     with optimizer.perturbed(DRAW):  # and the optimizer goes on
         pass
 
 
 def test_a_state_that_is_not_float32_is_refused() -> None:
     with pytest.raises(RuntimeError, match="state is float32, this is torch.bfloat16"):
-        kernels.perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
+        job = Perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
+        kernels.perturb([job])
 
 
 def test_copies_and_pickles_go_on_like_the_original() -> None:
@@ -194,6 +202,80 @@ def test_a_group_added_later_is_debiased_from_its_own_start() -> None:
     optimizer.add_param_group({"params": [("late", late)]})
     step(optimizer, late, torch.ones(3))
     torch.testing.assert_close(late, torch.full((3,), -1.0))
+
+
+DEBIASED = {"lr": 1.0, "rescale_lr": False, "clip_radius": 10.0, "hess_init": 1.0}
+
+
+def unfrozen_late(steps_before: int, steps_after: int) -> tuple[IVON, nn.Module]:
+    """Two parameters in one group; "late" is trained in the last steps only."""
+    model = nn.ParameterDict({"early": nn.Parameter(torch.zeros(3)), "late": nn.Parameter(torch.zeros(3))})
+    model["late"].requires_grad_(False)
+    optimizer = IVON(model.named_parameters(), **DEBIASED)
+    go_on(optimizer, model, range(steps_before))
+    model["late"].requires_grad_(True)
+    go_on(optimizer, model, range(steps_before, steps_before + steps_after))
+    return optimizer, model
+
+
+def go_on(optimizer: IVON, model: nn.Module, steps: range) -> None:
+    for index in steps:
+        draw = Draw(0, index, 0)
+        with optimizer.perturbed(draw):
+            for p in model.parameters():
+                p.grad = torch.full((3,), 1.0 + index) if p.requires_grad else None
+        optimizer.observe(draw)
+        optimizer.step()
+
+
+def test_a_parameter_unfrozen_later_is_debiased_from_its_own_start() -> None:
+    _, model = unfrozen_late(20, 3)
+    alone = nn.ParameterDict({"late": nn.Parameter(torch.zeros(3))})
+    go_on(IVON(alone.named_parameters(), **DEBIASED), alone, range(20, 23))
+    assert torch.equal(model["late"], alone["late"])
+    always = nn.ParameterDict({"early": nn.Parameter(torch.zeros(3))})
+    go_on(IVON(always.named_parameters(), **DEBIASED), always, range(23))
+    assert torch.equal(model["early"], always["early"])
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+def test_when_a_parameter_joined_is_saved_and_loaded(way: str, tmp_path: Path) -> None:
+    optimizer, model = unfrozen_late(20, 1)
+    other_model = copy.deepcopy(model)
+    other = IVON(other_model.named_parameters(), **DEBIASED)
+    if way == "state_dict":
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        dcp.save({"optimizer": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
+        into = {"optimizer": get_state_dict(other_model, other)[1]}
+        dcp.load(into, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(other_model, other, into["optimizer"])
+    go_on(optimizer, model, range(21, 23))
+    go_on(other, other_model, range(21, 23))
+    assert torch.equal(model["late"], other_model["late"])
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_path: Path) -> None:
+    """All parameters count as there from the start; the group's count must not be lost with the missing one."""
+    optimizer, model = unfrozen_late(0, 20)
+    old = copy.deepcopy(optimizer.state_dict()) if way == "state_dict" else get_state_dict(model, optimizer)[1]
+    for entry in old["state"].values():
+        del entry["joined"]
+    other_model = copy.deepcopy(model)
+    other = IVON(other_model.named_parameters(), **DEBIASED)
+    if way == "state_dict":
+        other.load_state_dict(old)
+    else:
+        dcp.save({"optimizer": old}, checkpoint_id=tmp_path)
+        into = {"optimizer": get_state_dict(other_model, other)[1]}
+        planner = DefaultLoadPlanner(allow_partial_load=True)  # torch refuses any key that the file lacks without it
+        dcp.load(into, checkpoint_id=tmp_path, planner=planner)
+        set_optimizer_state_dict(other_model, other, into["optimizer"])
+    optimizer, model = unfrozen_late(0, 20)
+    go_on(optimizer, model, range(20, 22))
+    go_on(other, other_model, range(20, 22))
+    assert torch.equal(model["late"], other_model["late"])
 
 
 def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:

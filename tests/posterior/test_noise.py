@@ -127,6 +127,12 @@ def test_addresses_that_could_be_confused_have_different_keys() -> None:
     assert len(set(keys)) == len(keys)
 
 
+def test_a_parameters_key_is_that_of_its_whole_address() -> None:
+    for draw in (DRAW, Draw(-1, 2**62, 0)):
+        for name in ("w", "model.layers.0.mlp", ""):
+            assert noise_key(draw, name) == address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
+
+
 def test_uniforms_are_uniform_and_belong_to_their_key() -> None:
     keys = [address_key("test", i) for i in range(200)]
     u = uniforms(keys, 0, 1000)

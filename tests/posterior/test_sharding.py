@@ -1,6 +1,7 @@
 """IVON on real torchrun ranks: sharded, replicated, saved at one world size and loaded at another, to the last bit."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +16,39 @@ from threepo import IVON
 from threepo.errors import UserError
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
+CHECKS = Path(__file__).with_name("sharded_state.py")
+TIMEOUT = 180.0
+"""Seconds; a rank that hangs says after 120 where it is, and a collective gives up after 60."""
 SIX_STEPS = ("--steps", "0:6")
 
 
-def run(out: Path, layout: str, *options: str, ranks: int = 0) -> dict[str, Any]:
-    """What rank 0 wrote, after `sharded_program.py` ran in one process or under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, str(PROGRAM), str(out), "--layout", layout, *options]
+def launch(*command: str, ranks: int = 0) -> None:
+    """Run a program in one process, or under torchrun; fail with what it said if it fails or hangs."""
+    # All on the loopback: torchrun and gloo would look up the machine's name, and wait where that has no answer.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # another number rounds matrix products differently
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    process = subprocess.Popen(
+        [sys.executable, *(torchrun if ranks else []), *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        # The ranks too: torchrun alone would leave them behind, and they hold the pipe that is read to its end.
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"{command} hangs: {process.communicate()[1][-5000:]}")
+    assert process.returncode == 0, said[-5000:]
+
+
+def run(out: Path, layout: str, *options: str, ranks: int = 0) -> dict[str, Any]:
+    """What rank 0 of `sharded_program.py` wrote."""
+    launch(str(PROGRAM), str(out), "--layout", layout, *options, ranks=ranks)
     return torch.load(out, weights_only=True)  # type: ignore[no-any-return]
 
 
@@ -59,6 +83,12 @@ def test_two_ranks_then_one_then_two_equals_one_process_throughout(alone: dict[s
     run(tmp_path / "b.pt", "fsdp", "--steps", "2:4", "--load", first, "--save", second, ranks=1)
     assert_same(run(tmp_path / "c.pt", "fsdp", "--steps", "4:6", "--load", second, ranks=2), alone)
     assert_same(run(tmp_path / "d.pt", "plain", "--steps", "4:6", "--load", second), alone)
+
+
+@pytest.mark.parametrize("check", ["columns", "not_finite", "metrics"])
+def test_on_two_ranks(check: str) -> None:
+    """The functions of sharded_state.py, which say what they check."""
+    launch(str(CHECKS), check, ranks=2)
 
 
 def test_dtensors_without_their_module_are_refused() -> None:

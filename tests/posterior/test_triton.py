@@ -32,14 +32,15 @@ def test_interpreted_kernels_compute_the_plain_ones_bits() -> None:
 
 F32 = "fp32"
 SCALE = (F32,) * 4
-ADDRESS = {"start": "i32", "count": "i32", "first": "i64", "second": "i64"}
+ROWS = {"row": "i32", "stride": "i32", "rows": "constexpr"}
+ADDRESS = {"start": "i32", "count": "i32", **ROWS, "first": "i64", "second": "i64"}
 SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
-    "_normal": ({"out": "*fp32", **ADDRESS}, {}),
+    "_normal": ({"out": "*fp32", **ADDRESS}, {(5,): False}),
     "_perturb": (
         {"out": "*bf16", "mean": "*fp32", "hessian": "*fp32", **ADDRESS, "scale": SCALE, "isotropic": "constexpr"},
-        {(8,): False},
+        {(7,): False, (11,): False},
     ),
-    "_add_noise_times": ({"total": "*fp32", "grad": "*fp16", **ADDRESS}, {}),
+    "_add_noise_times": ({"total": "*fp32", "grad": "*fp16", **ADDRESS}, {(6,): True}),
     "_update": (
         {
             "tensors": ("*fp32", "*bf16", "*fp32", "*fp32", "*bf16", "constexpr"),
@@ -50,7 +51,7 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
             "move_by": (F32,) * 5,
             **dict.fromkeys(("estimator", "isotropic", "noisy"), "constexpr"),
         },
-        {(0, 5): None, (9,): "price", (10,): False, (11,): True},
+        {(0, 5): None, (6,): True, (12,): "price", (13,): False, (14,): True},
     ),
 }
 

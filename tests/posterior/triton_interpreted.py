@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posterior.test_kernels import KEY, SCALES, numbers
+from posterior.test_kernels import KEY, SCALES, numbers, places
 from threepo.posterior import plain, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
-from threepo.posterior.operands import Seen, State
+from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Seen, State, Update
 from threepo.posterior.scalars import HESSIAN_RANGE, Scale
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = st.one_of(st.integers(1, 2 * BLOCK), st.sampled_from([1, BLOCK // 2, BLOCK, 3 * BLOCK]))
 STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK, 2**31 - 700, 2**41 + 5]))
+PLACES = places(STARTS)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 some = settings(max_examples=25)
 
@@ -28,11 +29,11 @@ def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
 
 
 @some
-@given(size=SIZES, start=STARTS)
-def test_noise(size: int, start: int) -> None:
+@given(size=SIZES, place=PLACES)
+def test_noise(size: int, place: Place) -> None:
     ours, defined = torch.empty(size), torch.empty(size)
-    triton_kernels.normal(ours, KEY, start)
-    plain.normal(defined, KEY, start)
+    triton_kernels.normal(ours, KEY, place)
+    plain.normal(defined, KEY, place)
     assert_same_bits(ours, defined)
 
 
@@ -57,8 +58,8 @@ def key_for(bits: int) -> Key:
 def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
     key = key_for(sign | high << 32 | low)
     ours, defined = torch.empty(BLOCK), torch.empty(BLOCK)
-    triton_kernels.normal(ours, key, 0)
-    plain.normal(defined, key, 0)
+    triton_kernels.normal(ours, key, Place(0))
+    plain.normal(defined, key, Place(0))
     assert_same_bits(ours, defined)
     radius = defined[0].hypot(defined[BLOCK // 2])
     if high == 0 and sign == 0:
@@ -72,29 +73,29 @@ def test_counters_start_where_the_key_says() -> None:
     first, second = key_for(bits)
     key = ((first - block * (BLOCK // 2) * _GOLDEN) % 2**64, second)
     out = torch.empty(BLOCK)
-    triton_kernels.normal(out, key, block * BLOCK)
+    triton_kernels.normal(out, key, Place(block * BLOCK))
     assert out[0] == 0
 
 
 @pytest.mark.parametrize("key", [(0, 0), (1, 1), (16, 2**31), (2**32 - 1, 2**63), (2**64 - 1, 2**64 - 2**31)])
 def test_keys_of_any_width(key: Key) -> None:
     ours, defined = torch.empty(100), torch.empty(100)
-    triton_kernels.normal(ours, key, 0)
-    plain.normal(defined, key, 0)
+    triton_kernels.normal(ours, key, Place(0))
+    plain.normal(defined, key, Place(0))
     assert_same_bits(ours, defined)
 
 
 @some
-@given(size=SIZES, start=STARTS, dtype=DTYPES, out_dtype=DTYPES, scale=SCALES)
-def test_perturb(size: int, start: int, dtype: torch.dtype, out_dtype: torch.dtype, scale: Scale) -> None:
+@given(size=SIZES, place=PLACES, dtype=DTYPES, out_dtype=DTYPES, scale=SCALES)
+def test_perturb(size: int, place: Place, dtype: torch.dtype, out_dtype: torch.dtype, scale: Scale) -> None:
     torch.manual_seed(size)
     mean, h = torch.randn(size).to(dtype), torch.rand(size) + 1e-4
     ours, defined = torch.empty(size, dtype=out_dtype), torch.empty(size, dtype=out_dtype)
-    triton_kernels.perturb(ours, mean, h, KEY, start, scale)
-    plain.perturb(defined, mean, h, KEY, start, scale)
+    triton_kernels.perturb([Perturb(ours, mean, h, KEY, scale, place)])
+    plain.perturb([Perturb(defined, mean, h, KEY, scale, place)])
     assert_same_bits(ours, defined)
     if dtype == out_dtype:
-        triton_kernels.perturb(mean, mean, h, KEY, start, scale)
+        triton_kernels.perturb([Perturb(mean, mean, h, KEY, scale, place)])
         assert_same_bits(mean, defined)
 
 
@@ -110,26 +111,26 @@ def test_rounding_of_all_kinds_of_numbers(dtype: torch.dtype, out_dtype: torch.d
     mean = mean[mean.isfinite()]
     ours, defined = torch.empty(len(mean), dtype=out_dtype), torch.empty(len(mean), dtype=out_dtype)
     still = Scale(1.0, 1.0, 0.0)
-    triton_kernels.perturb(ours, mean, torch.ones(len(mean)), KEY, 0, still)
-    plain.perturb(defined, mean, torch.ones(len(mean)), KEY, 0, still)
+    triton_kernels.perturb([Perturb(ours, mean, torch.ones(len(mean)), KEY, still, Place(0))])
+    plain.perturb([Perturb(defined, mean, torch.ones(len(mean)), KEY, still, Place(0))])
     assert_same_bits(ours, defined)
 
 
 @some
-@given(size=SIZES, start=STARTS, dtype=DTYPES)
-def test_accumulation(size: int, start: int, dtype: torch.dtype) -> None:
+@given(size=SIZES, place=PLACES, dtype=DTYPES)
+def test_accumulation(size: int, place: Place, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     grad, total = torch.randn(size).to(dtype), torch.randn(size)
     ours, defined = total.clone(), total.clone()
-    triton_kernels.add_noise_times(ours, grad, KEY, start)
-    plain.add_noise_times(defined, grad, KEY, start)
+    triton_kernels.add_noise_times([AddNoiseTimes(ours, grad, KEY, place)])
+    plain.add_noise_times([AddNoiseTimes(defined, grad, KEY, place)])
     assert_same_bits(ours, defined)
 
 
 @settings(max_examples=60)
 @given(
     size=SIZES,
-    start=STARTS,
+    place=PLACES,
     dtype=DTYPES,
     copy_dtype=st.one_of(st.none(), DTYPES),
     summed=st.booleans(),
@@ -140,7 +141,7 @@ def test_accumulation(size: int, start: int, dtype: torch.dtype) -> None:
 )
 def test_update(
     size: int,
-    start: int,
+    place: Place,
     dtype: torch.dtype,
     copy_dtype: torch.dtype | None,
     summed: bool,
@@ -158,9 +159,8 @@ def test_update(
     for module in (triton_kernels, plain):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = None if copy_dtype is None else torch.empty(size, dtype=copy_dtype)
-        clipped = module.update(
-            State(own[0], copy, own[1], own[2]), Seen(grad, second, KEY), start, numbers(estimator, scale)
-        )
+        state = State(own[0], copy, own[1], own[2])
+        (clipped,) = module.update([Update(state, Seen(grad, second, KEY), numbers(estimator, scale), place)])
         results.append([*own, clipped, *([] if copy is None else [copy])])
     for ours, defined in zip(*results, strict=True):
         assert_same_bits(ours, defined)
@@ -169,7 +169,7 @@ def test_update(
 def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
     whole, h = torch.full((5000,), 7.0), torch.ones(5000)
     part = slice(1001, 3333)
-    triton_kernels.perturb(whole[part], whole[part], h[part], KEY, 1001, Scale(1.0, 0.0, 1.0))
+    triton_kernels.perturb([Perturb(whole[part], whole[part], h[part], KEY, Scale(1.0, 0.0, 1.0), Place(1001))])
     assert whole[:1001].eq(7).all()
     assert whole[3333:].eq(7).all()
     assert not whole[part].eq(7).any()
@@ -177,6 +177,7 @@ def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
 
 def test_nothing_to_do_is_no_error() -> None:
     empty = torch.empty(0)
-    triton_kernels.normal(empty, KEY, 5)
+    triton_kernels.normal(empty, KEY, Place(5))
     step = numbers("none", Scale(1.0, 0.0, 1.0))
-    assert triton_kernels.update(State(empty, None, empty, empty), Seen(empty, None, None), 5, step) == 0
+    nothing = Update(State(empty, None, empty, empty), Seen(empty, None, None), step, Place(5))
+    assert triton_kernels.update([nothing]) == [0]

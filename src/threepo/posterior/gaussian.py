@@ -20,6 +20,7 @@ from threepo.posterior import kernels
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import Perturb
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
 from threepo.posterior.scalars import Scale
 from threepo.types import Draw
@@ -161,7 +162,7 @@ class Posterior:
         scale = next(group.scale for group in self.groups if name in group.parameters)
         if scale.noise_scale:
             h = like_parameter(self.hessian[name].to(mean.device), mean)
-            kernels.perturb(out, mean, h, noise_key(draw, name), scale)
+            kernels.perturb([Perturb(out, mean, h, noise_key(draw, name), scale)])
         elif out is not mean:
             out.copy_(mean)
 

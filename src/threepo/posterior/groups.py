@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.posterior.scalars import Scale
+from threepo.posterior.scalars import Scale, StepNumbers
+from threepo.types import Draw
 
 MOST_ESS = 1e20
 """ess times the largest Hessian must not overflow float32."""
@@ -14,6 +15,26 @@ def scale_of(group: dict[str, Any]) -> Scale:
     """What a parameter group's Hessians mean."""
     isotropic = group["hess_init"] if group["noise_shape"] == "isotropic" else None
     return Scale(group["ess"], group["weight_decay"], group["noise_scale"], isotropic)
+
+
+def step_numbers(group: dict[str, Any], steps: int, draws: list[Draw | None], factor: float) -> StepNumbers:
+    """Of the update that is a parameter's `steps`-th, from sums over these draws (None: at the mean).
+
+    `factor` turns the sum of the gradients into their mean.
+    """
+    beta1, beta2 = group["betas"]
+    learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
+    return StepNumbers(
+        scale=scale_of(group),
+        estimator=group["estimator"] if learns else "none",
+        beta1=beta1,
+        beta2=beta2,
+        grad_factor=factor,
+        second_factor=factor if group["estimator"] == "price" else len(draws) * factor**2,
+        debias=1 - beta1**steps if group["debias"] else 1.0,
+        clip_radius=group["clip_radius"],
+        step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
+    )
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -14,25 +14,24 @@ The mean is restored bitwise, also after an exception.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior import kernels
-from threepo.posterior.groups import check_group, scale_of
+from threepo.posterior import kernels, parameter_state
+from threepo.posterior.groups import check_group, scale_of, step_numbers
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import LastStep, Observations
-from threepo.posterior.operands import Seen, State
+from threepo.posterior.operands import Perturb, Seen, State, Update
 from threepo.posterior.policy_optimizer import Weights, named_in_groups, total_norm
 from threepo.posterior.scalars import StepNumbers
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class IVON(torch.optim.Optimizer):
@@ -168,11 +167,11 @@ class IVON(torch.optim.Optimizer):
         try:
             self._reshard()
             with torch.no_grad():
-                for name, p, group in self.trainable():
-                    if group["noise_scale"]:
-                        # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
-                        self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
-                        self._write(p, name, p, group, draw)
+                noisy = [(name, p, p, group) for name, p, group in self.trainable() if group["noise_scale"]]
+                for _, p, *_ in noisy:
+                    # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
+                    self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
+                self._write(noisy, draw)
             yield
         finally:
             self.restore()
@@ -188,7 +187,7 @@ class IVON(torch.optim.Optimizer):
         finally:
             while self._means:
                 try:
-                    self._restore_last()
+                    self._restore_all()
                 except KeyboardInterrupt as error:
                     interrupt = error
             self._perturbed = False
@@ -196,10 +195,10 @@ class IVON(torch.optim.Optimizer):
             raise interrupt
 
     @torch.no_grad()
-    def _restore_last(self) -> None:
-        p, mean = next(reversed(self._means.items()))
-        local(p).copy_(local(mean))
-        del self._means[p]
+    def _restore_all(self) -> None:
+        means = list(reversed(self._means.items()))
+        torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
+        self._means.clear()
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
@@ -227,12 +226,17 @@ class IVON(torch.optim.Optimizer):
                 yield name, p.detach()
             else:
                 value = into[name] if into else torch.empty_like(p)
-                self._write(value, name, p, group, draw)
+                self._write([(name, value, p, group)], draw)
                 yield name, value
 
-    def _write(self, out: torch.Tensor, name: str, p: torch.Tensor, group: dict[str, Any], draw: Draw) -> None:
-        state = self.state[p]
-        kernels.perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scale_of(group))
+    def _write(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, dict[str, Any]]], draw: Draw) -> None:
+        """The weights of a draw, of each (name, where to, parameter, group)."""
+        scales = {id(group): scale_of(group) for *_, group in entries}
+        states = (self.state[p] for _, _, p, _ in entries)
+        kernels.perturb(
+            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scales[id(group)])
+            for (name, out, p, group), state in zip(entries, states, strict=True)
+        )
 
     # Learning
 
@@ -259,8 +263,11 @@ class IVON(torch.optim.Optimizer):
         if seen.rejected or not math.isfinite(seen.norm):
             self._observed = Observations(rejected=True)
             return False
-        for name, p, group, grad in found:
+        products = [
             seen.add(p, grad.float() / divisor if divisor != 1.0 else grad, draw, name, group, cumulative)
+            for name, p, group, grad in found
+        ]
+        kernels.add_noise_times(product for product in products if product is not None)
         seen.draws.append(draw)
         return True
 
@@ -302,32 +309,27 @@ class IVON(torch.optim.Optimizer):
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
         self._last = LastStep(norm * factor)
         self._reshard()
-        for name, p, group in self.trainable():
-            if p in seen.grad:
-                self._last.clipped.append((p, self._update(name, p, group, seen, factor)))
+        moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
+        counts = kernels.update(self._updates(moved, seen, factor))
+        self._last.clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
         return loss
 
-    def _update(
-        self, name: str, p: torch.Tensor, group: dict[str, Any], seen: Observations, factor: float
-    ) -> torch.Tensor:
-        state, (beta1, beta2) = self.state[p], group["betas"]
-        learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in seen.draws
-        numbers = StepNumbers(
-            scale=scale_of(group),
-            estimator=group["estimator"] if learns else "none",
-            beta1=beta1,
-            beta2=beta2,
-            grad_factor=factor,
-            second_factor=factor if group["estimator"] == "price" else len(seen.draws) * factor**2,
-            debias=1 - beta1 ** group["step"] if group["debias"] else 1.0,
-            clip_radius=group["clip_radius"],
-            step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
-        )
-        key = None if seen.draws[0] is None else noise_key(seen.draws[0], name)
-        # Taken out, so that a gradient is freed as soon as it is used.
-        observed = Seen(seen.grad.pop(p), seen.second.pop(p, None), key)
-        mean, copy = (state["mean"], p) if "mean" in state else (p, None)
-        return kernels.update(State(mean, copy, state["hessian"], state["momentum"]), observed, numbers)
+    def _updates(
+        self, entries: list[tuple[str, torch.nn.Parameter, dict[str, Any]]], seen: Observations, factor: float
+    ) -> Iterator[Update]:
+        """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it was used."""
+        shared: dict[tuple[int, int], StepNumbers] = {}
+        first = seen.draws[0]
+        for name, p, group in entries:
+            state = self.state[p]
+            which = (id(group), group["step"] - int(state["joined"]))
+            if which not in shared:
+                shared[which] = step_numbers(group, which[1], seen.draws, factor)
+            observed = Seen(
+                seen.grad.pop(p), seen.second.pop(p, None), None if first is None else noise_key(first, name)
+            )
+            mean, copy = (state["mean"], p) if "mean" in state else (p, None)
+            yield Update(State(mean, copy, state["hessian"], state["momentum"]), observed, shared[which])
 
     # State
 
@@ -367,8 +369,8 @@ class IVON(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         saved_order = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, p in zip(saved_order, order, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                self.state[p][name] = value.detach().to(p.device, torch.float32, copy=True)
+            if key in state_dict["state"]:
+                self.state[p].update(parameter_state.loaded(state_dict["state"][key], p))
         with torch.no_grad():
             for _, p, _ in self.trainable():
                 if "mean" in self.state[p]:
@@ -378,14 +380,7 @@ class IVON(torch.optim.Optimizer):
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            state = self.state[p]
-            if "hessian" not in state:
-                zeros = torch.zeros_like(
-                    p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format
-                )
-                state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-            if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
-                state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+            parameter_state.fill(self.state[p], p, group)
         return trainable
 
     def _reshard(self) -> None:

@@ -1,21 +1,22 @@
 """Where the elements that a rank holds lie in the whole parameter; the one place that knows of DTensor."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
+from threepo.posterior.operands import Place
 
-@dataclass(frozen=True)
-class Piece:
-    """A run of elements that is contiguous both in the flat local tensor and in the flat whole tensor."""
 
-    local: slice
-    """Where it is in the flat local tensor."""
-    start: int
-    """Index of its first element in the flat whole tensor."""
+class Piece(NamedTuple):
+    """Elements that follow each other in the flat local tensor, and lie in equal rows in the flat whole tensor."""
+
+    local: slice | None
+    """Where they are in the flat local tensor; None: they are all of it."""
+    place: Place
+    elements: int
 
 
 def _dtensor_class() -> type | None:
@@ -72,48 +73,104 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Sum of 0-dim numbers that go with parameters, each rank holding those of its shard.
+def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
+    """Sum, in float64, of 0-dim numbers (or their squares) that go with parameters, each rank holding its shard's.
 
     A collective where parameters are sharded: every rank must call.
     """
-    totals: dict[Any, torch.Tensor] = {}
+    found: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor, value in values:
-        key: Any = value.device
-        if is_dtensor(tensor):
-            # Replicas hold the same number, which counts once.
-            sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
-            key = (tensor.device_mesh, sharded)  # type: ignore[attr-defined]
-        totals[key] = totals[key] + value if key in totals else value.clone()
-    for key, total in totals.items():
+        # Replicas hold the same number, which counts once.
+        found[_sharding(tensor) if is_dtensor(tensor) else value.device].append(value)
+    result = 0.0
+    for key, some in found.items():
+        numbers = wide(torch.stack(some))
+        total = (numbers.square() if squared else numbers).sum()
         if isinstance(key, tuple):
             mesh, sharded = key
             for dim in sharded:
                 torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-    return sum(float(total) for total in totals.values())
+        result += float(total)
+    return result
+
+
+def sampled(
+    values: Iterable[tuple[torch.Tensor, torch.Tensor]], every: Callable[[torch.Tensor], int]
+) -> list[torch.Tensor]:
+    """Every `every(tensor)`-th element of flat whole tensors, given what this rank holds of them in logical order.
+
+    `values` are tensors, which say where that lies, each with its local elements, flat. A collective where tensors are
+    sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
+    """
+    found, shared = [], defaultdict(list)
+    for tensor, here in values:
+        indices = torch.arange(0, tensor.numel(), every(tensor), device=here.device)
+        if not is_dtensor(tensor):
+            found.append(here[indices])
+            continue
+        sample = torch.zeros(len(indices), dtype=here.dtype, device=here.device)
+        for piece in pieces(tensor):
+            start, row, stride = piece.place
+            rows, columns = (indices - start) // stride, (indices - start) % stride
+            place = rows * row + columns
+            ours = (indices >= start) & (columns < row) & (place < piece.elements)
+            sample[ours] = (here if piece.local is None else here[piece.local])[place[ours]]
+        found.append(sample)
+        shared[_sharding(tensor)].append(sample)
+    for (mesh, sharded), samples in shared.items():
+        # Each element is on one rank of the sharded dimensions, and 0 on the others.
+        total = torch.cat(samples)
+        for dim in sharded:
+            torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+        first = 0
+        for sample in samples:
+            sample.copy_(total[first : first + len(sample)])
+            first += len(sample)
+    return found
+
+
+def _sharding(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a DTensor, and the dimensions of it that shard; along the others there are replicas."""
+    sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
+    return tensor.device_mesh, sharded  # type: ignore[attr-defined]
+
+
+def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
+    spread = [tensor for tensor in tensors if is_dtensor(tensor)]
+    meshes: dict[Any, None] = dict.fromkeys(tensor.device_mesh for tensor in spread)  # type: ignore[attr-defined]
+    for mesh in meshes:
+        failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        here = not failed.item()
+    return here
 
 
 def pieces(tensor: torch.Tensor) -> list[Piece]:
-    """The runs of this rank's elements, in local order; one run for a plain tensor or rows of a sharded one."""
+    """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
     if not is_dtensor(tensor):
-        return [Piece(slice(0, tensor.numel()), 0)] if tensor.numel() else []
+        return [Piece(None, Place(0), tensor.numel())] if tensor.numel() else []
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return _runs(tuple(tensor.shape), tuple(shape), tuple(offset))
+    return _box(tuple(tensor.shape), tuple(shape), tuple(offset))
 
 
-def _runs(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
-    """The contiguous runs of the box of shape `part` at `offset` in a row-major tensor of shape `whole`."""
+def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
+    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as there are."""
     if math.prod(part) == 0:
         return []
-    # Trailing dimensions that are whole belong to the run; the last one that is cut may be a part of it too.
-    last = len(whole) - 1
-    while last > 0 and part[last] == whole[last]:
-        last -= 1
     strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
-    length = math.prod(part[max(last, 0) :])
-    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
-    for dim in range(last):
-        starts = [start + i * strides[dim] for start in starts for i in range(part[dim])]
-    return [Piece(slice(i * length, (i + 1) * length), start) for i, start in enumerate(starts)]
+    start = sum(o * s for o, s in zip(offset, strides, strict=True))
+    # A row: the last dimension that is cut, and those after it. Without one, or if it is the first, all is one row.
+    last = max((d for d in range(len(whole)) if part[d] != whole[d]), default=0)
+    row = math.prod(part[last:])
+    # Rows: of the dimensions before it as many as are whole, and one that is cut; one index of the others is one piece.
+    first = max((d for d in range(last) if part[d] != whole[d]), default=0)
+    place = (row, strides[last - 1]) if last else ()
+    count = row * math.prod(part[first:last])
+    starts = [start]
+    for dim in range(first):
+        starts = [begin + i * strides[dim] for begin in starts for i in range(part[dim])]
+    return [Piece(slice(i * count, (i + 1) * count), Place(begin, *place), count) for i, begin in enumerate(starts)]

@@ -2,8 +2,10 @@
  * for operation: the same bits come out, so a machine without this library computes the same run, only slower.
  *
  * Plain C99. Compile with -ffp-contract=off and without -ffast-math: a fused or reordered operation would change the
- * bits. Work goes block by block (1024 elements) through buffers that stay in the first-level cache. `start` is the
- * index of the first element in the whole flattened tensor, because noise belongs to that index.
+ * bits. Work goes block by block (1024 elements) through buffers that stay in the first-level cache.
+ *
+ * Every function takes an array of jobs, a job being elements of one tensor, and does the elements [first, first + count)
+ * of all jobs in a row: so that threads can share the work evenly, and small tensors need no call of their own.
  */
 #include <math.h>
 #include <stdint.h>
@@ -34,6 +36,19 @@ typedef struct {
     float momentum_factor, clip_radius, step_size, estimate_bound, hessian_low, hessian_high;
     int32_t estimator;
 } Numbers;
+
+/* Same fields, in the same order, as in native.py. Element i of the `count` that the pointers point to is element
+ * start + i / row * stride + i % row of the whole flattened tensor, because noise belongs to that index. */
+typedef struct {
+    Key key;
+    int64_t start, row, stride, count;
+    void *mean, *out; /* `out` may be `mean`; in an update it is a second home of the new mean, or NULL */
+    float *hessian, *momentum;
+    const void *grad;
+    float *second; /* in an update the observed sum, or NULL: it is made from `grad` (and the noise) */
+    const Numbers *numbers;
+    int32_t mean_dtype, out_dtype, grad_dtype, padding;
+} Job;
 
 INLINE float from_bits(uint32_t bits)
 {
@@ -119,11 +134,29 @@ INLINE void block_normals(Key key, uint64_t block, float *restrict z)
     }
 }
 
-/* The part of [done, count) that lies in one block: its noise starts at *inside of the block's. */
-INLINE int next_part(int64_t start, int64_t count, int64_t done, int *inside)
+/* The job that the next elements lie in: *first is counted from `job` on, then from the one returned on. Its share of
+ * the *count ends at *end, and is taken off. */
+INLINE const Job *next_job(const Job *job, int64_t *first, int64_t *count, int64_t *end)
 {
-    *inside = (int)((start + done) % BLOCK);
-    int64_t left = count - done, room = BLOCK - *inside;
+    for (; *first >= job->count; job++)
+        *first -= job->count;
+    *end = *first + *count < job->count ? *first + *count : job->count;
+    *count -= *end - *first;
+    return job;
+}
+
+/* How many of a job's elements [i, end) follow each other in the whole tensor within one block. Its noise is put into
+ * z, unless it is there already, as it is for the next row if rows are short; that of element i is at *inside. */
+INLINE int next_part(const Job *job, int64_t i, int64_t end, float *z, int64_t *in_z, int *inside)
+{
+    int64_t column = i % job->row, index = job->start + i / job->row * job->stride + column;
+    *inside = (int)(index % BLOCK);
+    int64_t left = end - i, width = job->row - column, room = BLOCK - *inside;
+    if (z && *in_z != index / BLOCK) {
+        *in_z = index / BLOCK;
+        block_normals(job->key, (uint64_t)*in_z, z);
+    }
+    left = left < width ? left : width;
     return (int)(left < room ? left : room);
 }
 
@@ -132,108 +165,127 @@ INLINE float sigma_inverse(float hessian, const Numbers *n)
     return n->root > 0 ? n->root : sqrtf((hessian + n->weight_decay) * n->ess);
 }
 
+/* Hessian, momentum and mean `m` of the elements [first, first + part), from their gradient x. How many were clipped. */
+INLINE int32_t update_part(const Job *job, const Numbers *n, int64_t first, int part, float *restrict m,
+                           float *restrict x, const float *restrict z)
+{
+    float *restrict h = job->hessian + first, *restrict g = job->momentum + first;
+    for (int i = 0; i < part; i++)
+        g[i] = g[i] * n->beta1 + x[i] * n->grad_weight;
+    if (n->estimator != NONE) {
+        float *moment = x;
+        if (job->second)
+            memcpy(moment, job->second + first, (size_t)part * sizeof(float));
+        else if (n->estimator == PRICE)
+            for (int i = 0; i < part; i++)
+                moment[i] = x[i] * z[i];
+        else
+            for (int i = 0; i < part; i++)
+                moment[i] = x[i] * x[i];
+        for (int i = 0; i < part; i++) {
+            float f = n->estimator == PRICE ? moment[i] * sigma_inverse(h[i], n) * n->second_factor
+                                            : moment[i] * n->second_factor;
+            f = f < -n->estimate_bound ? -n->estimate_bound : f;
+            f = f > n->estimate_bound ? n->estimate_bound : f;
+            float gap = h[i] - f;
+            float retraction = gap * gap / (h[i] + n->weight_decay) * n->retraction_weight;
+            float updated = h[i] * n->beta2 + f * n->estimate_weight + retraction;
+            updated = updated < n->hessian_low ? n->hessian_low : updated;
+            h[i] = updated > n->hessian_high ? n->hessian_high : updated;
+        }
+    }
+    int32_t clipped = 0;
+    for (int i = 0; i < part; i++) {
+        float move = (m[i] * n->weight_decay + g[i] * n->momentum_factor) / (h[i] + n->weight_decay);
+        clipped += fabsf(move) > n->clip_radius;
+        move = move < -n->clip_radius ? -n->clip_radius : move;
+        move = move > n->clip_radius ? n->clip_radius : move;
+        m[i] = m[i] - move * n->step_size;
+    }
+    return clipped;
+}
+
 /* Of this interface; native.py wants the same. */
 __attribute__((visibility("default"))) int threepo_version(void)
 {
-    return 1;
+    return 2;
 }
 
-EXPORT void threepo_normal(Key key, int64_t start, int64_t count, float *out)
+/* out = z. */
+EXPORT void threepo_normal(const Job *job, int64_t first, int64_t count)
 {
     float z[BLOCK];
+    int64_t end;
     int inside, part;
-    for (int64_t done = 0; done < count; done += part) {
-        part = next_part(start, count, done, &inside);
-        block_normals(key, (uint64_t)((start + done) / BLOCK), z);
-        memcpy(out + done, z + inside, (size_t)part * sizeof(float));
+    for (; count > 0; job++, first = 0) {
+        job = next_job(job, &first, &count, &end);
+        int64_t in_z = -1;
+        for (; first < end; first += part) {
+            part = next_part(job, first, end, z, &in_z, &inside);
+            memcpy((float *)job->out + first, z + inside, (size_t)part * sizeof(float));
+        }
     }
 }
 
-/* out = mean + sigma z. `out` may be `mean`. */
-EXPORT void threepo_perturb(Key key, int64_t start, int64_t count, const void *mean, int mean_dtype, void *out,
-                            int out_dtype, const float *hessian, const Numbers *numbers)
+/* out = mean + sigma z. */
+EXPORT void threepo_perturb(const Job *job, int64_t first, int64_t count)
 {
-    const Numbers n = *numbers;
     float z[BLOCK], m[BLOCK];
+    int64_t end;
     int inside, part;
-    for (int64_t done = 0; done < count; done += part) {
-        part = next_part(start, count, done, &inside);
-        block_normals(key, (uint64_t)((start + done) / BLOCK), z);
-        load(m, mean, mean_dtype, done, part);
-        const float *restrict h = hessian + done;
-        for (int i = 0; i < part; i++)
-            m[i] = m[i] + n.noise_scale / sigma_inverse(h[i], &n) * z[inside + i];
-        store(out, out_dtype, done, m, part);
+    for (; count > 0; job++, first = 0) {
+        job = next_job(job, &first, &count, &end);
+        const Numbers n = *job->numbers;
+        int64_t in_z = -1;
+        for (; first < end; first += part) {
+            part = next_part(job, first, end, z, &in_z, &inside);
+            load(m, job->mean, job->mean_dtype, first, part);
+            const float *restrict h = job->hessian + first;
+            for (int i = 0; i < part; i++)
+                m[i] = m[i] + n.noise_scale / sigma_inverse(h[i], &n) * z[inside + i];
+            store(job->out, job->out_dtype, first, m, part);
+        }
     }
 }
 
-/* total += z * grad. */
-EXPORT void threepo_add_noise_times(Key key, int64_t start, int64_t count, const void *grad, int grad_dtype, float *total)
+/* second += z * grad. */
+EXPORT void threepo_add_noise_times(const Job *job, int64_t first, int64_t count)
 {
     float z[BLOCK], x[BLOCK];
+    int64_t end;
     int inside, part;
-    for (int64_t done = 0; done < count; done += part) {
-        part = next_part(start, count, done, &inside);
-        block_normals(key, (uint64_t)((start + done) / BLOCK), z);
-        load(x, grad, grad_dtype, done, part);
-        for (int i = 0; i < part; i++)
-            total[done + i] = total[done + i] + x[i] * z[inside + i];
+    for (; count > 0; job++, first = 0) {
+        job = next_job(job, &first, &count, &end);
+        int64_t in_z = -1;
+        for (; first < end; first += part) {
+            part = next_part(job, first, end, z, &in_z, &inside);
+            load(x, job->grad, job->grad_dtype, first, part);
+            float *restrict total = job->second + first;
+            for (int i = 0; i < part; i++)
+                total[i] = total[i] + x[i] * z[inside + i];
+        }
     }
 }
 
-/* One IVON step. `second` is the observed sum, or NULL: it is made here from `grad` (and the noise). `copy` is a second
- * home of the new mean, rounded to `copy_dtype`, or NULL. Returns how many coordinates were clipped. */
-EXPORT int64_t threepo_update(Key key, int64_t start, int64_t count, void *mean, int mean_dtype, void *copy,
-                              int copy_dtype, float *hessian, float *momentum, const void *grad, int grad_dtype,
-                              const float *second, const Numbers *numbers)
+/* One IVON step. Adds to clipped[j] how many coordinates of job j were clipped. */
+EXPORT void threepo_update(const Job *jobs, int64_t first, int64_t count, int64_t *clipped)
 {
-    const Numbers n = *numbers;
     float z[BLOCK], m[BLOCK], x[BLOCK];
-    int64_t clipped = 0;
+    int64_t end;
     int inside, part;
-    for (int64_t done = 0; done < count; done += part) {
-        part = next_part(start, count, done, &inside);
-        if (n.estimator == PRICE && !second)
-            block_normals(key, (uint64_t)((start + done) / BLOCK), z);
-        load(m, mean, mean_dtype, done, part);
-        load(x, grad, grad_dtype, done, part);
-        float *restrict h = hessian + done, *restrict g = momentum + done;
-        for (int i = 0; i < part; i++)
-            g[i] = g[i] * n.beta1 + x[i] * n.grad_weight;
-        if (n.estimator != NONE) {
-            float *moment = x;
-            if (second)
-                memcpy(moment, second + done, (size_t)part * sizeof(float));
-            else if (n.estimator == PRICE)
-                for (int i = 0; i < part; i++)
-                    moment[i] = x[i] * z[inside + i];
-            else
-                for (int i = 0; i < part; i++)
-                    moment[i] = x[i] * x[i];
-            for (int i = 0; i < part; i++) {
-                float f = n.estimator == PRICE ? moment[i] * sigma_inverse(h[i], &n) * n.second_factor
-                                               : moment[i] * n.second_factor;
-                f = f < -n.estimate_bound ? -n.estimate_bound : f;
-                f = f > n.estimate_bound ? n.estimate_bound : f;
-                float gap = h[i] - f;
-                float retraction = gap * gap / (h[i] + n.weight_decay) * n.retraction_weight;
-                float updated = h[i] * n.beta2 + f * n.estimate_weight + retraction;
-                updated = updated < n.hessian_low ? n.hessian_low : updated;
-                h[i] = updated > n.hessian_high ? n.hessian_high : updated;
-            }
+    for (const Job *job = jobs; count > 0; job++, first = 0) {
+        job = next_job(job, &first, &count, &end);
+        const Numbers n = *job->numbers;
+        float *noise = n.estimator == PRICE && !job->second ? z : NULL;
+        int64_t in_z = -1;
+        for (; first < end; first += part) {
+            part = next_part(job, first, end, noise, &in_z, &inside);
+            load(m, job->mean, job->mean_dtype, first, part);
+            load(x, job->grad, job->grad_dtype, first, part);
+            clipped[job - jobs] += update_part(job, &n, first, part, m, x, z + inside);
+            store(job->mean, job->mean_dtype, first, m, part);
+            if (job->out)
+                store(job->out, job->out_dtype, first, m, part);
         }
-        int32_t here = 0;
-        for (int i = 0; i < part; i++) {
-            float move = (m[i] * n.weight_decay + g[i] * n.momentum_factor) / (h[i] + n.weight_decay);
-            here += fabsf(move) > n.clip_radius;
-            move = move < -n.clip_radius ? -n.clip_radius : move;
-            move = move > n.clip_radius ? n.clip_radius : move;
-            m[i] = m[i] - move * n.step_size;
-        }
-        clipped += here;
-        store(mean, mean_dtype, done, m, part);
-        if (copy)
-            store(copy, copy_dtype, done, m, part);
     }
-    return clipped;
 }

@@ -22,7 +22,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -50,6 +50,7 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 Key = tuple[int, int]
+_KEY = struct.Struct("<2Q")
 
 
 def _signed(value: int) -> int:
@@ -60,16 +61,26 @@ def _signed(value: int) -> int:
 
 def address_key(domain: str, *parts: int | str) -> Key:
     """128 bits for an address; different domains (noise, sampling, ...) never share numbers."""
-    encoded = b"".join(
+    return _KEY.unpack(hashlib.blake2b(_encoded(parts), digest_size=16, person=domain.encode()).digest())
+
+
+def _encoded(parts: tuple[int | str, ...]) -> bytes:
+    return b"".join(
         struct.pack("<cq", b"i", part) if isinstance(part, int) else b"s" + part.encode() + b"\0" for part in parts
     )
-    digest = hashlib.blake2b(encoded, digest_size=16, person=domain.encode()).digest()
-    return struct.unpack("<2Q", digest)
 
 
 def noise_key(draw: Draw, name: str) -> Key:
     """The key of one parameter's noise in one draw."""
-    return address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
+    # address_key("threepo-noise", seed, step, index, name), with what all parameters share hashed once.
+    digest = _noise_hash(draw.seed, draw.step, draw.index).copy()
+    digest.update(b"s" + name.encode() + b"\0")
+    return _KEY.unpack(digest.digest())
+
+
+@lru_cache(maxsize=16)
+def _noise_hash(*parts: int) -> "hashlib.blake2b":
+    return hashlib.blake2b(_encoded(parts), digest_size=16, person=b"threepo-noise")
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from threepo.posterior import kernels
 from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_key
+from threepo.posterior.operands import AddNoiseTimes
 from threepo.types import Draw
 
 
@@ -35,8 +36,11 @@ class Observations:
         name: str,
         group: dict[str, Any],
         cumulative: bool,
-    ) -> None:
-        """Take in one parameter's gradient at `draw`, which is put into `draws` when all parameters are in."""
+    ) -> AddNoiseTimes | None:
+        """Take in one parameter's gradient at `draw`, which is put into `draws` when all parameters are in.
+
+        Returns what is still to be added up: for all parameters together that is faster.
+        """
         if local(grad).untyped_storage().nbytes() > local(grad).nbytes:
             grad = grad.clone()  # part of a buffer, such as DDP's, that the next backward writes into
         if cumulative:
@@ -44,19 +48,20 @@ class Observations:
         earlier = self.grad.get(p)
         if earlier is None and not self.draws:
             self.grad[p] = grad
-            return
+            return None
         second = self.second.get(p)
         if second is None:
             second = self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            if earlier is not None:
-                _add_second(second, earlier, self.draws[0], name, group)
-        _add_second(second, grad, draw, name, group)
+            if earlier is not None and (product := _add_second(second, earlier, self.draws[0], name, group)):
+                kernels.add_noise_times([product])  # now: two threads may not add to the same sum
+        product = _add_second(second, grad, draw, name, group)
         if earlier is None:
             self.grad[p] = grad.float().clone()
         elif len(self.draws) == 1:  # whoever made the gradients may hold on to them: the sum is our own
             self.grad[p] = earlier.float() + grad
         else:
             earlier.add_(grad)
+        return product
 
 
 @dataclass
@@ -68,8 +73,10 @@ class LastStep:
     """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
 
 
-def _add_second(second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]) -> None:
+def _add_second(
+    second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]
+) -> AddNoiseTimes | None:
     if group["estimator"] == "gradsq":
         second.add_(grad.float().square())
-    elif draw is not None:
-        kernels.add_noise_times(second, grad, noise_key(draw, name))
+        return None
+    return None if draw is None else AddNoiseTimes(second, grad, noise_key(draw, name))

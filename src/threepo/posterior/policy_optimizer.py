@@ -10,11 +10,12 @@ optimizer.step(divisor=token_count)
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-from threepo.posterior.layout import local, sum_over_shards, wide
+from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
@@ -70,6 +71,7 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch
     return found
 
 
+@cache
 def _plain_name(name: str) -> str:
     """Without what torch.compile, DDP and activation checkpointing put around a model: its noise is the model's."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
@@ -78,9 +80,15 @@ def _plain_name(name: str) -> str:
 
 
 def total_norm(grads: list[torch.Tensor]) -> float:
-    """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not."""
+    """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not.
+
+    Collective where some are DTensors: then it is finite on all ranks or on none, also if it is the gradient of a plain
+    parameter that only one of them holds, so that all take a step or none does.
+    """
     norms = torch._foreach_norm([local(grad) for grad in grads], dtype=torch.float32) if grads else []
-    return math.sqrt(sum_over_shards((grad, wide(norm).square()) for grad, norm in zip(grads, norms, strict=True)))
+    norm = math.sqrt(sum_over_shards(zip(grads, norms, strict=True), squared=True))
+    finite = math.isfinite(norm)
+    return math.nan if not all_ranks_agree(finite, grads) and finite else norm
 
 
 class PointAdamW(torch.optim.AdamW):

@@ -1,14 +1,14 @@
 """What the log says about a posterior: is the Hessian alive, and how loud is the noise (method.md 1.6)?"""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from threepo.posterior.groups import scale_of
 from threepo.posterior.ivon import IVON
 from threepo.posterior.kernels import read
-from threepo.posterior.layout import local
-from threepo.posterior.policy_optimizer import named_in_groups
+from threepo.posterior.layout import sampled
 
 SAMPLE = 4096
 """Elements read per parameter, about: evenly spaced, the same ones every time."""
@@ -25,17 +25,15 @@ def layer_kind(name: str) -> str:
 def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     """Quantiles of h / h0, its share outside [0.9, 1.1], ess, and sigma over RMS weight, whole and per layer kind.
 
-    Quantiles and shares come from an even subsample of every parameter, weighted by the parameter's size; of sharded
-    parameters they speak of this rank's shards.
+    All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
+    rank must call it, and all get the same numbers, which do not depend on the sharding.
     """
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
-    for name, p, group in named_in_groups(optimizer.param_groups):
-        if not p.requires_grad or not local(p).numel():
-            continue
-        stride = _stride(p)
-        h = read(optimizer.state[p]["hessian"])[::stride].float().cpu()
-        m = read(p)[::stride].float().cpu()
+    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
+    hessians = _sample((p, optimizer.state[p]["hessian"]) for _, p, _ in entries)
+    means = _sample((p, p) for _, p, _ in entries)
+    for (name, p, group), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / group["hess_init"])
         weights.append(torch.full_like(h, p.numel() / len(h)))
         sigma = scale_of(group).sigma(h)
@@ -56,13 +54,22 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
 
 @torch.no_grad()
 def sigma_growth(optimizer: IVON) -> dict[str, float]:
-    """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init."""
+    """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init.
+
+    A collective like posterior_metrics.
+    """
     ratios: dict[str, list[torch.Tensor]] = {}
-    for name, p, group in optimizer.trainable():
-        precision = read(optimizer.state[p]["hessian"])[:: _stride(p)].float() + group["weight_decay"]
-        ratio = ((group["hess_init"] + group["weight_decay"]) / precision).sqrt()
-        ratios.setdefault(layer_kind(name), []).append(ratio.cpu())
-    return {kind: float(torch.cat(found).median()) for kind, found in ratios.items() if sum(map(len, found))}
+    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
+    hessians = _sample((p, optimizer.state[p]["hessian"]) for _, p, _ in entries)
+    for (name, _, group), h in zip(entries, hessians, strict=True):
+        ratio = ((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).sqrt()
+        ratios.setdefault(layer_kind(name), []).append(ratio)
+    return {kind: float(torch.cat(found).median()) for kind, found in ratios.items()}
+
+
+def _sample(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Of tensors that go with parameters, float32 and on the CPU; a collective where parameters are sharded."""
+    return [sample.float().cpu() for sample in sampled(((p, read(tensor)) for p, tensor in pairs), _stride)]
 
 
 def _stride(p: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ would notice none of the three. A NaN, which no finite gradient makes, may have 
 import importlib
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ import triton
 import triton.language as tl
 
 from threepo.posterior.noise import BLOCK, Key, _signed
-from threepo.posterior.operands import Seen, State
-from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
+from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Update
+from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = tl.constexpr(BLOCK)
@@ -106,11 +107,24 @@ def _block_normals(block, first, second):
 
 
 @_jit
-def _places(start):
-    """The block of this program, and where its two halves' first elements lie in the tensor that begins at `start`."""
+def _places(start, row, stride, rows: tl.constexpr):
+    """The block of this program, and where its two halves' elements are among ours; below 0: nowhere.
+
+    Ours are in the tensor from `start` on, with `rows` in rows whose beginnings are `stride` apart.
+    """
     block = tl.program_id(0).to(tl.int64) + start // _BLOCK
     low = block * _BLOCK - start + tl.arange(0, _PAIRS)
-    return block, low, low + _PAIRS
+    high = low + _PAIRS
+    if rows:
+        low, high = _in_row(low, row, stride), _in_row(high, row, stride)
+    return block, low, high
+
+
+@_jit
+def _in_row(offset, row, stride):
+    column = offset % stride
+    # Of an offset below 0 the remainder has one sign on a GPU and another in the interpreter.
+    return tl.where((offset >= 0) & (column < row), offset // stride * row + column, -1)
 
 
 @_jit
@@ -160,8 +174,8 @@ def _kernel(function: Any) -> Any:
 
 
 @_kernel
-def _normal(out, start, count, first, second):
-    block, low, high = _places(start)
+def _normal(out, start, count, row, stride, rows: tl.constexpr, first, second):
+    block, low, high = _places(start, row, stride, rows)
     z_low, z_high = _block_normals(block, first, second)
     _store(out, low, count, z_low)
     _store(out, high, count, z_high)
@@ -182,20 +196,23 @@ def _perturb(
     hessian,
     start,
     count,
+    row,
+    stride,
+    rows: tl.constexpr,
     first,
     second,
     scale,
     isotropic: tl.constexpr,
 ):
-    block, low, high = _places(start)
+    block, low, high = _places(start, row, stride, rows)
     z_low, z_high = _block_normals(block, first, second)
     _perturb_half(out, mean, hessian, low, count, z_low, scale, isotropic)
     _perturb_half(out, mean, hessian, high, count, z_high, scale, isotropic)
 
 
 @_kernel
-def _add_noise_times(total, grad, start, count, first, second):
-    block, low, high = _places(start)
+def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr, first, second):
+    block, low, high = _places(start, row, stride, rows)
     z_low, z_high = _block_normals(block, first, second)
     _store(total, low, count, _load(total, low, count) + _load(grad, low, count) * z_low)
     _store(total, high, count, _load(total, high, count) + _load(grad, high, count) * z_high)
@@ -256,6 +273,9 @@ def _update(
     clipped,
     start,
     count,
+    row,
+    stride,
+    rows: tl.constexpr,
     first,
     second,
     scale,
@@ -265,7 +285,7 @@ def _update(
     isotropic: tl.constexpr,
     noisy: tl.constexpr,
 ):
-    block, low, high = _places(start)
+    block, low, high = _places(start, row, stride, rows)
     if noisy:
         z_low, z_high = _block_normals(block, first, second)
     else:
@@ -277,51 +297,57 @@ def _update(
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
 
 
-def _launch(kernel: Any, like: torch.Tensor, start: int, key: Key | None, before: tuple[Any, ...], *after: Any) -> None:
-    """Run over all blocks that the elements of `like`, which begin at `start`, lie in."""
-    if len(like) == 0:
+def _launch(
+    kernel: Any, like: torch.Tensor, place: Place, key: Key | None, before: tuple[Any, ...], *after: Any
+) -> None:
+    """Run over all blocks that the elements of `like` lie in, or that lie between its rows."""
+    count = like.numel()
+    if count == 0:
         return
-    blocks = (start + len(like) - 1) // BLOCK - start // BLOCK + 1
+    start, row, stride = place
+    last = start + (count - 1) // row * stride + (count - 1) % row
+    blocks = last // BLOCK - start // BLOCK + 1
+    # Without rows, neither is looked at.
+    rows = (row, stride, True) if count > row else (1, 1, False)
     first, second = (_signed(half) for half in key or (0, 0))
     with torch.cuda.device_of(like):  # Triton launches on the current device, wherever the tensors are
-        kernel[(blocks,)](*before, start, len(like), first, second, *after, **_OPTIONS)
+        kernel[(blocks,)](*before, start, count, *rows, first, second, *after, **_OPTIONS)
 
 
 def _scale(scale: Scale) -> tuple[float, ...]:
     return scale.weight_decay, scale.ess, scale.fixed_root, scale.noise_scale
 
 
-def normal(out: torch.Tensor, key: Key, start: int) -> None:
+def normal(out: torch.Tensor, key: Key, place: Place) -> None:
     """See plain.normal."""
-    _launch(_normal, out, start, key, (out,))
+    _launch(_normal, out, place, key, (out,))
 
 
-def perturb(
-    out: torch.Tensor,
-    mean: torch.Tensor,
-    hessian: torch.Tensor,
-    key: Key,
-    start: int,
-    scale: Scale,
-) -> None:
+def perturb(jobs: Sequence[Perturb]) -> None:
     """See plain.perturb."""
-    isotropic = scale.isotropic_hessian is not None
-    _launch(_perturb, mean, start, key, (out, mean, hessian), _scale(scale), isotropic)
+    for out, mean, hessian, key, scale, place in jobs:
+        isotropic = scale.isotropic_hessian is not None
+        _launch(_perturb, mean, place, key, (out, mean, hessian), _scale(scale), isotropic)
 
 
-def add_noise_times(total: torch.Tensor, grad: torch.Tensor, key: Key, start: int) -> None:
+def add_noise_times(jobs: Sequence[AddNoiseTimes]) -> None:
     """See plain.add_noise_times."""
-    _launch(_add_noise_times, grad, start, key, (total, grad))
+    for total, grad, key, place in jobs:
+        _launch(_add_noise_times, grad, place, key, (total, grad))
 
 
-def update(state: State, seen: Seen, start: int, numbers: StepNumbers) -> torch.Tensor:
+def update(jobs: Sequence[Update]) -> list[torch.Tensor]:
     """See plain.update."""
-    n = numbers
+    return [_one_update(job) for job in jobs]
+
+
+def _one_update(job: Update) -> torch.Tensor:
+    state, seen, n, place = job
     clipped = torch.zeros((), dtype=torch.int64, device=state.mean.device)
     noisy = n.estimator == "price" and seen.second is None
     assert seen.key is not None or not noisy, "the price estimator needs the draw's noise"
     _launch(
-        *(_update, state.mean, start, seen.key, ((*state, seen.grad, seen.second), clipped)),
+        *(_update, state.mean, place, seen.key, ((*state, seen.grad, seen.second), clipped)),
         _scale(n.scale),
         (n.beta2, 1 - n.beta2, n.retraction_weight, n.estimate_factor, ESTIMATE_BOUND, *HESSIAN_RANGE),
         (n.beta1, n.grad_weight, 1 / n.debias, n.clip_radius, n.step_size),

@@ -1,0 +1,26 @@
+"""What IVON holds for one parameter: `hessian`, `momentum`, `mean` (a float32 master, where it has one), and `joined`,
+the count of its group's steps before it was first trained. The momentum is debiased by the steps since."""
+
+from typing import Any
+
+import torch
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
+    """Make what is missing of a parameter's state; tensors have its shape and placement and are float32."""
+    if "hessian" not in state:
+        zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
+        state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
+        state["joined"] = torch.tensor(group["step"])
+    if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
+        state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+
+
+def loaded(saved: dict[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A copy of saved state, in float32 whatever the parameter's dtype is (torch would cast it to that)."""
+    tensors = dict(saved)
+    joined = tensors.pop("joined", torch.tensor(0))  # saved without it: as it was taken then, from the start
+    copies = {name: value.detach().to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
+    return copies | {"joined": joined.detach().to("cpu", torch.int64, copy=True)}

@@ -1,0 +1,113 @@
+"""What torchrun runs for test_sharding.py: one check on two ranks, of tensors that are given instead of computed.
+
+sharded_state.py CHECK
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from sharded_program import leave, start, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from threepo import IVON
+from threepo.posterior.layout import like_parameter
+from threepo.posterior.statistics import posterior_metrics, sigma_growth
+from threepo.types import Draw
+
+SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
+SETTINGS = {"lr": 0.5, "ess": 1e4, "hess_init": 0.1, "betas": (0.9, 0.95), "clip_radius": 0.5}
+
+
+def given(step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + len(shape)))
+
+
+def spread(tensor: torch.Tensor, *placements: Placement) -> torch.Tensor:
+    """Over all ranks, in as many dimensions as there are placements."""
+    world = dist.get_world_size()
+    shape = (world,) if len(placements) == 1 else (1, world)
+    return distribute_tensor(tensor, init_device_mesh("cpu", shape), placements)
+
+
+def trained(lay_out: Callable[[torch.Tensor], torch.Tensor]) -> tuple[IVON, dict[str, nn.Parameter]]:
+    """Three steps, the second of two draws, with parameters and gradients laid out by `lay_out`."""
+    named = {name: nn.Parameter(lay_out(given(0, shape))) for name, shape in SHAPES.items()}
+    optimizer = IVON(named.items(), model=nn.Module(), **SETTINGS)
+    for step in range(1, 4):
+        for index in range(1 + step % 2):
+            with optimizer.perturbed(Draw(0, step, index)):
+                for p in named.values():
+                    p.grad = lay_out(given(10 * step + index, tuple(p.shape)) + 0.1 * whole(p))
+            optimizer.observe(Draw(0, step, index))
+        optimizer.step()
+    return optimizer, named
+
+
+def last_dimension(tensor: torch.Tensor) -> torch.Tensor:
+    return spread(tensor, Shard(tensor.ndim - 1))
+
+
+def second_dimension(tensor: torch.Tensor) -> torch.Tensor:
+    return spread(tensor, Replicate(), Shard(min(1, tensor.ndim - 1)))
+
+
+def columns() -> None:
+    """Shards along any dimension follow plain tensors, bit by bit."""
+    expected, plain = trained(lambda tensor: tensor)
+    for lay_out in (last_dimension, second_dimension):
+        ours, spread_out = trained(lay_out)
+        assert ours.step_metrics()["posterior/clipped_share"] == expected.step_metrics()["posterior/clipped_share"] > 0
+        for name, p in plain.items():
+            q = spread_out[name]
+            assert torch.equal(whole(q), p), name
+            for key in ("hessian", "momentum"):
+                assert torch.equal(whole(ours.state[q][key]), expected.state[p][key]), (name, key)
+
+
+def not_finite() -> None:
+    """A gradient that is NaN on one rank only, of a parameter that is not spread, skips the step on both."""
+    for bad_rank in (0, 1, None):
+        split, own = nn.Parameter(spread(torch.ones(6), Shard(0))), nn.Parameter(torch.ones(3))
+        optimizer = IVON([("split", split), ("own", own)], model=nn.Module())
+        split.grad = spread(torch.ones(6), Shard(0))
+        own.grad = torch.full((3,), float("nan") if dist.get_rank() == bad_rank else 1.0)
+        assert optimizer.observe(None) == (bad_rank is None)
+        optimizer.step()
+        assert optimizer.skipped_steps == (bad_rank is not None)
+        for p in (whole(split), own):
+            assert bool(p.eq(1).all()) == (bad_rank is not None)
+
+
+def metrics() -> None:
+    """What is said of a posterior is the same on every rank, and what one process says of the whole."""
+    shapes = {"mlp.weight": (301, 47), "lm_head.weight": (60, 700), "norm": (5,), "attn.bias": (1,)}
+    named = {name: nn.Parameter(given(0, shape)) for name, shape in shapes.items()}
+    expected = IVON(named.items(), hess_init=0.5)
+    for name, p in named.items():
+        expected.state[p]["hessian"].copy_(given(1, shapes[name]).exp())
+    for lay_out in (lambda tensor: spread(tensor, Shard(0)), last_dimension, second_dimension):
+        ours = {name: nn.Parameter(lay_out(p.detach())) for name, p in named.items()}
+        ours["norm"] = nn.Parameter(named["norm"].detach().clone())  # one that is not spread, beside those that are
+        optimizer = IVON(ours.items(), hess_init=0.5, model=nn.Module())
+        for name, p in ours.items():
+            optimizer.state[p]["hessian"].copy_(like_parameter(expected.state[named[name]]["hessian"], p))
+        assert posterior_metrics(optimizer) == posterior_metrics(expected)
+        assert sigma_growth(optimizer) == sigma_growth(expected)
+
+
+CHECKS = {check.__name__: check for check in (columns, not_finite, metrics)}
+
+
+def main() -> None:
+    start()
+    CHECKS[sys.argv[1]]()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
