@@ -29,7 +29,7 @@ from threepo.types import Draw
 def start() -> None:
     """Join the other ranks. What hangs is said: a collective gives up, and a rank that is stuck prints where."""
     faulthandler.dump_traceback_later(120, exit=True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 
 
 def leave() -> None:

@@ -261,7 +261,7 @@ def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_pat
     optimizer, model = unfrozen_late(0, 20)
     old = copy.deepcopy(optimizer.state_dict()) if way == "state_dict" else get_state_dict(model, optimizer)[1]
     for entry in old["state"].values():
-        del entry["joined"]
+        del entry["first_step"]
     other_model = copy.deepcopy(model)
     other = IVON(other_model.named_parameters(), **DEBIASED)
     if way == "state_dict":

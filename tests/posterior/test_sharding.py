@@ -18,7 +18,7 @@ from threepo.errors import UserError
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 CHECKS = Path(__file__).with_name("sharded_state.py")
 TIMEOUT = 180.0
-"""Seconds; a rank that hangs says after 120 where it is, and a collective gives up after 60."""
+"""Seconds; a rank that hangs says after 120 where it is, and a collective gives up after 100."""
 SIX_STEPS = ("--steps", "0:6")
 
 

@@ -322,7 +322,7 @@ class IVON(torch.optim.Optimizer):
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
-            which = (id(group), group["step"] - int(state["joined"]))
+            which = (id(group), parameter_state.steps_of(state, group))
             if which not in shared:
                 shared[which] = step_numbers(group, which[1], seen.draws, factor)
             observed = Seen(

@@ -1,5 +1,6 @@
-"""What IVON holds for one parameter: `hessian`, `momentum`, `mean` (a float32 master, where it has one), and `joined`,
-the count of its group's steps before it was first trained. The momentum is debiased by the steps since."""
+"""What IVON holds for one parameter: `hessian`, `momentum`, `mean` (a float32 master, where it has one), all of its
+shape; and `first_step`, the first step of its group, counted from 1, that it is trained in: 0-dim, on the CPU, float32
+like the step of torch's own optimizers. The momentum is debiased by the steps since."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     if "hessian" not in state:
         zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
         state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-        state["joined"] = torch.tensor(group["step"])
+        state["first_step"] = torch.tensor(group["step"] + 1.0)
     if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
         state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
@@ -21,6 +22,11 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
 def loaded(saved: dict[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
     """A copy of saved state, in float32 whatever the parameter's dtype is (torch would cast it to that)."""
     tensors = dict(saved)
-    joined = tensors.pop("joined", torch.tensor(0))  # saved without it: as it was taken then, from the start
+    first = tensors.pop("first_step", torch.tensor(1.0))  # saved without it: as it was taken then, from the start
     copies = {name: value.detach().to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
-    return copies | {"joined": joined.detach().to("cpu", torch.int64, copy=True)}
+    return copies | {"first_step": first.detach().to("cpu", torch.float32, copy=True)}
+
+
+def steps_of(state: dict[str, Any], group: dict[str, Any]) -> int:
+    """Steps of its group, the current one included, since the parameter is trained."""
+    return int(group["step"]) - int(state["first_step"]) + 1
