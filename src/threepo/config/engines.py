@@ -11,7 +11,7 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfig:
-    """[engine.vllm]: the vLLM engine (docs/vllm.md)."""
+    """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     replicas: int = 1
     """Processes with a vLLM engine each, on a GPU of its own where there are GPUs. The draws of a step are dealt out
