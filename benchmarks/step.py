@@ -164,7 +164,11 @@ def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for name, own in timings.items():
         seconds = [statistics.median(getattr(t, part) for t in own) for part in ("total", "rollout", "update")]
-        cells = [name, *(f"{value:.2f}" for value in seconds), f"{statistics.median(t.tokens / t.total for t in own):,.0f}"]
+        cells = [
+            name,
+            *(f"{value:.2f}" for value in seconds),
+            f"{statistics.median(t.tokens / t.total for t in own):,.0f}",
+        ]
         for other in ratio_to:
             ratios = sorted(a.total / b.total for a, b in zip(own, timings[other], strict=True))
             shown = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
@@ -234,7 +238,9 @@ def main() -> None:
             names = [name for name in names if name in options.only]
         timings = measure(names, folder, options, options.rounds + 1)
     timings = {name: timing[1:] for name, timing in timings.items()}  # the first round warms up
-    print(f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, ", end="")
+    print(
+        f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, ", end=""
+    )
     print(f"{options.dtype}, {options.lengths} lengths, {options.rounds} rounds\n")
     print(table(timings, memory_of if options.memory else lambda _: "not measured"))
 

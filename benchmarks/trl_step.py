@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from step import Timing
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from step import Timing
 
-class Stopwatch(TrainerCallback):
+
+class Stopwatch(TrainerCallback):  # type: ignore[misc]
     """Times the trainer's steps, and lets the other contenders have theirs in between."""
 
     def __init__(self, others: Callable[[], None]) -> None:

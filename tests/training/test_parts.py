@@ -67,6 +67,11 @@ def test_packing_loses_nothing_and_keeps_the_budget(lengths: list[int], budget: 
         assert micro.input_ids.numel() <= budget or len(micro.rows) == 1
 
 
+def test_without_a_budget_the_device_has_its_own() -> None:
+    rows = [row(i, tokens=range(1, 99), prompt_tokens=(7, 8)) for i in range(50)]
+    assert [len(micro.rows) for micro in pack(rows, 0, 0, CPU)] == [40, 10]  # 4096 // 100
+
+
 def test_a_micro_batch_by_hand() -> None:
     rows = [
         row(0, 0.5, 2.0, prompt_tokens=(1, 2), tokens=(3, 4), logprobs=(-0.1, -0.2)),
@@ -74,7 +79,6 @@ def test_a_micro_batch_by_hand() -> None:
     ]
     micro = collate(rows, pad_token=9, device=CPU)
     assert micro.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
-    assert micro.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert micro.mask.tolist() == [[False, True, True], [True, False, False]]
     assert micro.behaviour_logprobs.tolist() == [pytest.approx([0, -0.1, -0.2]), pytest.approx([-0.3, 0, 0])]
     assert micro.advantages.tolist() == [0.5, -1.0]

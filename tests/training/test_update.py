@@ -52,7 +52,7 @@ def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: boo
         if by_trainer:
             micro = collate([TrainingRow(completion, 0, 0.0)], policy.pad_token, policy.device)
             with optimizer.at(request.draw), torch.no_grad():
-                scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask)
+                scored = policy.logprobs(micro.input_ids, micro.mask)
             completion = replace(completion, logprobs=tuple(scored.logprobs[micro.mask].tolist()))
         made.append(completion)
     return group_by_prompt(made)
@@ -128,7 +128,7 @@ def with_logprobs_of_one_batch(policy: Policy, groups: list[Group]) -> list[Grou
     ordered = sorted(rows, key=lambda row: (len(row.completion.prompt_tokens + row.completion.tokens), row.index))
     micro = collate(ordered, policy.pad_token, policy.device)
     with torch.no_grad():
-        scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask).logprobs
+        scored = policy.logprobs(micro.input_ids, micro.mask).logprobs
     found = {
         (row.completion.problem.id, row.completion.rollout): tuple(scored[i][micro.mask[i]].tolist())
         for i, row in enumerate(micro.rows)
@@ -203,10 +203,29 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, metho
             torch.testing.assert_close(grad[name], results[0][1][name], rtol=1e-3, atol=1e-6)
 
 
-def test_the_gradient_is_the_textbook_one(policy: Policy) -> None:
-    """On-policy GRPO: minus the sum over tokens of A * grad log p, over the number of tokens."""
+def solved(group: Group) -> Group:
+    """The group with every completion right, so that it has nothing to teach."""
+    right = tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in group.completions)
+    return replace(group, completions=right)
+
+
+@pytest.mark.parametrize("taught", [3, 1])
+def test_the_gradient_is_the_textbook_one(policy: Policy, taught: int) -> None:
+    """On-policy GRPO: minus the sum over tokens of A * grad log p, over the number of tokens.
+
+    Also where some prompts have advantages of 0: their tokens are counted, and scored without a gradient.
+    """
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = [*groups[:taught], *map(solved, groups[taught:])]
+    passes: dict[bool, int] = {True: 0, False: 0}
+
+    def count(_: object, __: object, settings: dict[str, torch.Tensor]) -> None:
+        passes[torch.is_grad_enabled()] += len(settings["input_ids"])
+
+    hook = policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
     record, grad, _ = gradient_of(policy, GRPO, groups)
+    hook.remove()
+    assert passes == {True: taught * 16, False: (PROMPTS - taught) * 16}
     policy.model.zero_grad()
     tokens = 0
     for group in groups:
