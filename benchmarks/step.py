@@ -12,6 +12,9 @@ with their range. The learning rate is next to nothing, so that lengths stay com
 logit is a constant for which lengths are geometric with a mean of a quarter of the longest, so that about one row
 in sixty is cut. The constant sits in the weights (see `write_model`), so every contender's sampler meets it.
 
+`--clock cpu` counts the processor seconds of this process instead of the seconds that pass. With `--threads 1` that is
+what a step takes on a core of its own, however many others use the machine.
+
 `--memory` measures, in a process of its own for each contender, the highest resident size in two steps, and what of
 it was not there before the first.
 
@@ -28,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -43,6 +47,7 @@ from threepo.training.clock import Clock
 from threepo.training.recipe import load
 
 TRL = "TRL GRPOTrainer"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 NEVER = -30.0
 """Logit of a token that is not drawn."""
 
@@ -54,6 +59,7 @@ class Timing:
     total: float
     """Seconds; `rollout` and `update` are parts of it."""
     rollout: float
+    """Generation and grading."""
     update: float
     tokens: int
     """Generated."""
@@ -125,16 +131,19 @@ class Ours:
             *options.set,
         ]
         self._run = rlvr.start(replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method))
+        self._now = CLOCKS[options.clock]
         self._step = 0
 
     def step(self) -> Timing:
         """Roll out, grade, update."""
-        clock = Clock()
-        groups = rlvr.rollout(self._run, self._step, clock)
-        rlvr.learn(self._run, groups, self._step, clock)
+        begin = self._now()
+        groups = rlvr.rollout(self._run, self._step, Clock())
+        between = self._now()
+        rlvr.learn(self._run, groups, self._step, Clock())
+        end = self._now()
         self._step += 1
         tokens = sum(len(c.tokens) for group in groups for c in group.completions)
-        return Timing(sum(clock.times.values()), clock.times["time/rollout"], clock.times["time/update"], tokens)
+        return Timing(end - begin, between - begin, end - between, tokens)
 
 
 def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rounds: int) -> dict[str, list[Timing]]:
@@ -212,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="names of contenders as in the table; all where left out")
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours, as on threepo's command line")
     parser.add_argument("--trl-accumulation", type=int, default=8, help="micro-batches of TRL's one optimizer step")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -238,9 +248,8 @@ def main() -> None:
             names = [name for name in names if name in options.only]
         timings = measure(names, folder, options, options.rounds + 1)
     timings = {name: timing[1:] for name, timing in timings.items()}  # the first round warms up
-    print(
-        f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, ", end=""
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {options.threads} threads, {options.clock} time, torch {torch.__version__}, ", end="")
     print(f"{options.dtype}, {options.lengths} lengths, {options.rounds} rounds\n")
     print(table(timings, memory_of if options.memory else lambda _: "not measured"))
 

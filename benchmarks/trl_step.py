@@ -9,7 +9,6 @@ from its first micro-batch to the optimizer's step, logging left out.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from step import Timing
+from step import CLOCKS, Timing
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
     """Times the trainer's steps, and lets the other contenders have theirs in between."""
 
-    def __init__(self, others: Callable[[], None]) -> None:
+    def __init__(self, now: Callable[[], float], others: Callable[[], None]) -> None:
+        self.now = now
         self.timings: list[Timing] = []
         self.rollout = 0.0
         self.tokens = 0
@@ -33,11 +33,11 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """The first micro-batch is about to be prepared, and its completions to be generated."""
         self.rollout = 0.0
-        self._begin = time.perf_counter()
+        self._begin = self.now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """The optimizer has stepped."""
-        total = time.perf_counter() - self._begin
+        total = self.now() - self._begin
         self.timings.append(Timing(total, self.rollout, total - self.rollout, self.tokens))
         self._others()
 
@@ -75,7 +75,7 @@ def train(
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    watch = Stopwatch(others)
+    watch = Stopwatch(CLOCKS[options.clock], others)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -87,9 +87,9 @@ def train(
     generate = trainer._generate_and_score_completions
 
     def timed(inputs: Any) -> Any:
-        begin = time.perf_counter()
+        begin = watch.now()
         made = generate(inputs)
-        watch.rollout += time.perf_counter() - begin
+        watch.rollout += watch.now() - begin
         watch.tokens = int(made["completion_mask"].sum())
         return made
 
