@@ -8,9 +8,10 @@ The work: one fresh model of the given shape, P prompts of 5 to 7 byte tokens, G
 process, so a machine that slows down slows all of them; ratios are taken within a round, and tables show medians
 with their range. The learning rate is next to nothing, so that lengths stay comparable.
 
-`--lengths uniform`: the end-of-sequence token is never drawn and every row has all its tokens. `long-tailed`: its
-logit is a constant for which lengths are geometric with a mean of a quarter of the longest, so that about one row
-in sixty is cut. The constant sits in the weights (see `write_model`), so every contender's sampler meets it.
+`--lengths uniform`: the end-of-sequence token is never drawn and every row has all its tokens. `long-tailed`: it has a
+probability that is nearly a constant (within a factor of two), so that lengths are nearly geometric with a mean of a
+quarter of the longest, and about one row in sixty is cut. It sits in the weights (see `write_model`), so every
+contender's sampler meets it.
 
 `--clock cpu` counts the processor seconds of this process instead of the seconds that pass. With `--threads 1` that is
 what a step takes on a core of its own, however many others use the machine.
@@ -26,7 +27,6 @@ import json
 import math
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -71,7 +71,7 @@ def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
 
 
 def write_model(folder: Path, shape: TinyConfig, stop: float) -> None:
-    """Save a tiny Qwen2 whose end-of-sequence token has the probability `stop` at every position, and its tokenizer.
+    """Save a tiny Qwen2 whose end-of-sequence token has the mean probability `stop`, and its tokenizer.
 
     Coordinate 0 of the residual stream is made a constant: all embeddings have it alike and no block writes to it.
     Through the tied head the end's own coordinate 0 is then a bias of its logit.
@@ -86,8 +86,11 @@ def write_model(folder: Path, shape: TinyConfig, stop: float) -> None:
                 p[0] = 0
         probe = torch.randint(2, size, (8, 32), generator=torch.Generator().manual_seed(0))
         constant = model.base_model(probe).last_hidden_state[..., 0].mean()  # type: ignore[operator]
-        logit = math.log(stop / (1 - stop)) + math.log(size - 1) if stop else NEVER
-        table[end, 0] += logit / constant
+        if not stop:
+            table[end, 0] += NEVER / constant
+        for _ in range(4 if stop else 0):  # what the other logits add up to is measured, so approached in steps
+            found = model(probe).logits.softmax(dim=-1)[..., end].mean()
+            table[end, 0] += (math.log(stop / (1 - stop)) - found.logit()) / constant
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
 
@@ -186,17 +189,21 @@ def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def resident_bytes() -> int:
-    """Of this process, now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident(field: str) -> float:
+    """MiB of this process: `VmRSS` now, `VmHWM` at most so far.
+
+    Not `ru_maxrss`, which a child process has from its parent: every contender would have the parent's figure.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def report_memory(name: str, folder: Path, options: argparse.Namespace) -> None:
     """Print two steps' peak resident size of one contender, and how much of it they added, in MiB."""
-    before = resident_bytes()
+    before = resident("VmRSS")
     measure([name], folder, options, 2)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{peak / 2**20:,.0f} MiB, {(peak - before) / 2**20:,.0f} of them for it")
+    peak = resident("VmHWM")
+    print(f"{peak:,.0f} MiB, {peak - before:,.0f} of them for it")
 
 
 def memory_of(name: str) -> str:
