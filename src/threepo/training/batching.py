@@ -9,6 +9,10 @@ from threepo.types import MicroBatch, TrainingRow
 CPU_TOKENS, GPU_TOKENS = 4096, 16384
 """Token budgets where none is set: on a CPU activations should stay in its caches, on a GPU its cores be busy."""
 
+CPU_PADDING = 128
+"""Tokens of padding in one micro-batch at most, on a CPU: rather another micro-batch, which costs about as much beside
+its tokens. Not measured on a GPU, where only the budget bounds it."""
+
 
 def pack(rows: Sequence[TrainingRow], token_budget: int, pad_token: int, device: torch.device) -> Iterator[MicroBatch]:
     """Micro-batches of at most `token_budget` tokens, padding included; a longer single row goes alone.
@@ -16,13 +20,18 @@ def pack(rows: Sequence[TrainingRow], token_budget: int, pad_token: int, device:
     A budget of 0 stands for the device's own. Rows are taken by length, then by their place in the step, so the packing
     depends on nothing else.
     """
-    token_budget = token_budget or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
+    on_cpu = device.type == "cpu"
+    token_budget = token_budget or (CPU_TOKENS if on_cpu else GPU_TOKENS)
+    most_padding = CPU_PADDING if on_cpu else token_budget
     waiting: list[TrainingRow] = []
+    tokens = 0
     for row in sorted(rows, key=lambda row: (_length(row), row.index)):
-        if waiting and (len(waiting) + 1) * _length(row) > token_budget:
+        padded = (len(waiting) + 1) * _length(row)
+        if waiting and (padded > token_budget or padded - tokens - _length(row) > most_padding):
             yield collate(waiting, pad_token, device)
-            waiting = []
+            waiting, tokens = [], 0
         waiting.append(row)
+        tokens += _length(row)
     if waiting:
         yield collate(waiting, pad_token, device)
 
