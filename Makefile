@@ -37,7 +37,8 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/optimizer.py
-	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/step.py
 
 docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py

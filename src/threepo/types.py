@@ -154,8 +154,6 @@ class MicroBatch:
     rows: tuple[TrainingRow, ...]
     input_ids: torch.Tensor
     """[R, L] integer tokens, padded on the right."""
-    attention_mask: torch.Tensor
-    """[R, L] 1 where there is a token."""
     mask: torch.Tensor
     """[R, L-1] bool, true where token t+1 is a completion token."""
     behaviour_logprobs: torch.Tensor

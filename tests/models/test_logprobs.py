@@ -61,7 +61,7 @@ def test_equals_the_plain_computation(
         loss.backward()
         return [p.grad.clone() for p in policy.model.parameters()]
 
-    ours = token_logprobs(policy.model, ids, attention, mask, temperature, with_entropy_gradient=entropy_gradient)
+    ours = token_logprobs(policy.model, ids, mask, temperature, with_entropy_gradient=entropy_gradient)
     expected = plain(policy.model, ids, attention, mask, temperature)
     torch.testing.assert_close(ours.logprobs, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.entropy, expected[1], rtol=1e-5, atol=1e-5)
@@ -76,14 +76,14 @@ def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     assert not has_plain_head(model)
     ids, attention, mask = batch(60)
     expected, _ = plain(model, ids, attention, mask, 1.0)
-    ours = token_logprobs(model, ids, attention, mask, plain_head=False)
+    ours = token_logprobs(model, ids, mask, plain_head=False)
     torch.testing.assert_close(ours.logprobs, expected, rtol=1e-5, atol=1e-5)
-    wrong = token_logprobs(model, ids, attention, mask, plain_head=True)
+    wrong = token_logprobs(model, ids, mask, plain_head=True)
     assert (wrong.logprobs - expected).abs().max() > 1e-3, "the probe would be pointless"
 
 
 def test_nothing_asked_for_is_zero_everywhere(policy: Policy) -> None:
-    ids, attention, mask = batch(len(policy.tokenizer))
-    result = token_logprobs(policy.model, ids, attention, torch.zeros_like(mask))
+    ids, _, mask = batch(len(policy.tokenizer))
+    result = token_logprobs(policy.model, ids, torch.zeros_like(mask))
     assert result.logprobs.eq(0).all()
     assert result.entropy.eq(0).all()

@@ -89,7 +89,7 @@ def trainer_logprobs(policy: Policy, completion: Completion) -> torch.Tensor:
     mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
     mask[0, prompt - 1 :] = True
     with torch.no_grad():
-        return policy.logprobs(ids, torch.ones_like(ids), mask).logprobs[0, prompt - 1 :]
+        return policy.logprobs(ids, mask).logprobs[0, prompt - 1 :]
 
 
 @pytest.fixture(params=["compiled", "torch"])

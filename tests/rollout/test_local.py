@@ -43,7 +43,7 @@ def trainer_logprobs(policy: Policy, completion: Completion, temperature: float)
     mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
     mask[0, prompt - 1 :] = True
     with torch.no_grad():
-        return policy.logprobs(ids, torch.ones_like(ids), mask, temperature).logprobs[0, prompt - 1 :]
+        return policy.logprobs(ids, mask, temperature).logprobs[0, prompt - 1 :]
 
 
 @pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])

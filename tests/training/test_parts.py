@@ -19,7 +19,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW
 from threepo.runs import checkpoints, model_folder
-from threepo.training.batching import collate, pack
+from threepo.training.batching import CPU_PADDING, collate, pack
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.run_folder import RunFolder
@@ -58,13 +58,19 @@ def test_a_schedule_stays_between_nothing_and_one(steps: int, warmup: float, flo
 # Batching
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 200))
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 1000))
 def test_packing_loses_nothing_and_keeps_the_budget(lengths: list[int], budget: int) -> None:
     rows = [row(i, tokens=range(1, n + 1), prompt_tokens=(7, 8)) for i, n in enumerate(lengths)]
     micros = list(pack(rows, budget, 0, CPU))
     assert sorted(r.index for micro in micros for r in micro.rows) == list(range(len(rows)))
     for micro in micros:
         assert micro.input_ids.numel() <= budget or len(micro.rows) == 1
+        assert micro.input_ids.numel() - sum(lengths[r.index] + 2 for r in micro.rows) <= CPU_PADDING
+
+
+def test_without_a_budget_the_device_has_its_own() -> None:
+    rows = [row(i, tokens=range(1, 99), prompt_tokens=(7, 8)) for i in range(50)]
+    assert [len(micro.rows) for micro in pack(rows, 0, 0, CPU)] == [40, 10]  # 4096 // 100
 
 
 def test_a_micro_batch_by_hand() -> None:
@@ -74,7 +80,6 @@ def test_a_micro_batch_by_hand() -> None:
     ]
     micro = collate(rows, pad_token=9, device=CPU)
     assert micro.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
-    assert micro.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert micro.mask.tolist() == [[False, True, True], [True, False, False]]
     assert micro.behaviour_logprobs.tolist() == [pytest.approx([0, -0.1, -0.2]), pytest.approx([-0.3, 0, 0])]
     assert micro.advantages.tolist() == [0.5, -1.0]

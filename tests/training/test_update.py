@@ -12,7 +12,7 @@ from threepo.methods.method import group_by_prompt, requests, rollout_draws, tra
 from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.training.batching import collate
+from threepo.training.batching import collate, pack
 from threepo.training.update import UpdateRecord, UpdateSettings, update_policy
 from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
@@ -52,7 +52,7 @@ def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: boo
         if by_trainer:
             micro = collate([TrainingRow(completion, 0, 0.0)], policy.pad_token, policy.device)
             with optimizer.at(request.draw), torch.no_grad():
-                scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask)
+                scored = policy.logprobs(micro.input_ids, micro.mask)
             completion = replace(completion, logprobs=tuple(scored.logprobs[micro.mask].tolist()))
         made.append(completion)
     return group_by_prompt(made)
@@ -115,7 +115,7 @@ def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, metho
     optimizer = IVON(policy.model.named_parameters(), noise_scale=0.0)
     groups = rollouts(policy, GRPO, optimizer, by_trainer=False)
     # The engine's log-probs are the trainer's own, as in a batch of the same shape, so every ratio is exactly one.
-    groups = with_logprobs_of_one_batch(policy, groups)
+    groups = with_the_trainers_logprobs(policy, groups)
     expected, grad, _ = gradient_of(policy, GRPO, groups, settings=aggregated(aggregation))
     record, other, _ = gradient_of(policy, method, relabelled(groups, method), settings=aggregated(aggregation))
     assert record.loss == expected.loss
@@ -123,16 +123,14 @@ def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, metho
     assert_bitwise(other, grad)
 
 
-def with_logprobs_of_one_batch(policy: Policy, groups: list[Group]) -> list[Group]:
+def with_the_trainers_logprobs(policy: Policy, groups: list[Group]) -> list[Group]:
     rows = [TrainingRow(c, i, 0.0) for i, c in enumerate(c for group in groups for c in group.completions)]
-    ordered = sorted(rows, key=lambda row: (len(row.completion.prompt_tokens + row.completion.tokens), row.index))
-    micro = collate(ordered, policy.pad_token, policy.device)
-    with torch.no_grad():
-        scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask).logprobs
-    found = {
-        (row.completion.problem.id, row.completion.rollout): tuple(scored[i][micro.mask[i]].tolist())
-        for i, row in enumerate(micro.rows)
-    }
+    found = {}
+    for micro in pack(rows, PLAIN.token_budget, policy.pad_token, policy.device):
+        with torch.no_grad():
+            scored = policy.logprobs(micro.input_ids, micro.mask).logprobs
+        for i, row in enumerate(micro.rows):
+            found[row.completion.problem.id, row.completion.rollout] = tuple(scored[i][micro.mask[i]].tolist())
     return [
         replace(g, completions=tuple(replace(c, logprobs=found[c.problem.id, c.rollout]) for c in g.completions))
         for g in groups
@@ -203,10 +201,29 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, metho
             torch.testing.assert_close(grad[name], results[0][1][name], rtol=1e-3, atol=1e-6)
 
 
-def test_the_gradient_is_the_textbook_one(policy: Policy) -> None:
-    """On-policy GRPO: minus the sum over tokens of A * grad log p, over the number of tokens."""
+def solved(group: Group) -> Group:
+    """The group with every completion right, so that it has nothing to teach."""
+    right = tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in group.completions)
+    return replace(group, completions=right)
+
+
+@pytest.mark.parametrize("taught", [3, 1])
+def test_the_gradient_is_the_textbook_one(policy: Policy, taught: int) -> None:
+    """On-policy GRPO: minus the sum over tokens of A * grad log p, over the number of tokens.
+
+    Also where some prompts have advantages of 0: their tokens are counted, and scored without a gradient.
+    """
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = [*groups[:taught], *map(solved, groups[taught:])]
+    passes: dict[bool, int] = {True: 0, False: 0}
+
+    def count(_: object, __: object, settings: dict[str, torch.Tensor]) -> None:
+        passes[torch.is_grad_enabled()] += len(settings["input_ids"])
+
+    hook = policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
     record, grad, _ = gradient_of(policy, GRPO, groups)
+    hook.remove()
+    assert passes == {True: taught * 16, False: (PROMPTS - taught) * 16}
     policy.model.zero_grad()
     tokens = 0
     for group in groups:

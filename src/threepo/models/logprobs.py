@@ -28,7 +28,6 @@ class TokenLogprobs:
 def token_logprobs(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
     mask: torch.Tensor,
     temperature: float = 1.0,
     *,
@@ -39,15 +38,14 @@ def token_logprobs(
 
     Args:
         model: a Hugging Face causal LM.
-        input_ids: [R, L], padded on the right.
-        attention_mask: [R, L].
+        input_ids: [R, L], padded on the right, so that a causal model needs no mask: nothing looks at what comes later.
         mask: [R, L-1] bool.
         temperature: above 0.
         plain_head: what `has_plain_head` found for this model.
         with_entropy_gradient: let gradients flow through the entropy (for an entropy bonus).
     """
-    hidden, head = _split(model, input_ids, attention_mask, plain_head)
-    selected = hidden[:, :-1][mask]
+    hidden, head = _split(model, input_ids[:, :-1], plain_head)
+    selected = hidden[mask]
     targets = input_ids[:, 1:][mask]
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     step = max(1, CHUNK_ELEMENTS // vocabulary)
@@ -84,14 +82,14 @@ def _score(
 
 
 def _split(
-    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, plain_head: bool
+    model: torch.nn.Module, input_ids: torch.Tensor, plain_head: bool
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Final hidden states [R, L, D], and the function from those to logits.
 
     A model that shapes its logits after the head (soft caps, scales) gives its full logits at once instead, at the
     price of their memory.
     """
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    inputs = {"input_ids": input_ids, "use_cache": False}
     if plain_head:
         return model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()  # type: ignore[operator]
     return model(**inputs).logits, _identity

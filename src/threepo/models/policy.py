@@ -9,6 +9,7 @@ import torch
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
+from threepo.models.attention import keep_attention_in_float32
 from threepo.models.loading import load_pretrained, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_plain_head, token_logprobs
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
@@ -53,7 +54,6 @@ class Policy:
     def logprobs(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
         mask: torch.Tensor,
         temperature: float = 1.0,
         *,
@@ -64,7 +64,6 @@ class Policy:
             return token_logprobs(
                 self.model,
                 input_ids,
-                attention_mask,
                 mask,
                 temperature,
                 plain_head=self.plain_head,
@@ -164,6 +163,8 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     model.to(device).eval()
     if settings.gradient_checkpointing:
         _recompute_activations(model)
+    if device.type == "cpu" and settings.compute_dtype == "bfloat16":
+        keep_attention_in_float32(model)
     dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
     return Policy(model, tokenizer, has_plain_head(model), dtype)
 

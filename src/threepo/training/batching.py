@@ -6,18 +6,32 @@ import torch
 
 from threepo.types import MicroBatch, TrainingRow
 
+CPU_TOKENS, GPU_TOKENS = 4096, 16384
+"""Token budgets where none is set: on a CPU activations should stay in its caches, on a GPU its cores be busy."""
+
+CPU_PADDING = 128
+"""Tokens of padding in one micro-batch at most, on a CPU: rather another micro-batch, which costs about as much beside
+its tokens. Not measured on a GPU, where only the budget bounds it."""
+
 
 def pack(rows: Sequence[TrainingRow], token_budget: int, pad_token: int, device: torch.device) -> Iterator[MicroBatch]:
     """Micro-batches of at most `token_budget` tokens, padding included; a longer single row goes alone.
 
-    Rows are taken by length, then by their place in the step, so the packing depends on nothing else.
+    A budget of 0 stands for the device's own. Rows are taken by length, then by their place in the step, so the packing
+    depends on nothing else.
     """
+    on_cpu = device.type == "cpu"
+    token_budget = token_budget or (CPU_TOKENS if on_cpu else GPU_TOKENS)
+    most_padding = CPU_PADDING if on_cpu else token_budget
     waiting: list[TrainingRow] = []
+    tokens = 0
     for row in sorted(rows, key=lambda row: (_length(row), row.index)):
-        if waiting and (len(waiting) + 1) * _length(row) > token_budget:
+        padded = (len(waiting) + 1) * _length(row)
+        if waiting and (padded > token_budget or padded - tokens - _length(row) > most_padding):
             yield collate(waiting, pad_token, device)
-            waiting = []
+            waiting, tokens = [], 0
         waiting.append(row)
+        tokens += _length(row)
     if waiting:
         yield collate(waiting, pad_token, device)
 
@@ -30,18 +44,15 @@ def collate(rows: Sequence[TrainingRow], pad_token: int, device: torch.device) -
     """Rows as one padded micro-batch (see `MicroBatch` for the shapes)."""
     longest = max(map(_length, rows))
     input_ids = torch.full((len(rows), longest), pad_token, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
     mask = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
     for i, row in enumerate(rows):
         prompt, tokens = row.completion.prompt_tokens, row.completion.tokens
         input_ids[i, : len(prompt) + len(tokens)] = torch.tensor(prompt + tokens)
-        attention_mask[i, : len(prompt) + len(tokens)] = 1
         mask[i, len(prompt) - 1 : len(prompt) + len(tokens) - 1] = True
     behaviour = spread([torch.tensor(row.completion.logprobs) for row in rows], mask)
     return MicroBatch(
         rows=tuple(rows),
         input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
         mask=mask.to(device),
         behaviour_logprobs=behaviour.to(device),
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),

@@ -101,7 +101,7 @@ def backward(policy: Policy, rows: Sequence[TrainingRow], token_budget: int) -> 
     """Accumulate the gradient of the summed cross-entropy of completion tokens; returns that sum in nats."""
     total = 0.0
     for micro in pack(rows, token_budget, policy.pad_token, policy.device):
-        loss = -policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask).logprobs.sum()
+        loss = -policy.logprobs(micro.input_ids, micro.mask).logprobs.sum()
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

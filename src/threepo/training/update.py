@@ -4,6 +4,7 @@ The code obeys the fields of the batch and never asks which method made it. Loss
 once, in the optimizer, by the count that the batch asks for: the result does not depend on the micro-batches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from threepo.objectives.aggregate import Aggregation, weigh_rows
 from threepo.objectives.policy_loss import LossSums, policy_loss
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.training.batching import pack, spread
-from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch
+from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
 
 OldLogprobs = dict[tuple[Draw | None, int], torch.Tensor]
 """Log-probs of a row's tokens at a draw, before the first of several updates."""
@@ -128,28 +129,56 @@ def _backward(
     policy: Policy, part: GradientPart, old: OldLogprobs | None, settings: UpdateSettings, record: UpdateRecord
 ) -> None:
     """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now."""
+    teaching, rest = _by_gradient(part.rows, settings.objective)
+    for rows, teaches in ((teaching, True), (rest, False)):
+        for micro in pack(rows, settings.token_budget, policy.pad_token, policy.device):
+            with torch.set_grad_enabled(teaches):
+                _score(policy, part.draw, micro, old, settings, record)
+
+
+def _by_gradient(
+    rows: Sequence[TrainingRow], objective: ObjectiveConfig
+) -> tuple[Sequence[TrainingRow], Sequence[TrainingRow]]:
+    """Rows that have a gradient, and those whose is 0 because their advantage is: to be scored and counted only.
+
+    One row at least is among the first, since the optimizer wants a gradient to observe, if one of zeros.
+    """
+    if objective.entropy_coefficient:
+        return rows, ()
+    teaching = [row for row in rows if row.advantage != 0]
+    rest = [row for row in rows if row.advantage == 0]
+    return (teaching, rest) if teaching else (rest[:1], rest[1:])
+
+
+def _score(
+    policy: Policy,
+    draw: Draw | None,
+    micro: MicroBatch,
+    old: OldLogprobs | None,
+    settings: UpdateSettings,
+    record: UpdateRecord,
+) -> None:
+    """Forward pass and record of one micro-batch; backward pass too where gradients are enabled."""
     bonus = settings.objective.entropy_coefficient > 0
-    for micro in pack(part.rows, settings.token_budget, policy.pad_token, policy.device):
-        scored = policy.logprobs(
-            micro.input_ids, micro.attention_mask, micro.mask, settings.temperature, with_entropy_gradient=bonus
-        )
-        before = scored.logprobs.detach()
-        if old is not None:
-            before = spread([old[part.draw, row.index] for row in micro.rows], micro.mask)
-        fix = correct(before, micro.behaviour_logprobs, micro.mask, settings.correction)
-        sums = policy_loss(
-            scored.logprobs,
-            before,
-            scored.entropy,
-            micro.advantages,
-            micro.mask,
-            correction_weights=fix.weights,
-            counted=fix.kept if settings.correction.normalizer == "kept" else micro.mask,
-            row_weights=micro.row_weights,
-            settings=settings.objective,
-        )
+    scored = policy.logprobs(micro.input_ids, micro.mask, settings.temperature, with_entropy_gradient=bonus)
+    before = scored.logprobs.detach()
+    if old is not None:
+        before = spread([old[draw, row.index] for row in micro.rows], micro.mask)
+    fix = correct(before, micro.behaviour_logprobs, micro.mask, settings.correction)
+    sums = policy_loss(
+        scored.logprobs,
+        before,
+        scored.entropy,
+        micro.advantages,
+        micro.mask,
+        correction_weights=fix.weights,
+        counted=fix.kept if settings.correction.normalizer == "kept" else micro.mask,
+        row_weights=micro.row_weights,
+        settings=settings.objective,
+    )
+    if sums.loss.requires_grad:
         sums.loss.backward()  # type: ignore[no-untyped-call]
-        record.add(micro, sums, before, float(scored.entropy.detach().sum()), fix)
+    record.add(micro, sums, before, float(scored.entropy.detach().sum()), fix)
 
 
 @torch.no_grad()
@@ -161,7 +190,7 @@ def old_logprobs(
     for part in batch.parts:
         with optimizer.at(part.draw):
             for micro in pack(part.rows, settings.token_budget, policy.pad_token, policy.device):
-                scored = policy.logprobs(micro.input_ids, micro.attention_mask, micro.mask, settings.temperature)
+                scored = policy.logprobs(micro.input_ids, micro.mask, settings.temperature)
                 for i, row in enumerate(micro.rows):
                     old[part.draw, row.index] = scored.logprobs[i][micro.mask[i]]
     return old

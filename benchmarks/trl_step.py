@@ -1,0 +1,98 @@
+"""TRL's side of `step.py`: a GRPOTrainer on the same model, prompts and reward. Needs trl and datasets.
+
+Settings, for a fair race: float32 weights, with bf16 autocast where `--dtype bfloat16` asks for mixed precision (ours
+has float32 masters too); no KL term and so no reference model (TRL's default), one iteration, so that old log-probs
+come out of the loss's own forward pass as they do in ours; all completions of the step generated in one batch with
+transformers' key-value cache; `--trl-accumulation` micro-batches in one optimizer step, set to what is fastest here;
+gradient checkpointing off (TRL's default is on), no dropout, no evaluation, saving or reports. The time of a step is
+from its first micro-batch to the optimizer's step, logging left out.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from step import CLOCKS, Timing
+
+
+class Stopwatch(TrainerCallback):  # type: ignore[misc]
+    """Times the trainer's steps, and lets the other contenders have theirs in between."""
+
+    def __init__(self, now: Callable[[], float], others: Callable[[], None]) -> None:
+        self.now = now
+        self.timings: list[Timing] = []
+        self.rollout = 0.0
+        self.tokens = 0
+        self._others = others
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """The first micro-batch is about to be prepared, and its completions to be generated."""
+        self.rollout = 0.0
+        self._begin = self.now()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """The optimizer has stepped."""
+        total = self.now() - self._begin
+        self.timings.append(Timing(total, self.rollout, total - self.rollout, self.tokens))
+        self._others()
+
+
+def train(
+    folder: Path,
+    reward: Callable[..., list[float]],
+    options: argparse.Namespace,
+    steps: int,
+    others: Callable[[], None],
+) -> list[Timing]:
+    """Take `steps` steps, and call `others` after each."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    prompts = Dataset.from_json(str(folder / "prompts.jsonl"))
+    rows = options.prompts * options.rollouts
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=steps,
+        per_device_train_batch_size=rows // options.trl_accumulation,
+        gradient_accumulation_steps=options.trl_accumulation,
+        num_generations=options.rollouts,
+        max_completion_length=options.new_tokens,
+        learning_rate=1e-30,
+        beta=0.0,
+        num_iterations=1,
+        temperature=1.0,
+        bf16=options.dtype == "bfloat16",
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    watch = Stopwatch(CLOCKS[options.clock], others)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        callbacks=[watch],
+    )
+    generate = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        begin = watch.now()
+        made = generate(inputs)
+        watch.rollout += watch.now() - begin
+        watch.tokens = int(made["completion_mask"].sum())
+        return made
+
+    trainer._generate_and_score_completions = timed
+    trainer.train()
+    return watch.timings
