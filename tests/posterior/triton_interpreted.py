@@ -18,7 +18,7 @@ SIZES = st.one_of(st.integers(1, 2 * BLOCK), st.sampled_from([1, BLOCK // 2, BLO
 STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK, 2**31 - 700, 2**41 + 5]))
 PLACES = places(STARTS)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-some = settings(max_examples=25)
+some = settings(max_examples=12)
 
 
 def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ def test_perturb(size: int, place: Place, dtype: torch.dtype, out_dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_of_all_kinds_of_numbers(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    every = torch.arange(-(2**15), 2**15, 3)
+    every = torch.arange(-(2**15), 2**15, 17)
     if dtype == torch.float32:  # ties of bfloat16, and their neighbours
         bits = every[:, None] * 2**16 + torch.tensor([0x7FFF, 0x8000, 0x8001])
         mean = bits.to(torch.int32).view(torch.float32).reshape(-1)
@@ -127,7 +127,7 @@ def test_accumulation(size: int, place: Place, dtype: torch.dtype) -> None:
     assert_same_bits(ours, defined)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     size=SIZES,
     place=PLACES,
