@@ -86,6 +86,7 @@ def evaluate(config: EvaluationConfig, step: int = 0) -> Evaluation:
         posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
     examination = build_examination(heldout, policy, config.data, config.eval, config.sampling, config.run.seed)
     with contextlib.closing(build_engine(config.engine, policy)) as engine:
+        examination.prepare(policy, engine)
         return examination.evaluate(policy, engine, FixedWeights(policy.model, posterior), step)
 
 

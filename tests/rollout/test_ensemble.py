@@ -235,10 +235,107 @@ def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
     assert not any(p.numel() and p.device.type != "meta" for p in engine._ensemble.model.parameters())
 
 
+@pytest.mark.parametrize("left_out", ["a part of the model", "a name of the tied head"])
+def test_the_optimizer_need_not_name_every_parameter(left_out: str) -> None:
+    """What it leaves out is as in the model; a tied parameter may go by either of its names."""
+    policy = policy_of(FAMILIES["qwen2"])
+    everything = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(everything, DRAWS, 0)  # what is not written below has these values, and not those of the trainer
+    named = dict(policy.model.named_parameters())
+    if left_out == "a part of the model":
+        named = {name: p for name, p in named.items() if "layers.1" in name}
+    else:
+        named["lm_head.weight"] = named.pop("model.embed_tokens.weight")
+    optimizer = IVON(named.items(), ess=1e6, seed=2)
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
+    differences = worst_differences(policy, completions, optimizer)
+    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    engine = LocalEngine(policy, EngineConfig())
+    with pytest.raises(UserError, match=r"'param.0', which the model does not have; .* model.named_parameters\(\)"):
+        engine.load(IVON(policy.model.parameters()), DRAWS[:1], 0)
+
+
+def test_a_compiled_model_is_decoded_as_it_was_before() -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    compiled = replace(policy, model=torch.compile(policy.model, backend="eager"))
+    optimizer = IVON(compiled.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(compiled, EngineConfig())
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
+    differences = worst_differences(policy, completions, optimizer)
+    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
+
+
+def test_positions_that_depend_on_the_batch_are_refused() -> None:
+    """Such models read short and long sequences with other frequencies, so a row would depend on its company."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60, **factors}
+    policy = policy_of(LlamaConfig(**SHAPE, num_key_value_heads=4, rope_parameters=rope))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.prepare(2, 60)
+    with pytest.raises(UserError, match=r"'longrope' .* above 60 tokens; .* are 61"):
+        engine.prepare(2, 61)
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
+    differences = worst_differences(policy, completions, optimizer)
+    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
+    with pytest.raises(UserError, match="'longrope'"):
+        engine.generate(requests_for(policy, list(DRAWS), 1), replace(SAMPLING, max_new_tokens=50), seed=1)
+
+
+@pytest.mark.usefixtures("attention")
+def test_lengths_at_the_borders_of_blocks() -> None:
+    """Prompts of one token, of stop tokens, around multiples of 16, and up to the context, in places that change."""
+    policy = policy_of(FAMILIES["qwen2 sliding"])
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
+    engine.load(optimizer, DRAWS, 0)
+    prompts = [tuple(2 + i % 90 for i in range(n)) for n in (1, 2, 15, 16, 17, 32, 33, 126)]
+    prompts += [policy.stop_tokens * n for n in (1, 20)]
+    requests = [
+        Request(Problem(id=f"{i} {n}", prompt=""), prompt, DRAWS[n % 3], 0)  # the last draw has none
+        for i in range(2)
+        for n, prompt in enumerate(prompts)
+    ]
+    for most in (1, 2):
+        for completion in engine.generate(requests, replace(SAMPLING, max_new_tokens=most), seed=1):
+            with optimizer.at(completion.draw):
+                difference = trainer_logprobs(policy, completion) - torch.tensor(completion.logprobs)
+            assert difference.abs().max() < 1e-4
+
+
+def test_an_interrupted_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(FAMILIES["qwen2"])
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters(), ess=1e6, seed=1), DRAWS, 0)
+    requests = requests_for(policy, list(DRAWS))
+    expected = engine.generate(requests, SAMPLING, seed=1)
+    calls = iter(range(17))
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return attend(*arguments)
+
+    attend = cache.Decode.attend
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.Decode, "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(requests, SAMPLING, seed=1)
+    assert engine.generate(requests, SAMPLING, seed=1) == expected
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     weights = sum(p.numel() for p in policy.model.parameters()) * 4
-    row = 100 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, width, bytes
+    row = 112 * 3 * 2 * 2 * 16 * 4  # tokens (the cache has whole blocks of 16), layers, keys and values, heads, width
     gib = 1 << 30
     enough = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) + 1) / gib))
     enough.prepare(2, 100)
@@ -254,7 +351,7 @@ def test_less_memory_means_fewer_rows_at_a_time() -> None:
     weights = sum(p.numel() for p in policy.model.parameters()) * 4
     requests = requests_for(policy, list(DRAWS[:2]))
     tokens = max(len(request.prompt_tokens) for request in requests) + SAMPLING.max_new_tokens
-    row = tokens * 3 * 2 * 2 * 16 * 4
+    row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4
     engine = LocalEngine(policy, EngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
     engine.load(optimizer, DRAWS[:2], 0)
     assert engine._slots(2, 15, tokens) == 3

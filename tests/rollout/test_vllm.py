@@ -297,6 +297,16 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
     check_probe(expected, replica.receive(), 1e-5, "all")
 
 
+def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
+    policy, _, engine = tied
+    named = dict(policy.model.named_parameters())
+    named["lm_head.weight"] = named.pop("model.embed_tokens.weight")
+    optimizer = IVON(named.items(), ess=1e5)
+    engine.load(optimizer, DRAWS[:1], 0)
+    found = differences(policy, optimizer, engine.generate(requests_for(policy, DRAWS[:1]), SAMPLING, 0), 1.0)
+    assert found[DRAWS[0], DRAWS[0]] < 1e-3
+
+
 def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own flaw, on the CPU: told of the tie, and given the parameters alone, it does not repack the head."""
     policy = tiny("tiny-qwen2", tied=True)

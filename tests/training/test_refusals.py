@@ -5,12 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from runs import TINY, train_config
 from threepo import jobs
 from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.errors import UserError
+from threepo.models.policy import load_policy
+from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.runs import checkpoints, read_metrics
 from threepo.training.recipe import load, load_evaluation
 
@@ -62,6 +65,23 @@ def test_one_bad_row_anywhere_is_refused_before_a_folder_is_made(
     with pytest.raises(UserError, match=message):
         jobs.train(config(f"data.{split}=bad.jsonl", *(["eval.every=1"] if split == "eval" else [])))
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("what", ["eval.max_new_tokens=20", "data.train=long.jsonl", "data.eval=long.jsonl"])
+def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(what: str) -> None:
+    write("long.jsonl", [*ROWS, LONG | {"prompt": "x" * 30}])
+    model = load_policy(config().model, 0).model
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
+    memory = max(config().method.draws, 1) * (weights + row) + 1
+    small = ("data.eval=problems.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
+    with pytest.raises(UserError, match="engine: . policies of .* need"):
+        jobs.train(config(*small, what))
+    assert not Path("run").exists()
+    jobs.train(config(*small))
+    if what.startswith("eval"):
+        with pytest.raises(UserError, match="engine: . policies of .* need"):
+            jobs.evaluate(load_evaluation("run", "", [what]))
 
 
 def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,16 @@ class Examination:
     """Of the rollouts; gives max_new_tokens where the evaluation has none of its own."""
     seed: int
 
+    @property
+    def max_new_tokens(self) -> int:
+        """Of its completions."""
+        return self.settings.max_new_tokens or self.sampling.max_new_tokens
+
+    def prepare(self, policy: Policy, engine: RolloutEngine) -> None:
+        """`UserError` if what `evaluate` needs cannot fit into the engine."""
+        longest = max(map(len, policy.prompt_tokens(self.problems, self.data)))
+        engine.prepare(max(self.settings.draws, 1), longest + self.max_new_tokens)
+
     def evaluate(self, policy: Policy, engine: RolloutEngine, posterior: WeightSource, step: int) -> Evaluation:
         """Generate, grade and score. The engine's weights are replaced; the policy's are not touched.
 
@@ -72,7 +82,7 @@ class Examination:
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_new_tokens=settings.max_new_tokens or self.sampling.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
         )
         draws: list[Draw | None] = [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in range(settings.draws)]
         draws = draws or [None]

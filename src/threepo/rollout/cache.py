@@ -56,6 +56,13 @@ class _Layer:
     """[S, N, K, T, D]; blocked (see `RowCache`): [S, N, K, T / 16, D, 16]."""
     values: torch.Tensor
     """[S, N, K, T, D]."""
+    blocked: bool
+    """Whether keys lie as the compiled kernel reads them: 16 tokens side by side."""
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a slot has memory for when it is to hold so many: whole blocks."""
+    return -(-tokens // LANES) * LANES
 
 
 class RowCache:
@@ -63,30 +70,29 @@ class RowCache:
 
     def __init__(self, draws: int, slots: int, capacity: int) -> None:
         self.draws, self.slots = draws, slots
-        self.capacity = -(-capacity // LANES) * LANES
+        self.capacity = room_for(capacity)
         self.layers: dict[int, _Layer] = {}
-        self.blocked = False
-        """Whether keys lie as the compiled kernel reads them: 16 tokens side by side."""
 
     def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> _Layer:
         """The memory of a layer, made when its first keys [B, K, L, D] and values come."""
         if index not in self.layers:
             heads, width = k.shape[1], k.shape[-1]
-            self.blocked = native.serves(k, v)
-            tokens = (self.capacity // LANES, width, LANES) if self.blocked else (self.capacity, width)
-            # Torch multiplies what is masked by zero, so it must be a number; the compiled kernel never reads it.
-            make = torch.empty if self.blocked else torch.zeros
+            blocked = native.serves(k, v)
+            tokens = (self.capacity // LANES, width, LANES) if blocked else (self.capacity, width)
+            # Torch multiplies what is masked by zero, so it must be a number; the compiled kernel never uses it.
+            make = torch.empty if blocked else torch.zeros
             rows = (self.slots, self.draws, heads)
             self.layers[index] = _Layer(
                 make(*rows, *tokens, dtype=k.dtype, device=k.device),
                 make(*rows, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
+                blocked,
             )
         return self.layers[index]
 
     def move(self, draws: Sequence[int], sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of some rows from their slots to others of the same draw."""
         for layer in self.layers.values():
-            blocks = -(-tokens // LANES) if self.blocked else tokens
+            blocks = -(-tokens // LANES) if layer.blocked else tokens
             layer.keys[targets, draws, :, :blocks] = layer.keys[sources, draws, :, :blocks]
             layer.values[targets, draws, :, :tokens] = layer.values[sources, draws, :, :tokens]
 
@@ -119,7 +125,7 @@ class Prefill:
     def _keep(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         length = k.shape[2]
         layer.values[self.slots, self.draws, :, :length] = v[self.sources]
-        if self.cache.blocked:
+        if layer.blocked:
             blocks = -(-length // LANES)
             k = F.pad(k, (0, 0, 0, blocks * LANES - length))
             k = k.view(*k.shape[:2], blocks, LANES, -1).transpose(-1, -2)
@@ -143,7 +149,7 @@ class Decode:
     ) -> torch.Tensor:
         """See `Pass`; L is 1."""
         memory = self.cache.layer(layer, k, v)
-        if self.cache.blocked:
+        if memory.blocked:
             return native.attend(q, k, v, memory.keys, memory.values, self.lengths, scale, window)
         return self._attend_in_torch(memory, q, k, v, scale, window)
 

@@ -130,6 +130,8 @@ class Ensemble:
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
         self.stacks = {name: by_parameter[p] for name, p in self.model.named_parameters()}
         """By the name that a parameter has, of several the first."""
+        self.by_any_name = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        """A tied parameter's stack by each of its names."""
         owners = [module for module in self.model.modules() if _owns_weights(module)]
         replaced = {module: _stacked(module, by_parameter) for module in owners}
         looked_up = {id(module.weight) for module in replaced.values() if isinstance(module, StackedEmbedding)}
@@ -158,8 +160,8 @@ class Ensemble:
                 stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """The weights of one draw, to be written into."""
-        return {name: stack.values[index] for name, stack in self.stacks.items()}
+        """The weights of one draw, to be written into; a tied parameter's by each of its names."""
+        return {name: stack.values[index] for name, stack in self.by_any_name.items()}
 
 
 def _use_our_attention(model: Any) -> None:
@@ -170,6 +172,28 @@ def _use_our_attention(model: Any) -> None:
         )
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
+
+
+def check_positions(config: Any, tokens: int) -> None:
+    """`UserError` if the frequencies of a model's positions change where a pass has rows of so many tokens.
+
+    A row would depend on those beside it, and what is in the cache would have other frequencies than what comes.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))):
+        kind = part.get("rope_type", "default")
+        if kind == "longrope":
+            most = part["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            most = text.max_position_embeddings
+        else:
+            continue
+        if tokens > most:
+            raise UserError(
+                f"engine.kind = 'local': the model's rope_type = {kind!r} has other frequencies for rows above "
+                f"{most} tokens; prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
+            )
 
 
 def _owns_weights(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """The PyTorch engine: the rows of all draws decoded in one batch, each through its own weights (ensemble.py).
 
-For Hugging Face decoders, on CPU or CUDA (not yet run on a GPU). A prompt is read once per draw, however many rollouts
-it gets. Finished rows leave the batch, and where there are more rows than memory, waiting ones take their places.
+For Hugging Face decoders, on CPU or CUDA (not yet run on a GPU). Of a draw's rows that begin together, those with the
+same prompt have it read once. Finished rows leave the batch, and where there are more rows than memory, waiting ones
+take their places.
 """
 
 import math
@@ -14,8 +15,9 @@ from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.rollout.cache import room_for
 from threepo.rollout.decoding import Decoding, Job
-from threepo.rollout.ensemble import Ensemble
+from threepo.rollout.ensemble import Ensemble, check_positions
 from threepo.rollout.memory import GIB, available_bytes, bytes_per_token
 from threepo.rollout.sampling import row_key
 from threepo.types import Completion, Draw, FinishReason, Request
@@ -27,7 +29,8 @@ class LocalEngine:
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         """`UserError` if the model's weights cannot be stacked."""
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        self._ensemble = Ensemble(policy.model, dtype)
+        self._model = getattr(policy.model, "_orig_mod", policy.model)  # what torch.compile was given
+        self._ensemble = Ensemble(self._model, dtype)
         self._policy = policy
         self._settings = settings
         self._draws: list[Draw | None] = []
@@ -38,14 +41,20 @@ class LocalEngine:
         self._slots(draws, 1, tokens)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
-        """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype."""
+        """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype.
+
+        What the posterior has no say in is as in the model. `UserError` if it names what the model does not have.
+        """
         self._draws = []  # until all are made, none can be used
+        others = self._not_in(posterior)
         self._ensemble.resize(len(draws))
         for index, draw in enumerate(draws):
             mine = self._ensemble.views(index)
             for name, value in posterior.weights(draw, mine):
                 if value is not mine[name]:
                     mine[name].copy_(value)
+            for name, value in others.items():
+                mine[name].copy_(value)
         self._draws = list(draws)
         self._step = step
 
@@ -80,10 +89,23 @@ class LocalEngine:
         self._draws = []
         self._ensemble.resize(0)
 
+    def _not_in(self, posterior: WeightSource) -> dict[str, torch.Tensor]:
+        """The model's parameters that a posterior does not have, by name."""
+        stacks, known = self._ensemble.by_any_name, set()
+        for name, _ in posterior.weights(None):
+            if name not in stacks:
+                raise UserError(
+                    f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not have; "
+                    f"make it with the policy's model.named_parameters()"
+                )
+            known.add(stacks[name])
+        return {name: p.detach() for name, p in self._model.named_parameters() if stacks[name] not in known}
+
     def _slots(self, draws: int, wanted: int, tokens: int) -> int:
         """Rows of each draw that are decoded together: as many as wanted, allowed, and as fit into memory."""
+        check_positions(self._model.config, tokens)
         weights = draws * self._ensemble.parameters * self._ensemble.dtype.itemsize
-        row = tokens * bytes_per_token(self._policy.model.config, self._ensemble.dtype)
+        row = room_for(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
         budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
         fitting = int((budget - weights) // (row * draws))
         if fitting < 1:

@@ -180,10 +180,11 @@ class VLLMEngine:
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """A tied tensor is written under each of its names; what the posterior has no say in is as in the model."""
-        weights = {name: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
+        written = {name: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
+        weights = {self._sources[name]: value for name, value in written.items()}
         state = self._policy.model.state_dict()
         for name, source in self._sources.items():
-            if name not in weights:
+            if name not in written:
                 shared.tensors[name].copy_(weights.get(source, state[name]))
 
     def _check(self, draw: Draw | None, measured: Sequence[float]) -> None:

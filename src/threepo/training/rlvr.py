@@ -222,7 +222,10 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     if heldout:
         examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
     engine = build_engine(config.engine, policy)
-    engine.prepare(max(config.method.draws, config.eval.draws, 1), max(map(len, first)) + longest)
+    prompts = [*first, *policy.prompt_tokens(source.known(), data)]
+    engine.prepare(max(config.method.draws, 1), max(map(len, prompts)) + longest)
+    if examination:
+        examination.prepare(policy, engine)
     if folder:
         folder.forget_after(state.step or -1)
     else:
