@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
     expected = generated(requests, DRAWS)
     assert len({len(c.tokens) for c in expected.values()}) > 4
     assert {c.finish_reason for c in expected.values()} == {"stop", "length"}
-    for rows in (1, 8, 13):
+    for rows in (4, 8, 13):
         for key, completion in generated(requests[::-1], DRAWS[::-1], max_batch_rows=rows).items():
             assert completion.tokens == expected[key].tokens
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
@@ -336,13 +336,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     weights = sum(p.numel() for p in policy.model.parameters()) * 4
     row = 112 * 3 * 2 * 2 * 16 * 4  # tokens (the cache has whole blocks of 16), layers, keys and values, heads, width
+    row += 9 * SHAPE["vocab_size"] * 4  # to choose a token
     gib = 1 << 30
     enough = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) + 1) / gib))
     enough.prepare(2, 100)
     short = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) - 1) / gib))
-    with pytest.raises(UserError, match=r"2 policies of .* GiB and a cache .* for one row of each \(100 tokens\)"):
+    with pytest.raises(UserError, match=r"2 policies of .* GiB and cache .* for one row of each \(100 tokens\)"):
         short.prepare(2, 100)
     short.prepare(1, 100)
+
+
+def test_a_batch_has_room_for_a_row_of_every_draw() -> None:
+    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), EngineConfig(max_batch_rows=3))
+    engine.prepare(3, 10)
+    with pytest.raises(UserError, match=r"engine.max_batch_rows = 3: fewer than the 4 draws"):
+        engine.prepare(4, 10)
 
 
 def test_less_memory_means_fewer_rows_at_a_time() -> None:
@@ -351,7 +359,7 @@ def test_less_memory_means_fewer_rows_at_a_time() -> None:
     weights = sum(p.numel() for p in policy.model.parameters()) * 4
     requests = requests_for(policy, list(DRAWS[:2]))
     tokens = max(len(request.prompt_tokens) for request in requests) + SAMPLING.max_new_tokens
-    row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4
+    row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4 + 9 * SHAPE["vocab_size"] * 4
     engine = LocalEngine(policy, EngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
     engine.load(optimizer, DRAWS[:2], 0)
     assert engine._slots(2, 15, tokens) == 3

@@ -84,7 +84,7 @@ def test_bfloat16_engine_stays_close_to_the_trainer() -> None:
         assert difference.abs().max() < 0.1
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 64])
+@pytest.mark.parametrize("max_rows", [3, 7, 64])
 def test_a_completion_does_not_depend_on_its_neighbours(max_rows: int) -> None:
     policy = tiny(tied=False)
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)

@@ -13,7 +13,7 @@ from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.errors import UserError
 from threepo.models.policy import load_policy
-from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.rollout.memory import GIB, bytes_per_token, choosing_bytes
 from threepo.runs import checkpoints, read_metrics
 from threepo.training.recipe import load, load_evaluation
 
@@ -73,6 +73,7 @@ def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(wh
     model = load_policy(config().model, 0).model
     weights = sum(p.numel() for p in model.parameters()) * 4
     row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
+    row += choosing_bytes(model.config.vocab_size)
     memory = max(config().method.draws, 1) * (weights + row) + 1
     small = ("data.eval=problems.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
     with pytest.raises(UserError, match="engine: . policies of .* need"):

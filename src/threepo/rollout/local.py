@@ -18,7 +18,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.cache import room_for
 from threepo.rollout.decoding import Decoding, Job
 from threepo.rollout.ensemble import Ensemble, check_positions
-from threepo.rollout.memory import GIB, available_bytes, bytes_per_token
+from threepo.rollout.memory import GIB, available_bytes, bytes_per_token, choosing_bytes
 from threepo.rollout.sampling import row_key
 from threepo.types import Completion, Draw, FinishReason, Request
 
@@ -104,18 +104,25 @@ class LocalEngine:
     def _slots(self, draws: int, wanted: int, tokens: int) -> int:
         """Rows of each draw that are decoded together: as many as wanted, allowed, and as fit into memory."""
         check_positions(self._model.config, tokens)
+        allowed = self._settings.max_batch_rows // draws
+        if not allowed:
+            raise UserError(
+                f"engine.max_batch_rows = {self._settings.max_batch_rows}: fewer than the {draws} draws that are "
+                f"decoded together, a row of each at least; raise it"
+            )
         weights = draws * self._ensemble.parameters * self._ensemble.dtype.itemsize
-        row = room_for(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        row = room_for(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype) + choosing_bytes(vocabulary)
         budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
         fitting = int((budget - weights) // (row * draws))
         if fitting < 1:
             raise UserError(
-                f"engine: {draws} policies of {weights / draws / GIB:.3g} GiB and a cache of {row / GIB:.3g} GiB for "
-                f"one row of each ({tokens} tokens) need {(weights + row * draws) / GIB:.3g} GiB; there are "
-                f"{budget / GIB:.3g}; lower the method's draws, sampling.max_new_tokens or engine.dtype, or raise "
-                f"engine.memory_gib"
+                f"engine: {draws} policies of {weights / draws / GIB:.3g} GiB and cache and logits of "
+                f"{row / GIB:.3g} GiB for one row of each ({tokens} tokens) need "
+                f"{(weights + row * draws) / GIB:.3g} GiB; there are {budget / GIB:.3g}; lower the method's draws, "
+                f"sampling.max_new_tokens or engine.dtype, or raise engine.memory_gib"
             )
-        return max(1, min(wanted, fitting, self._settings.max_batch_rows // draws))
+        return min(max(wanted, 1), fitting, allowed)
 
     def _completion(self, request: Request, tokens: list[int], logprobs: list[float]) -> Completion:
         stopped = tokens[-1] in self._policy.stop_tokens

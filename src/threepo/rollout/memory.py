@@ -18,6 +18,11 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * heads * width * dtype.itemsize)
 
 
+def choosing_bytes(vocabulary: int) -> int:
+    """What choosing a row's next token takes at its peak: its logits, and up to eight float32 arrays of their size."""
+    return 9 * 4 * vocabulary
+
+
 def available_bytes(device: torch.device) -> int:
     """Memory that can be asked for on a device, less a tenth; on a CPU within the limits of the control group."""
     if device.type == "cuda":
