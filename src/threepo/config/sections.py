@@ -212,8 +212,8 @@ class EngineConfig:
     """Most rows decoded together, over all draws; others wait for their places. In vLLM: of each replica."""
     memory_gib: float = 0.0
     """Memory in GiB for the weights of all draws, the key-value cache and the logits of the local engine, which decodes
-    fewer rows at a time where it must; 0: what is free then. A run whose rows do not all fit repeats bitwise only with a number
-    here, since a batch's size changes the last bits of its log-probs."""
+    fewer rows at a time where it must; 0: what is free then. A run whose rows do not all fit repeats bitwise only with
+    a number here, since a batch's size changes the last bits of its log-probs."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """The vLLM engine."""
 
