@@ -13,6 +13,7 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 TORCH_INDEX ?=
 
+BUILT_FROM := pyproject.toml hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -49,17 +50,17 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/runtime: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c | $(VENV)/bin/python
+$(VENV)/runtime: $(BUILT_FROM) constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/dev: pyproject.toml constraints.txt hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c | $(VENV)/bin/python
+$(VENV)/dev: $(BUILT_FROM) constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 # Without dependencies: those of vLLM include CUDA builds of torchvision, torchaudio and torchcodec, and with them the
 # CPU build does not import. The list is whole.
-$(VENV_VLLM)/vllm: pyproject.toml requirements-vllm.txt hatch_build.py src/threepo/posterior/native.c
+$(VENV_VLLM)/vllm: $(BUILT_FROM) requirements-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-vllm.txt --editable .
