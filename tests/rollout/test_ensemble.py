@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from rollout.asking import trainer_logprobs
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.logprobs import has_plain_head
@@ -81,15 +82,6 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 3) ->
         for n, draw in enumerate(draws)
         for i in range(rollouts)
     ]
-
-
-def trainer_logprobs(policy: Policy, completion: Completion) -> torch.Tensor:
-    prompt = len(completion.prompt_tokens)
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
-    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
-    mask[0, prompt - 1 :] = True
-    with torch.no_grad():
-        return policy.logprobs(ids, mask).logprobs[0, prompt - 1 :]
 
 
 @pytest.fixture(params=["compiled", "torch"])

@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from rollout.asking import requests_for, trainer_logprobs
+from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
-from threepo.types import Completion, Draw, Problem, Request
+from threepo.types import Draw, Problem, Request
 
-DATA = DataConfig(train="sorting")
 SAMPLING = SamplingConfig(max_new_tokens=24)
 DRAWS = [Draw(0, 0, i) for i in range(3)]
-PROMPTS = ["a", "sort 31\n", "a somewhat longer prompt: ", "ab"]
 
 
 def tiny(kind: str = "tiny-qwen2", tied: bool = True) -> Policy:
@@ -24,26 +23,6 @@ def tiny(kind: str = "tiny-qwen2", tied: bool = True) -> Policy:
         if not tied:
             policy.model.lm_head.weight[policy.stop_tokens[0]] *= 4
     return policy
-
-
-def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) -> list[Request]:
-    problems = [Problem(id=f"p{i}", prompt=text) for i, text in enumerate(PROMPTS)]
-    return [
-        Request(problem, policy.encode_prompt(problem, DATA, 24), draw, n * rollouts + i)
-        for problem in problems
-        for n, draw in enumerate(draws)
-        for i in range(rollouts)
-    ]
-
-
-def trainer_logprobs(policy: Policy, completion: Completion, temperature: float) -> torch.Tensor:
-    """What the trainer's forward pass says of a completion, at the weights that the model holds now."""
-    prompt = len(completion.prompt_tokens)
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
-    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
-    mask[0, prompt - 1 :] = True
-    with torch.no_grad():
-        return policy.logprobs(ids, mask, temperature).logprobs[0, prompt - 1 :]
 
 
 @pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])

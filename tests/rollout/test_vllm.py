@@ -19,8 +19,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from rollout.asking import requests_for, trainer_logprobs
 from threepo.cli import main
-from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
+from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -35,15 +36,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
 )
 
-DATA = DataConfig(train="sorting")
 SAMPLING = SamplingConfig(max_new_tokens=24)
 DRAWS = [Draw(0, 0, i) for i in range(3)]
-PROMPTS = [
-    "a",
-    "sort 31\n",
-    "a somewhat longer prompt: ",
-    "more than one block of the prefix cache: " + "0123456789" * 13,
-]
 CACHE = 1 << 28
 
 
@@ -59,26 +53,6 @@ def tiny(kind: str, tied: bool) -> Policy:
 def engine_for(policy: Policy, dtype: str = "float32", **settings: object) -> VLLMEngine:
     own = VLLMConfig(**{"kv_cache_memory_bytes": CACHE, "enforce_eager": True, **settings})  # type: ignore[arg-type]
     return VLLMEngine(policy, EngineConfig(kind="vllm", dtype=dtype, vllm=own))  # type: ignore[arg-type]
-
-
-def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) -> list[Request]:
-    problems = [Problem(id=f"p{i}", prompt=text) for i, text in enumerate(PROMPTS)]
-    return [
-        Request(problem, policy.encode_prompt(problem, DATA, 24), draw, n * rollouts + i)
-        for problem in problems
-        for n, draw in enumerate(draws)
-        for i in range(rollouts)
-    ]
-
-
-def trainer_logprobs(policy: Policy, completion: Completion, temperature: float) -> torch.Tensor:
-    """What the trainer's forward pass says of a completion, at the weights that the model holds now."""
-    prompt = len(completion.prompt_tokens)
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
-    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
-    mask[0, prompt - 1 :] = True
-    with torch.no_grad():
-        return policy.logprobs(ids, mask, temperature).logprobs[0, prompt - 1 :]
 
 
 def differences(

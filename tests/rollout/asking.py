@@ -1,0 +1,34 @@
+"""What the tests of every engine share: the same questions, and what the trainer says of the answers."""
+
+import torch
+
+from threepo.models.policy import Policy
+from threepo.types import Completion, Draw, Problem, Request
+
+PROMPTS = [
+    "a",
+    "sort 31\n",
+    "a somewhat longer prompt: ",
+    "ab",
+    "more than one block of a prefix cache: " + "0123456789" * 13,
+]
+
+
+def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) -> list[Request]:
+    """Every prompt, `rollouts` times under each draw; prompt-major."""
+    return [
+        Request(Problem(id=text, prompt=text), tuple(policy.tokenizer(text)["input_ids"]), draw, n * rollouts + i)
+        for text in PROMPTS
+        for n, draw in enumerate(draws)
+        for i in range(rollouts)
+    ]
+
+
+def trainer_logprobs(policy: Policy, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [T] of a completion by the trainer's forward pass, at the weights that the model holds now."""
+    prompt = len(completion.prompt_tokens)
+    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
+    mask[0, prompt - 1 :] = True
+    with torch.no_grad():
+        return policy.logprobs(ids, mask, temperature).logprobs[0, prompt - 1 :]
