@@ -72,6 +72,9 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
         ("\n\n", "holds no problems"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
         ('["a"]\n', "line 1: must be an object"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1: not valid JSON: .*digits"),
+        ('{"prompt": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 1: its values are nested too deeply"),
+        ('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "a \\ud83d"}\n', "line 2: has half of a character"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',
             "row 2: no column 'prompt'; it has 'question'; set data.prompt_column",

@@ -120,11 +120,24 @@ def _jsonl_rows(path: Path) -> Iterator[Row | BrokenRow]:
 def _parse(text: str, number: int) -> Row | BrokenRow:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        return BrokenRow("its values are nested too deeply", number)
+    except ValueError as error:  # JSONDecodeError, or a number of more digits than Python reads
         return BrokenRow(f"not valid JSON: {error}", number)
     if not isinstance(row, dict):
         return BrokenRow(f"must be an object with named columns, not {text[:40]}", number)
+    if "\\u" in text and not _can_be_encoded(row):
+        return BrokenRow("has half of a character: \\ud800 to \\udfff come in pairs", number)
     return row
+
+
+def _can_be_encoded(row: Row) -> bool:
+    """Whether its texts are texts: JSON can escape the two halves of a character one without the other."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -32,7 +32,7 @@ from threepo.models.policy import Policy
 from threepo.runs import read_json
 from threepo.types import SupervisedRow
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when the same source and settings would give other tokens."""
 ROWS_AT_ONCE = 128
 """Conversations tokenised together, and in memory at a time."""
@@ -262,8 +262,11 @@ class _Preparation:
         self.dropped["broken"] += 1
 
     def _keep(self, chat: EncodedChat, place: str) -> bool:
-        """Whether a conversation is short enough; counts it."""
-        length = len(chat.tokens)
+        """Whether a conversation is short enough, with something to imitate; counts it."""
+        length, taught = len(chat.tokens), sum(end - first for first, end in chat.taught)
+        if not taught:
+            self._break(place, "nothing in it is to be imitated: the chat template marks none of it as the assistant's")
+            return False
         if length > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(
@@ -277,7 +280,7 @@ class _Preparation:
         self.counts["kept"] += 1
         self.counts["split"] += chat.split
         self.counts["tokens"] += length
-        self.counts["taught_tokens"] += sum(end - first for first, end in chat.taught)
+        self.counts["taught_tokens"] += taught
         return True
 
 

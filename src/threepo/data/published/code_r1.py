@@ -44,7 +44,7 @@ def _question(messages: Any) -> str:
 def _tests(text: str) -> dict[str, Any]:
     try:
         tests = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenRow(f"its reward_model.ground_truth is not valid JSON: {error}") from error
     if isinstance(tests, dict):
         if isinstance(tests.get("functional"), str) and tests["functional"].strip():
