@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,29 @@ def test_memory_is_what_the_optimizer_keeps(draws: int) -> None:
 def test_a_plan_of_a_warm_start() -> None:
     lines = plan(load(SFTConfig, "", ["model.path=tiny-llama", 'demonstrations.tasks=["sorting"]']))
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * said(lines, "GiB gradients"), rel=1e-2)
+
+
+def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
+    config = load(SFTConfig, "paper/olmo3_7b/sft", [f"model.path={olmo3}"])
+    weights = 7_298_011_136
+    for tokens, lines in ((4096, plan(config)), (1760, plan(config, 260, 1500))):
+        assert said(lines, "TFLOP a step") == pytest.approx(6 * weights * 128 * tokens / 1e12, rel=1e-3)
+        assert said(lines, "TFLOP of attention") == pytest.approx(4 * 2 * tokens**2 * 4096 * 32 * 128 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
+        (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: is a number above 0"),
+        (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* of --dry-run only"),
+    ],
+)
+def test_nothing_is_trained_or_reckoned_by_mistake(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_dry_run_leaves_nothing(

@@ -63,6 +63,8 @@ def test_code_is_the_papers(method: str) -> None:
         2048,
     )
     assert config.method.draws == {"grpo": 0, "c3po": 4}[method]
+    assert config.run.steps == 12_000 // config.data.prompts_per_step, "one epoch"
+    assert round(config.run.steps * config.schedule.warmup_share) == 10
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -195,7 +195,9 @@ def test_tokens_without_their_report_are_made_again(policy: Policy, base: list[s
     assert prepared(policy, base).report == first.report
 
 
-def test_what_is_too_long_or_broken_is_refused_or_counted(policy: Policy, base: list[str], tmp_path: Path) -> None:
+def test_what_is_too_long_or_broken_is_refused_or_counted(
+    policy: Policy, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full, over = ({"messages": chat("say", "a" * n)} for n in (106, 107))
     write(tmp_path / "chats.jsonl", [*ROWS, full, over, {"messages": chat("say")}, {"text": ""}])
     with pytest.raises(UserError, match=r"chats.jsonl, row 22: 128 tokens, more than 127, .*too_long = 'drop'"):
@@ -208,6 +210,9 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(policy: Policy, base: 
     report = prepared(policy, lenient).report
     assert (report.rows, report.kept, report.dropped, report.longest) == (25, 22, {"too_long": 1, "broken": 2}, 128)
     assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in report.line()
+    said = capsys.readouterr().err
+    assert "chats.jsonl, row 24: it has no message" in said
+    assert "chats.jsonl, row 25: has no messages" in said
     with pytest.raises(UserError, match="none is left"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 

@@ -38,6 +38,8 @@ ROWS_AT_ONCE = 128
 """Conversations tokenised together, and in memory at a time."""
 LINE_EVERY = 30.0
 """Seconds between lines on how far reading is."""
+NAMED = 3
+"""Broken rows that are left out with a line of their own; the others are only counted."""
 
 _SCHEMA = pyarrow.schema({"tokens": pyarrow.list_(pyarrow.int32()), "taught": pyarrow.list_(pyarrow.int32())})
 _Item = TypeVar("_Item")
@@ -260,6 +262,8 @@ class _Preparation:
         if self.settings.broken_rows == "error":
             raise UserError(f"{place}: {reason}; mend the row, or set conversations.broken_rows = 'skip'")
         self.dropped["broken"] += 1
+        if self.dropped["broken"] <= NAMED:
+            print(f"threepo: left out: {place}: {reason}", file=sys.stderr)
 
     def _keep(self, chat: EncodedChat, place: str) -> bool:
         """Whether a conversation is short enough, with something to imitate; counts it."""
