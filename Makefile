@@ -41,6 +41,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/sandbox.py
 
 docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py

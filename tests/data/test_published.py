@@ -80,13 +80,19 @@ def test_code_tests_reach_the_column_tests(suffix: str, tmp_path: Path) -> None:
     functional = "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(Solution().add)"
     cases = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     rows = [
-        code_row("Write add.", {"functional": functional}, INSTRUCTIONS[0] + "\n"),
+        {
+            **code_row("Write add.", {"functional": functional}, INSTRUCTIONS[0] + "\n"),
+            "extra_info": {"prefix": "import re"},
+        },
         code_row("Add two numbers.", cases),
         code_row("Subtract.", cases, "Please."),
     ]
     problems = opened("code-r1-12k", tmp_path / f"code{suffix}", rows)
     add, stdin, other = problems.problems
-    assert (add.prompt, dict(add.columns)) == ("Write add.", {"tests": {"functional": functional}})
+    assert (add.prompt, dict(add.columns)) == (
+        "Write add.",
+        {"tests": {"functional": functional, "prefix": "import re"}},
+    )
     assert (stdin.prompt, stdin.columns["tests"]) == (f"Add two numbers.\n\n{CODE_STDIN}", cases)
     assert str(other.prompt).startswith("Please.\nSubtract."), "only what is known to be the instruction is taken off"
     assert stdin.asked("") == CODE.replace("{prompt}", str(stdin.prompt))

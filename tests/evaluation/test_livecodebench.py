@@ -12,7 +12,7 @@ import pytest
 from local_benchmarks import opened
 
 from threepo.errors import UserError
-from threepo.evaluation.livecodebench import Window, problem
+from threepo.evaluation.livecodebench import PRELUDE, Window, problem
 
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
 FUNCTIONAL = [{"input": '[1, 2]\n"a"', "output": "3", "testtype": "functional"}]
@@ -44,7 +44,7 @@ def row(**fields: Any) -> dict[str, Any]:
 
 def test_programs_that_read_and_write() -> None:
     result = problem(row(), "livecodebench/abc387_b", "here")
-    assert result.columns["tests"] == {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}
+    assert result.columns["tests"] == {"prefix": PRELUDE, "inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}
     assert result.prompt == "Add two numbers.\n\nThe program reads standard input and writes standard output."
     assert result.columns["difficulty"] == "easy"
     assert "private_test_cases" not in result.columns
@@ -59,7 +59,12 @@ def test_functions_that_are_called() -> None:
         "metadata": json.dumps({"func_name": "add"}),
     }
     result = problem(row(**fields), "x", "here")
-    assert result.columns["tests"] == {"inputs": ['[1, 2]\n"a"'] * 2, "outputs": ["3", "3"], "fn_name": "add"}
+    assert result.columns["tests"] == {
+        "prefix": PRELUDE,
+        "inputs": ['[1, 2]\n"a"'] * 2,
+        "outputs": ["3", "3"],
+        "fn_name": "add",
+    }
     assert isinstance(result.prompt, str)
     assert result.prompt.endswith(f"```python\n{starter.rstrip()}\n```")
 

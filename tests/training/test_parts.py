@@ -126,6 +126,21 @@ def test_outcomes_and_lengths_by_hand() -> None:
     assert metrics["completions/cut_share"] == 0.5
 
 
+def test_outcomes_of_programs_are_counted_apart() -> None:
+    """Of four, two ran too long, one passed, and one had no program."""
+    rows = []
+    for i, detail in enumerate(("time-out", "time-out", "passed", "")):
+        row = completion("a", i, reward=float(detail == "passed"))
+        assert row.verdict is not None
+        rows.append(replace(row, verdict=replace(row.verdict, detail=detail, format_ok=bool(detail))))
+    metrics = rollout_metrics(replace(GRPO, rollouts_per_prompt=4), [Group(rows[0].problem, tuple(rows))])
+    assert metrics["reward/time_out_share"] == 0.5
+    assert metrics["reward/passed_share"] == 0.25
+    assert metrics["reward/format_ok_share"] == 0.75
+    assert "reward/wrong_share" not in metrics
+    assert "reward/format_ok_share" not in rollout_metrics(GRPO, [group("a", [1] * 16)])
+
+
 def record_of(rows: list[RowRecord]) -> UpdateRecord:
     return UpdateRecord(
         [-0.25, -0.75], loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows

@@ -162,4 +162,5 @@ def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Pat
     saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
     assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)
     assert (saved["status"], saved["tokens"]) == ("wrong", [11, 12, 13])
+    assert (saved["detail"], saved["format_ok"]) == ("", None)
     assert saved["behaviour_logprob_sum"] == -3.0

@@ -17,9 +17,10 @@ class SandboxConfig:
     url: str = ""
     """Of the SandboxFusion server, such as http://localhost:8080."""
     timeout_s: float = 10.0
-    """Seconds that a program may run for each test case, of processor and of wall-clock time."""
+    """Seconds of processor time that a program may take for each test; of wall-clock time three times as many, since
+    the machine may be busy. On a server: of wall-clock time."""
     memory_mib: int = 1024
-    """Memory of a program, in MiB."""
+    """Memory of a program, in MiB: of its address space, so shared libraries and the stacks of threads count."""
     workers: int = 0
     """Programs that run at the same time; 0: one for each processor core, or 32 on a server."""
 

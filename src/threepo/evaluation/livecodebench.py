@@ -20,6 +20,18 @@ from threepo.types import Problem
 
 HUB, FILE = "livecodebench/code_generation_lite", "test6.jsonl"
 """What release 6 added to those before it."""
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+PRELUDE = "\n".join(
+    [
+        *(f"from {module} import *" for module in (*_MODULES, "builtins", "typing")),
+        *(f"import {module}" for module in _MODULES),
+        "sys.setrecursionlimit(50_000)",
+    ]
+)
+"""What the published grader has before every program; solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
 """Columns that a problem keeps; the tests are there decoded."""
 _BROKEN = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
@@ -73,6 +85,7 @@ def _tests(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     if kinds not in ({"stdin"}, {"functional"}):
         raise UserError(f"{place}: has tests of the kinds {sorted(kinds)}; known are stdin and functional, not mixed")
     tests: dict[str, Any] = {
+        "prefix": PRELUDE,
         "inputs": [str(case["input"]) for case in cases],
         "outputs": [str(case["output"]) for case in cases],
     }

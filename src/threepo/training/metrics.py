@@ -1,12 +1,14 @@
 """The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together)."""
 
+import re
+
 import torch
 
 from threepo.config import Correction, Method
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
 from threepo.training.update import RowRecord, UpdateRecord
-from threepo.types import Completion, Group
+from threepo.types import Completion, Group, Verdict
 
 Metrics = dict[str, float]
 
@@ -19,7 +21,7 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
     silent = flat.all(dim=1)
     solved = torch.tensor([all(_verdict(c).correct for c in group.completions) for group in groups])
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
-    return {
+    return _outcome_shares([_verdict(c) for c in completions]) | {
         "reward/mean": _mean([_verdict(c).reward for c in completions]),
         "reward/correct_share": _mean([_verdict(c).correct for c in completions]),
         "reward/no_answer_share": _mean([_verdict(c).status == "no_answer" for c in completions]),
@@ -31,6 +33,18 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
         "completions/length_max": float(lengths.max()),
         "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
     }
+
+
+def _outcome_shares(verdicts: list[Verdict]) -> Metrics:
+    """How often each detail was given, and how often the layout was kept where there is one to keep."""
+    details = {verdict.detail for verdict in verdicts if verdict.detail}
+    shares = {_share_of(detail): _mean([v.detail == detail for v in verdicts]) for detail in sorted(details)}
+    layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
+    return shares | ({_share_of("format_ok"): _mean(layouts)} if layouts else {})
+
+
+def _share_of(detail: str) -> str:
+    return f"reward/{re.sub(r'[^a-z0-9]+', '_', detail.lower())}_share"
 
 
 def update_metrics(record: UpdateRecord) -> Metrics:
@@ -72,7 +86,7 @@ def corrects_nothing(correction: Correction, record: UpdateRecord) -> bool:
     return correction.kind != "none" and bool(record.rows) and all(row.untouched for row in record.rows)
 
 
-def _verdict(completion: Completion):  # type: ignore[no-untyped-def]
+def _verdict(completion: Completion) -> Verdict:
     assert completion.verdict is not None, "metrics need graded completions"
     return completion.verdict
 

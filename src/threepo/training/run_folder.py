@@ -179,5 +179,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "status": verdict.status,
         "correct": verdict.correct,
         "reward": verdict.reward,
+        "detail": verdict.detail,
+        "format_ok": verdict.format_ok,
         "behaviour_logprob_sum": math.fsum(completion.logprobs),
     }

@@ -1,9 +1,10 @@
 """Code-R1 (ganler/code-r1-12k): programming problems with tests, 2K of LeetCode and 10K of TACO.
 
 `reward_model.ground_truth` is JSON text and becomes the column `tests`: either `functional`, Python that runs after
-the program and raises where it is wrong, or `inputs` and `outputs`, what to put in and what must come out. The
-published system prompt asks for tags that we do not, and goes; so does the line that asks for a markdown block, where
-it is one of the two known: our template asks for such a block itself.
+the program and raises where it is wrong, or `inputs` and `outputs`, what to put in and what must come out; what
+`extra_info.prefix` has to run before the program comes along. The published system prompt asks for tags that we do not,
+and goes; so does the line that asks for a markdown block, where it is one of the two known: our template asks for such
+a block itself.
 """
 
 import json
@@ -22,6 +23,9 @@ INSTRUCTIONS = (
 
 def _read(row: Row) -> Content:
     tests = _tests(text_at(row, "reward_model", "ground_truth"))
+    prefix = (row.get("extra_info") or {}).get("prefix")
+    if "functional" in tests and prefix:
+        tests["prefix"] = prefix
     problem = _question(value_at(row, "prompt"))
     if "inputs" in tests:
         problem = f"{problem}\n\n{CODE_STDIN}"

@@ -1,0 +1,111 @@
+"""Verdicts on programs: the code is taken from the completion, run in a sandbox, and must pass the tests.
+
+    grade("```python\\nprint(int(input()) + 1)\\n```", {"inputs": ["1\\n"], "outputs": ["2\\n"]}).correct
+
+The forms of tests are in `code_tests`, where programs run in `sandbox`. A verdict's `detail` is `passed`, or what the
+first test that failed ended with: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; `sandbox error` is
+no fault of the program's.
+"""
+
+import functools
+import re
+import textwrap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+from threepo.config import RewardConfig
+from threepo.errors import UserError
+from threepo.rewards.code_tests import CodeTests, parse_tests
+from threepo.rewards.sandbox.open import open_sandbox
+from threepo.types import Problem, Verdict
+
+COLUMN = "tests"
+"""The column of the data that holds a problem's tests."""
+
+
+class CodeGrader:
+    """Grades programs, several at a time; the problems' tests are in their column `tests`."""
+
+    def __init__(self, settings: RewardConfig, known: Sequence[Problem]) -> None:
+        for problem in known:
+            _tests_of(problem)
+        self._binary = settings.scoring != "passed_share"
+        self._sandbox = open_sandbox(settings.sandbox)
+        self._pool = ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="sandbox")
+
+    def __call__(
+        self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
+    ) -> list[Verdict]:
+        """A verdict for each completion."""
+        tests = {id(problem): _tests_of(problem) for problem in problems}  # most come many times
+        pairs = [(text, tests[id(problem)]) for problem, text in zip(problems, texts, strict=True)]
+        return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
+
+    def grade(self, completion: str, tests: CodeTests) -> Verdict:
+        """The verdict on one completion."""
+        program = extract_program(completion)
+        if program is None:
+            return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
+        endings = self._endings(program, tests)
+        failed = next((ending for ending in endings if ending != "passed"), None)
+        error = "sandbox error" in endings
+        share = 0.0 if error else endings.count("passed") / len(tests.cases)
+        return Verdict(
+            correct=failed is None,
+            status="error" if error else "wrong" if failed else "right",
+            answer=program,
+            reward=float(failed is None) if self._binary else share,
+            detail="sandbox error" if error else failed or "passed",
+            format_ok=True,
+        )
+
+    def _endings(self, program: str, tests: CodeTests) -> list[str]:
+        """How the tests ended; where only all of them count, none after the first that failed."""
+        endings: list[str] = []
+        with closing(self._sandbox.run(tests.job(program))) as outcomes:
+            for index, outcome in enumerate(outcomes):
+                ending: str = outcome.ending
+                if ending == "ok":
+                    ending = tests.judged(index, outcome)
+                endings.append(ending)
+                if ending == "sandbox error" or (self._binary and ending != "passed"):
+                    break
+        return endings
+
+
+def extract_program(completion: str) -> str | None:
+    """The last block marked as Python, or else the first of any kind; None where there is none with anything in it."""
+    marked = completion.rpartition("```python")
+    if marked[1]:
+        program = re.sub(r"\A[\d.]*[ \t]*\n", "", marked[2].partition("```")[0])
+    else:
+        inside = completion.partition("```")[2].partition("```")[0]
+        program = re.sub(r"\A[ \t]*[A-Za-z]+[ \t]*\n", "", inside)
+    return textwrap.dedent(program) if program.strip() else None
+
+
+def grade(completion: str, tests: Any) -> Verdict:
+    """The verdict on one completion under the default settings; `ValueError` for tests in no form that is known."""
+    return _default_grader().grade(completion, parse_tests(tests))
+
+
+def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float | None]:
+    """A reward function for TRL: 1.0 where a completion passes all tests of its row, None where the sandbox failed."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    problems = [Problem(id=str(i), prompt="", columns={COLUMN: one}) for i, one in enumerate(tests)]
+    verdicts = _default_grader()(problems, texts, [()] * len(texts))
+    return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
+
+
+@functools.cache
+def _default_grader() -> CodeGrader:
+    return CodeGrader(RewardConfig(function="code"), ())
+
+
+def _tests_of(problem: Problem) -> CodeTests:
+    try:
+        return parse_tests(problem.columns.get(COLUMN))
+    except ValueError as error:
+        raise UserError(f"{problem.label}: its tests (column {COLUMN!r}) {error}; mend the data") from error
