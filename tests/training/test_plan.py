@@ -143,6 +143,20 @@ def test_a_dry_run_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("recipe", ["demo/c3po", "demo/warm_start"])
+def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = model_shape(ModelConfig(path="tiny-qwen2"))[1]
+    record = SFTConfig if recipe == "demo/warm_start" else TrainConfig
+    assert f"{weights:,} weights" in plan(load(record, recipe))[0][1]
+    (tmp_path / "runs" / "demo" / "warm_start").mkdir(parents=True)
+    if record is TrainConfig:
+        with pytest.raises(UserError, match="runs/demo/warm_start': holds no config.json"):
+            plan(load(record, recipe))
+
+
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json"):
         model_shape(ModelConfig(path=str(tmp_path)))

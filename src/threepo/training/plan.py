@@ -11,6 +11,7 @@ from typing import Any
 from threepo.config import IVONConfig, OptimizerConfig, SFTConfig, TrainConfig
 from threepo.models.loading import model_shape
 from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.training.recipe import model_to_come
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
@@ -58,8 +59,12 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
     Tokens are the means to reckon with; 0 stands for the longest that the recipe allows.
     """
-    shape, weights = model_shape(config.model)
-    lines = [("model", f"{config.model.path}: {weights:,} weights")]
+    model = model_to_come(config.model)
+    shape, weights = model_shape(model)
+    path = config.model.path
+    lines = [("model", f"{path}: {weights:,} weights")]
+    if model.path != path:
+        lines.append(("", f"{path} is not there yet; its run begins with {model.path}, of the same shape"))
     if isinstance(config, SFTConfig):
         return [*lines, *_fine_tuning(config, shape, weights, prompt_tokens + response_tokens)]
     method, sampling = config.method, config.sampling
