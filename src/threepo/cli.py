@@ -96,8 +96,10 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=_path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--list", action="store_true", help="list the shipped recipes")
     parser.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
-    for kind, longest in (("prompt", "data.max_prompt_tokens"), ("response", "sampling.max_new_tokens")):
-        parser.add_argument(f"--{kind}-tokens", type=int, default=0, help=f"--dry-run: their mean (default: {longest})")
+    for kind in ("prompt", "response"):
+        parser.add_argument(
+            f"--{kind}-tokens", type=int, default=0, help="--dry-run: their mean (default: the longest)"
+        )
     parser.set_defaults(more="settings")
 
 
@@ -153,6 +155,7 @@ def _run(options: argparse.Namespace, record: type) -> int:
         return 0
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
+    _check_dry_run(options)
     folder = None
     if options.resume:
         if options.recipe or options.settings:
@@ -176,6 +179,15 @@ def _run(options: argparse.Namespace, record: type) -> int:
     job: Any = jobs.train if record is TrainConfig else jobs.fine_tune
     print(jobs.closing(job(config, folder)))
     return 0
+
+
+def _check_dry_run(options: argparse.Namespace) -> None:
+    """Refuse what would be left unread, or would train where only a plan is wanted."""
+    if options.dry_run and options.resume:
+        raise UserError("--dry-run --resume: a plan is made of a recipe; leave out one of the two")
+    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
+        if tokens < 0 or (tokens and not options.dry_run):
+            raise UserError(f"--{name}-tokens {tokens}: is a number above 0, and of --dry-run only")
 
 
 def _dry_run(config: Any, options: argparse.Namespace) -> int:

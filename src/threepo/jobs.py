@@ -131,10 +131,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     sets = _benchmark_sets(config) if config.benchmarks.names else [_heldout_set(config)]
-    policy = load_policy(config.model, config.run.seed)
-    posterior = None
-    if config.eval.draws:
-        posterior = Posterior.from_pretrained(model_folder(Path(config.model.path)))
+    policy, posterior = _model(config)
     exams = [_put_to(policy, asked, config) for asked in sets]
     fingerprint = {"weights": weights_digest(policy, posterior)} | {
         f"problems of {exam.label}": problems_digest(exam.examination.problems, exam.prompts) for exam in exams
@@ -158,6 +155,16 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
                 }
             )
     return read_json(folder / SUMMARY)
+
+
+def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
+    """The policy, and the posterior beside it if it is asked for."""
+    place = Path(config.model.path)
+    if place.is_dir():  # of a run that goes on, both are of the checkpoint that is the newest now
+        place = model_folder(place)
+        config = replace(config, model=replace(config.model, path=str(place)))
+    policy = load_policy(config.model, config.run.seed)
+    return policy, Posterior.from_pretrained(place) if config.eval.draws else None
 
 
 def _heldout_set(config: EvaluationConfig) -> _Set:

@@ -68,6 +68,13 @@ def test_broken_rows_say_why(row: Any, reason: str, tmp_path: Path) -> None:
     assert read[1].place.endswith(("row 2", "line 2"))
 
 
+def test_rows_of_the_papers_set_of_another_schema_are_broken() -> None:
+    answer = "<think>so</think>Two."
+    for asked, output, reason in ((3, answer, "its input is neither"), (HI, answer, "its input"), ("hi", 3, "no text")):
+        with pytest.raises(BrokenRow, match=reason):
+            conversation({"input": asked, "output": output})
+
+
 @pytest.mark.parametrize(
     ("output", "kept"),
     [

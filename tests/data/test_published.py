@@ -119,7 +119,7 @@ def test_code_without_tests_is_broken(tests: object, tmp_path: Path) -> None:
         opened("code-r1-12k", tmp_path / "code.jsonl", [code_row("Add.", tests)])
 
 
-def test_code_prompts_that_ask_nothing_are_broken(tmp_path: Path) -> None:
+def test_code_rows_of_another_schema_are_broken(tmp_path: Path) -> None:
     good = code_row("Add.", {"functional": "check(add)"})
     system, user = good["prompt"]
     truncated = {**good, "reward_model": {"ground_truth": '{"functional": "ch', "style": "rule"}}
@@ -129,6 +129,8 @@ def test_code_prompts_that_ask_nothing_are_broken(tmp_path: Path) -> None:
         ({**good, "prompt": "Add."}, "one of role 'user'"),
         (code_row("", {"functional": "check(add)"}), "an instruction, but no problem"),
         (truncated, "is not valid JSON"),
+        ({**good, "extra_info": "import re"}, "extra_info is no set of named values"),
+        ({**good, "extra_info": {"prefix": ["import re"]}}, "extra_info.prefix is no text"),
     ):
         with pytest.raises(UserError, match=f"row 1: .*{reason}"):
             opened("code-r1-12k", tmp_path / "code.jsonl", [row])

@@ -72,6 +72,9 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
         ("\n\n", "holds no problems"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
         ('["a"]\n', "line 1: must be an object"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1: not valid JSON: .*digits"),
+        ('{"prompt": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 1: its values are nested too deeply"),
+        ('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "a \\ud83d"}\n', "line 2: has half of a character"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',
             "row 2: no column 'prompt'; it has 'question'; set data.prompt_column",
@@ -100,8 +103,36 @@ def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
     path.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
     assert [p.prompt for p in file_problems(path, settings(path)).problems] == prompts
     path.write_bytes("\n".join(lines).encode("utf-16"))
-    with pytest.raises(UserError, match="is no UTF-8 text"):
+    with pytest.raises(UserError, match="line 1: is no UTF-8 text"):
         file_problems(path, settings(path))
+
+
+def test_one_row_that_is_no_text_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n{"prompt": "c"}\n'.encode("latin-1"))
+    with pytest.raises(UserError, match="line 2: is no UTF-8 text"):
+        file_problems(path, settings(path))
+    source = file_problems(path, settings(path, broken_rows="skip"))
+    assert ([p.prompt for p in source.problems], source.broken) == (["a", "c"], 1)
+
+
+def test_a_value_that_parquet_cannot_give_breaks_its_row_alone(tmp_path: Path) -> None:
+    written = pyarrow.array([b"a", b"\xff", b"c"])
+    prompts = pyarrow.Array.from_buffers(pyarrow.string(), len(written), written.buffers())  # as careless writers do
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), path)
+    with pytest.raises(UserError, match="row 2: has a value that cannot be read: 'utf-8' codec"):
+        file_problems(path, settings(path))
+    source = file_problems(path, settings(path, broken_rows="skip"))
+    assert ([p.id for p in source.problems], source.broken) == (["p.parquet:1", "p.parquet:3"], 1)
+
+
+def test_messages_in_parquet_have_the_keys_that_they_were_written_with(tmp_path: Path) -> None:
+    """Templates ask whether a message has such a key as tool_calls."""
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "Ada"}]]
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat} for chat in chats]), path)
+    assert [list(p.prompt) for p in file_problems(path, settings(path)).problems] == chats
 
 
 def test_every_row_has_all_columns_and_the_answer_as_the_file_has_it(tmp_path: Path) -> None:

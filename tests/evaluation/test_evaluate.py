@@ -1,17 +1,21 @@
 """Evaluation of held-out problems: at the mean, over draws, from the command's side."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from runs import train_config
 from threepo import jobs
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import FIRST_EVAL_DRAW
-from threepo.runs import read_metrics
+from threepo.models.policy import Policy
+from threepo.runs import checkpoints, read_metrics
 from threepo.training.recipe import load_evaluation
 
 
@@ -83,6 +87,30 @@ def test_the_record_holds_scores_settings_and_every_completion(run: Path, tmp_pa
     assert len(rows) == 6 * 4
     assert sum(row["correct"] for row in rows) / 24 == pytest.approx(scores["pass_at"]["1"])
     assert {row["format_ok"] for row in rows} == {None}
+
+
+def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = ["eval.samples=4", "eval.draws=2"]
+    expected = evaluated(run, *settings)
+    load = jobs.load_policy
+
+    def slow(*arguments: Any) -> Policy:
+        policy = load(*arguments)
+        newest = checkpoints(run)[-1][1]
+        newer = shutil.copytree(newest, newest.with_name("step-000009"))
+        file = newer / "posterior.safetensors"
+        with safe_open(file, framework="pt") as kept:
+            tensors, metadata = {name: 100 * kept.get_tensor(name) for name in kept.keys()}, kept.metadata()  # noqa: SIM118
+        save_file(tensors, file, metadata)
+        return policy
+
+    monkeypatch.setattr(jobs, "load_policy", slow)
+    folder = tmp_path / "meanwhile"
+    jobs.evaluate(load_evaluation(str(run), "", settings), folder)
+    rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
 def test_draws_need_a_posterior(tmp_path: Path) -> None:

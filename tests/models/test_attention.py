@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Lfm2Config
+from transformers import Lfm2Config, NemotronConfig, PhimoeConfig
 
 from families import FAMILIES, policy_of
 from families import SHAPE as FAMILY_SHAPE
@@ -166,3 +166,23 @@ def test_models_whose_tokens_meet_outside_attention_are_found_out() -> None:
     ids, mask = rows_of(LENGTHS)
     padded, packed = (token_logprobs(policy.model, ids, mask, packed_rows=kind).logprobs for kind in (False, True))
     assert (padded - packed).abs().max() > 1e-3, "the probe would be pointless"
+
+
+def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
+    """Packed rows have no mask; past the window, tokens would see what they should not."""
+    config = PhimoeConfig(**FAMILY_SHAPE, num_key_value_heads=2, sliding_window=8, num_local_experts=2)
+    policy = policy_of(config)
+    assert not attention.takes_packed_rows(policy.model)
+    assert policy.model.config.sliding_window == 8, "as it was before the trial"
+    ids, mask = rows_of(LENGTHS)
+    padded, packed = (token_logprobs(policy.model, ids, mask, packed_rows=kind).logprobs for kind in (False, True))
+    assert (padded - packed).abs().max() > 1e-3, "the probe would be pointless"
+
+
+def test_models_that_fail_on_packed_rows_are_run_on_padded_ones() -> None:
+    """Nemotron slices the mask that it is handed, and adds it."""
+    policy = policy_of(NemotronConfig(**FAMILY_SHAPE, num_key_value_heads=2))
+    ids, mask = rows_of(LENGTHS)
+    expected = token_logprobs(policy.model, ids, mask).logprobs
+    assert not attention.takes_packed_rows(policy.model)
+    assert torch.equal(token_logprobs(policy.model, ids, mask).logprobs, expected)

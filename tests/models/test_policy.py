@@ -151,6 +151,8 @@ def test_names_that_are_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     policy.save(tmp_path / "my-model")
+    with pytest.raises(UserError, match=r"model.path = 'runs/a/b': no such folder; if another run is to leave it"):
+        load_policy(ModelConfig(path="runs/a/b"))
     with pytest.raises(UserError, match=r"no such folder; did you mean tiny-qwen2\?"):
         load_policy(ModelConfig(path="tiny-qwen"))
     with pytest.raises(UserError, match="cannot be loaded"):

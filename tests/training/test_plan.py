@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_a_plan_of_a_warm_start() -> None:
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * said(lines, "GiB gradients"), rel=1e-2)
 
 
+def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
+    config = load(SFTConfig, "paper/olmo3_7b/sft", [f"model.path={olmo3}"])
+    weights = 7_298_011_136
+    for tokens, lines in ((4096, plan(config)), (1760, plan(config, 260, 1500))):
+        assert said(lines, "TFLOP a step") == pytest.approx(6 * weights * 128 * tokens / 1e12, rel=1e-3)
+        assert said(lines, "TFLOP of attention") == pytest.approx(4 * 2 * tokens**2 * 4096 * 32 * 128 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
+        (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: is a number above 0"),
+        (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* of --dry-run only"),
+    ],
+)
+def test_nothing_is_trained_or_reckoned_by_mistake(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_a_dry_run_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +141,20 @@ def test_a_dry_run_leaves_nothing(
     assert main(["train", "demo/c3po", "model.path=tiny-qwen2", "--dry-run", "--response-tokens", "32"]) == 0
     assert "32 response tokens" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("recipe", ["demo/c3po", "demo/warm_start"])
+def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = model_shape(ModelConfig(path="tiny-qwen2"))[1]
+    record = SFTConfig if recipe == "demo/warm_start" else TrainConfig
+    assert f"{weights:,} weights" in plan(load(record, recipe))[0][1]
+    (tmp_path / "runs" / "demo" / "warm_start").mkdir(parents=True)
+    if record is TrainConfig:
+        with pytest.raises(UserError, match="runs/demo/warm_start': holds no config.json"):
+            plan(load(record, recipe))
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:

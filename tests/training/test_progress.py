@@ -3,14 +3,18 @@
 import io
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from runs import sft_config, train_config
+from threepo import jobs
 from threepo.errors import Interrupted
+from threepo.runs import checkpoints
 from threepo.training.interrupt import polite_stop
-from threepo.training.progress import progress
+from threepo.training.progress import Reporter, progress
 
 
 def shown_at(width: int) -> str:
@@ -58,6 +62,27 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
                 stop.obey(3, 10, tmp_path)
     finally:
         signal.signal(number, previous)
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Reporter.update
+
+    def update(reporter: Reporter, done: int, numbers: Mapping[str, float]) -> None:
+        inner(reporter, done, numbers)
+        if done == 1:  # the step is over, and no checkpoint was due
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Reporter, "update", update)
+    settings = ("run.steps=4", "run.checkpoint_every=0")
+    with pytest.raises(Interrupted, match="SIGTERM after step 2 of 4"):
+        if kind == "train":
+            jobs.train(train_config(tmp_path / "run", *settings))
+        else:
+            jobs.fine_tune(sft_config(tmp_path / "run", *settings))
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 
 def test_nohup_stays_nohup() -> None:

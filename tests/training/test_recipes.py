@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from threepo.config import AdamWConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.errors import UserError
 from threepo.training.recipe import load
 
 MODELS = {"olmo3_7b": ("allenai/Olmo-3-1025-7B", 1e9), "qwen25_math_7b": ("Qwen/Qwen2.5-Math-7B", 1e10)}
@@ -63,6 +64,15 @@ def test_code_is_the_papers(method: str) -> None:
         2048,
     )
     assert config.method.draws == {"grpo": 0, "c3po": 4}[method]
+    assert config.run.steps == 12_000 // config.data.prompts_per_step, "one epoch"
+    assert round(config.run.steps * config.schedule.warmup_share) == 10
+
+
+def test_recipes_of_the_other_command_are_refused() -> None:
+    with pytest.raises(UserError, match="recipe paper/olmo3_7b/sft: is a warm start; `threepo sft` takes it"):
+        load(TrainConfig, "paper/olmo3_7b/sft")
+    with pytest.raises(UserError, match="recipe demo/c3po: is reinforcement learning; `threepo train` takes it"):
+        load(SFTConfig, "demo/c3po")
 
 
 @pytest.mark.parametrize("model", MODELS)

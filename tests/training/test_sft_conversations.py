@@ -156,8 +156,8 @@ def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: 
     assert Path(after["file"]).is_file()
 
 
-def prepared(policy: Policy, settings: list[str]) -> Any:
-    policy.tokenizer.chat_template = TEMPLATE
+def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> Any:
+    policy.tokenizer.chat_template = template
     config = load(SFTConfig, "", [*settings, "run.steps=1"])
     assert config.conversations
     return prepare(policy, config.conversations, "source", None)
@@ -195,7 +195,9 @@ def test_tokens_without_their_report_are_made_again(policy: Policy, base: list[s
     assert prepared(policy, base).report == first.report
 
 
-def test_what_is_too_long_or_broken_is_refused_or_counted(policy: Policy, base: list[str], tmp_path: Path) -> None:
+def test_what_is_too_long_or_broken_is_refused_or_counted(
+    policy: Policy, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full, over = ({"messages": chat("say", "a" * n)} for n in (106, 107))
     write(tmp_path / "chats.jsonl", [*ROWS, full, over, {"messages": chat("say")}, {"text": ""}])
     with pytest.raises(UserError, match=r"chats.jsonl, row 22: 128 tokens, more than 127, .*too_long = 'drop'"):
@@ -208,8 +210,26 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(policy: Policy, base: 
     report = prepared(policy, lenient).report
     assert (report.rows, report.kept, report.dropped, report.longest) == (25, 22, {"too_long": 1, "broken": 2}, 128)
     assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in report.line()
+    said = capsys.readouterr().err
+    assert "chats.jsonl, row 24: it has no message" in said
+    assert "chats.jsonl, row 25: has no messages" in said
     with pytest.raises(UserError, match="none is left"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
+
+
+def test_a_conversation_of_which_the_template_marks_nothing_is_broken(
+    policy: Policy, base: list[str], tmp_path: Path
+) -> None:
+    """A step of such alone would have no gradient, and its loss no divisor."""
+    template = TEMPLATE.replace("m.content + ", "").replace(
+        "{% endfor %}",
+        "{% if m.content == 'b' %}{% generation %}b<|endoftext|>{% endgeneration %}{% endif %}{% endfor %}",
+    )
+    write(tmp_path / "chats.jsonl", [{"messages": chat("a", "b")}, {"messages": chat("a", "c")}])
+    with pytest.raises(UserError, match=r"chats.jsonl, row 2: nothing in it is to be imitated"):
+        prepared(policy, base, template)
+    report = prepared(policy, [*base, "conversations.broken_rows=skip"], template).report
+    assert (report.kept, report.dropped, report.taught_tokens) == (1, {"broken": 1}, 2)
 
 
 def test_the_papers_set_is_counted_by_reason(

@@ -8,7 +8,7 @@ from typing import Any
 
 from threepo.data import llama_nemotron
 from threepo.data.published_set import absolute_place
-from threepo.data.rows import SUFFIXES, BrokenRow, Row, iterate_rows, value_at, where
+from threepo.data.rows import SUFFIXES, BrokenRow, Row, iterate_rows, value_at, where, without_nulls
 from threepo.errors import UserError
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -115,10 +115,10 @@ def _as_messages(row: Row, column: str, role: str) -> list[Any]:
 
 
 def _checked(messages: list[Any]) -> Messages:
-    """Messages without empty keys, which parquet gives to all as soon as one has them; `BrokenRow` if they are none."""
+    """Messages without empty keys; `BrokenRow` if they are none."""
     checked = []
     for message in messages:
-        kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+        kept = without_nulls(message) if isinstance(message, dict) else {}
         for key in ("role", "content"):
             if not isinstance(kept.get(key), str):
                 raise BrokenRow(f"the {key} of one of its messages is no text")

@@ -6,7 +6,7 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.finite import FiniteProblems, collect
-from threepo.data.rows import BrokenRow, Row, iterate_file
+from threepo.data.rows import BrokenRow, Row, iterate_file, without_nulls
 from threepo.errors import UserError
 from threepo.types import Problem
 
@@ -54,7 +54,7 @@ def _prompt(row: Row, settings: DataConfig) -> str | tuple[Any, ...]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        return tuple(prompt)
+        return tuple(map(without_nulls, prompt))
     raise BrokenRow(
         "the prompt must be text or a list of chat messages, one or more, each with its role and content as text"
     )

@@ -29,6 +29,8 @@ def conversation(row: Row) -> list[Any] | str:
     if not found or not found["thought"].strip() or not found["answer"].strip():
         return "no_thought"
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if not isinstance(messages, list):
+        raise BrokenRow("its input is neither text nor a list of messages")
     if len(messages) != 1 or not isinstance(messages[0], Mapping) or messages[0].get("role") != "user":
         return "not_two_messages"
     return [*messages, {"role": "assistant", "content": output}]

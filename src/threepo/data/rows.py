@@ -91,6 +91,11 @@ def text_at(row: Mapping[str, Any], *keys: str) -> str:
     return value.strip()
 
 
+def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat message without empty keys, which parquet gives to all as soon as one has them: templates ask for them."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
 def _all(source: str, rows: Iterable[Row | BrokenRow]) -> list[Row]:
     found = []
     for number, row in enumerate(rows, start=1):
@@ -112,7 +117,8 @@ def _jsonl_rows(path: Path) -> Iterator[Row | BrokenRow]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
-                raise UserError(f"data file {path}: is no UTF-8 text ({error.reason}); save it as UTF-8") from error
+                yield BrokenRow(f"is no UTF-8 text ({error.reason}); save the file as UTF-8", number)
+                continue
             if text:
                 yield _parse(text, number)
 
@@ -120,25 +126,53 @@ def _jsonl_rows(path: Path) -> Iterator[Row | BrokenRow]:
 def _parse(text: str, number: int) -> Row | BrokenRow:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        return BrokenRow("its values are nested too deeply", number)
+    except ValueError as error:  # JSONDecodeError, or a number of more digits than Python reads
         return BrokenRow(f"not valid JSON: {error}", number)
     if not isinstance(row, dict):
         return BrokenRow(f"must be an object with named columns, not {text[:40]}", number)
+    if "\\u" in text and not _can_be_encoded(row):
+        return BrokenRow("has half of a character: \\ud800 to \\udfff come in pairs", number)
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _can_be_encoded(row: Row) -> bool:
+    """Whether its texts are texts: JSON can escape the two halves of a character one without the other."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _parquet_rows(path: Path) -> Iterator[Row | BrokenRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
+            yield from _arrow_rows(batch)
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"data file {path}: not a valid parquet file: {error}") from error
 
 
-def _hub_rows(source: str, split: str | None, name: str | None) -> Iterator[Row]:
+def _arrow_rows(table: Any) -> Iterable[Row | BrokenRow]:
+    """The rows of a `pyarrow.RecordBatch` or `Table`."""
+    try:
+        return table.to_pylist()  # type: ignore[no-any-return]
+    except ValueError:  # at a row that is to be named
+        return [_arrow_row(table.slice(number, 1)) for number in range(table.num_rows)]
+
+
+def _arrow_row(table: Any) -> Row | BrokenRow:
+    try:
+        return table.to_pylist()[0]  # type: ignore[no-any-return]
+    except ValueError as error:  # texts that are no UTF-8, or a time that Python has none for
+        return BrokenRow(f"has a value that cannot be read: {error}")
+
+
+def _hub_rows(source: str, split: str | None, name: str | None) -> Iterator[Row | BrokenRow]:
     place = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source
     try:
         import datasets
@@ -158,4 +192,4 @@ def _hub_rows(source: str, split: str | None, name: str | None) -> Iterator[Row]
         ) from error
     for part in (found,) if split else found.values():
         for table in part.with_format("arrow").iter(_BATCH):  # ten times as fast as row by row
-            yield from table.to_pylist()
+            yield from _arrow_rows(table)

@@ -13,7 +13,8 @@ Entered into transformers' registry of attention functions under a name of its o
 a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ TILE_PADDING = 1 / 3
 """Padding of a tile, at most, beside its real tokens."""
 SMALL_TILE = 512
 """Tokens, padding included, up to which a tile takes rows of any lengths: one more tile would cost as much."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+"""What models and their configurations call the most tokens that one token sees."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def takes_packed_rows(model: Any) -> bool:
     """Have the model use this attention if it can; whether rows then stay apart, found by trying it.
 
     They do not where tokens also meet outside attention, as in convolutions and recurrent layers: other neighbours
-    then change a row. A model that fails is run on padded rows, with the same results.
+    then change a row. Nor are they scored right where a window is in the model's masks alone, which it does not hand
+    to attention otherwise. A model that fails is run on padded rows, with the same results.
     """
     if model.config._attn_implementation not in ("sdpa", NAME) or not getattr(
         model, "_supports_attention_backend", False
@@ -117,13 +121,30 @@ def takes_packed_rows(model: Any) -> bool:
     model.set_attn_implementation(NAME)
     row = torch.arange(1, 5, device=next(model.parameters()).device)
     rows = PackedRows([4, 4, 4], row.device)
-    try:
-        first, second = (run_packed(model, torch.cat([x, row, x]), rows).logits[0, 4:8] for x in (row, row.flip(0)))
-    except TypeError:  # a model that does not hand on what it does not know
-        return False
-    alone = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
+    with _narrow_windows(model):
+        try:
+            first, second = (run_packed(model, torch.cat([x, row, x]), rows).logits[0, 4:8] for x in (row, row.flip(0)))
+        except Exception:  # whatever a model raises at a mask without content, or at what it does not know
+            model.set_attn_implementation("sdpa")
+            return False
+        alone = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
     size = alone.abs().max()
     return bool((first - second).abs().max() <= 1e-6 * size and (first - alone).abs().max() <= 1e-3 * size)
+
+
+@contextmanager
+def _narrow_windows(model: Any) -> Iterator[None]:
+    """The model with windows of two tokens where it has any, so that a row of a few tokens meets them."""
+    holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
+    sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _WINDOWS]
+    windows = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and size > 2]
+    try:
+        for holder, name, _ in windows:
+            setattr(holder, name, 2)
+        yield
+    finally:
+        for holder, name, size in windows:
+            setattr(holder, name, size)
 
 
 def _sdpa(

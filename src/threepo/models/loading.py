@@ -60,7 +60,7 @@ def model_shape(settings: ModelConfig) -> tuple[Any, int]:
         with torch.device("meta"):
             model: Any = make_model(settings.path, settings.tiny, 0)
     else:
-        source = _found(settings.path)
+        source = _found(settings.path, with_tokenizer=not settings.tokenizer)
         with _library_errors(settings.path), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     return model.config, sum(p.numel() for p in model.parameters())
@@ -85,6 +85,13 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
         raise UserError(f"model.path = {path!r}: no such folder; did you mean {near[0]}?")
     here = [str(file.parent) for file in folder.parent.glob("*/config.json")]
     near = difflib.get_close_matches(path, here, n=1, cutoff=0.7)
+    if path.count("/") > 1:  # which no id of the hub has
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else "if another run is to leave it, such as a warm start, run that first"
+        )
+        raise UserError(f"model.path = {path!r}: no such folder; {hint}")
     hint = f" (did you mean {near[0]}?)" if near else ""
     print(f"threepo: no folder {path} here{hint}; asking the Hugging Face hub for it", file=sys.stderr)
     return path

@@ -32,12 +32,14 @@ from threepo.models.policy import Policy
 from threepo.runs import read_json
 from threepo.types import SupervisedRow
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when the same source and settings would give other tokens."""
 ROWS_AT_ONCE = 128
 """Conversations tokenised together, and in memory at a time."""
 LINE_EVERY = 30.0
 """Seconds between lines on how far reading is."""
+NAMED = 3
+"""Broken rows that are left out with a line of their own; the others are only counted."""
 
 _SCHEMA = pyarrow.schema({"tokens": pyarrow.list_(pyarrow.int32()), "taught": pyarrow.list_(pyarrow.int32())})
 _Item = TypeVar("_Item")
@@ -260,10 +262,15 @@ class _Preparation:
         if self.settings.broken_rows == "error":
             raise UserError(f"{place}: {reason}; mend the row, or set conversations.broken_rows = 'skip'")
         self.dropped["broken"] += 1
+        if self.dropped["broken"] <= NAMED:
+            print(f"threepo: left out: {place}: {reason}", file=sys.stderr)
 
     def _keep(self, chat: EncodedChat, place: str) -> bool:
-        """Whether a conversation is short enough; counts it."""
-        length = len(chat.tokens)
+        """Whether a conversation is short enough, with something to imitate; counts it."""
+        length, taught = len(chat.tokens), sum(end - first for first, end in chat.taught)
+        if not taught:
+            self._break(place, "nothing in it is to be imitated: the chat template marks none of it as the assistant's")
+            return False
         if length > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(
@@ -277,7 +284,7 @@ class _Preparation:
         self.counts["kept"] += 1
         self.counts["split"] += chat.split
         self.counts["tokens"] += length
-        self.counts["taught_tokens"] += sum(end - first for first, end in chat.taught)
+        self.counts["taught_tokens"] += taught
         return True
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from threepo.config import IVONConfig, OptimizerConfig, SFTConfig, TrainConfig
 from threepo.models.loading import model_shape
 from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.training.recipe import model_to_come
 
-UNKNOWN_PROMPT = 512
-"""Tokens of a prompt where nothing bounds them."""
+UNKNOWN = 512
+"""Tokens of a prompt, or of a demonstration, where nothing bounds them."""
 FLOAT32 = 4
 TERA = 1e12
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -58,13 +59,17 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
     Tokens are the means to reckon with; 0 stands for the longest that the recipe allows.
     """
-    shape, weights = model_shape(config.model)
-    lines = [("model", f"{config.model.path}: {weights:,} weights")]
+    model = model_to_come(config.model)
+    shape, weights = model_shape(model)
+    path = config.model.path
+    lines = [("model", f"{path}: {weights:,} weights")]
+    if model.path != path:
+        lines.append(("", f"{path} is not there yet; its run begins with {model.path}, of the same shape"))
     if isinstance(config, SFTConfig):
-        return [*lines, *_trainer_memory(weights, config.optimizer, gradient_draws=1)]
+        return [*lines, *_fine_tuning(config, shape, weights, prompt_tokens + response_tokens)]
     method, sampling = config.method, config.sampling
     draws = max(method.draws, 1)
-    prompt_tokens = prompt_tokens or config.data.max_prompt_tokens or UNKNOWN_PROMPT
+    prompt_tokens = prompt_tokens or config.data.max_prompt_tokens or UNKNOWN
     response_tokens = response_tokens or sampling.max_new_tokens
     rows = config.data.prompts_per_step * method.rollouts_per_prompt
     lines += [
@@ -77,7 +82,6 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     flops = step_flops(
         weights, config.data.prompts_per_step, method.rollouts_per_prompt, draws, prompt_tokens, response_tokens
     )
-    tokens = rows * (prompt_tokens + response_tokens)
     return [
         *lines,
         ("compute", f"{prompt_tokens} prompt and {response_tokens} response tokens a row"),
@@ -85,7 +89,25 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
         ("", f"{_tera(flops.decode)} TFLOP to decode"),
         ("", f"{_tera(flops.training)} TFLOP to train"),
         ("", f"{_tera(flops.total)} TFLOP a step, as the paper counts"),
-        *_uncounted(config, shape, weights, tokens, rows, prompt_tokens + response_tokens),
+        *_uncounted(config, shape, weights, rows, prompt_tokens + response_tokens),
+        ("", f"{draws * weights * _BYTES[config.engine.dtype] / GIB:.4g} GiB of weights written into the engine"),
+    ]
+
+
+def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int) -> list[tuple[str, str]]:
+    """A warm start on rows of so many tokens each; 0: as many as the recipe allows."""
+    if config.conversations:
+        rows, what, most = config.conversations.batch_size, "conversations", config.conversations.max_tokens
+    else:
+        assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
+        rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
+    tokens = tokens or most
+    return [
+        ("a step", f"{rows} {what}"),
+        *_trainer_memory(weights, config.optimizer, gradient_draws=1),
+        ("compute", f"{tokens} tokens a row"),
+        ("", f"{_tera(6 * weights * rows * tokens)} TFLOP a step"),
+        *_uncounted(config, shape, weights, rows, tokens),
     ]
 
 
@@ -128,21 +150,20 @@ def _engine_memory(
 
 
 def _uncounted(
-    config: TrainConfig, shape: Any, weights: int, tokens: int, rows: int, length: int
+    config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int
 ) -> list[tuple[str, str]]:
-    """What the paper's count leaves out (spec 12.3)."""
+    """What the paper's count leaves out of computing (spec 12.3), of rows of `length` tokens."""
     text = shape.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    attention = (
-        2 * length**2 * width * text.num_hidden_layers * rows
-    )  # one forward pass, every token sees all before it
+    # One forward pass, in which every token sees all before it.
+    attention = 2 * length**2 * width * text.num_hidden_layers * rows
     lines = [("not counted", f"{_tera(4 * attention)} TFLOP of attention between tokens, if no window bounds it")]
-    if config.objective.mini_batches > 1:
-        lines.append(("", f"{_tera(2 * weights * tokens)} TFLOP for log-probs before the first of several updates"))
+    once = _tera(2 * weights * rows * length)
+    if isinstance(config, TrainConfig) and config.objective.mini_batches > 1:
+        lines.append(("", f"{once} TFLOP for log-probs before the first of several updates"))
     if config.model.gradient_checkpointing:
-        lines.append(("", f"{_tera(2 * weights * tokens)} TFLOP to recompute activations"))
-    pushed = max(config.method.draws, 1) * weights * _BYTES[config.engine.dtype] / GIB
-    return [*lines, ("", f"{pushed:.4g} GiB of weights written into the engine")]
+        lines.append(("", f"{once} TFLOP to recompute activations"))
+    return lines
 
 
 def _tera(flops: float) -> str:

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config import ConversationConfig, EvaluationConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.config import ConversationConfig, EvaluationConfig, IVONConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.checks import shown
 from threepo.config.reader import build, merge, parse_overrides, read_toml, to_plain
 from threepo.data.conversations import resolved_conversations
@@ -24,6 +24,8 @@ from threepo.runs import CHECKPOINTS, CONFIG, read_json
 
 Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
+RUNS = Path("runs")
+"""Where the runs of recipes go that name no folder."""
 _EVALUATION_READS = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
 """Of these tables an evaluation reads a few keys; of the others all but the next."""
 _EVALUATION_IGNORES = {
@@ -68,13 +70,32 @@ def find_recipe(name: str) -> Path:
 def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
     path = find_recipe(recipe) if recipe else None
-    table = merge(read_toml(path) if path else {}, parse_overrides(overrides))
+    table = read_toml(path) if path else {}
+    _refuse_other_command(record, recipe, table)
+    table = merge(table, parse_overrides(overrides))
     if record is TrainConfig:
         table = apply_preset(table)
     run = table.setdefault("run", {})
     if path and isinstance(run, dict):
-        run.setdefault("folder", str(Path("runs") / _name_of(path)))
+        run.setdefault("folder", str(RUNS / _name_of(path)))
     return resolve_paths(build(record, table))
+
+
+def _refuse_other_command(record: type[Config], recipe: str, table: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a recipe of the other one of the two commands that train."""
+    if record is TrainConfig and table.keys() & {"demonstrations", "conversations"}:
+        raise UserError(f"recipe {recipe}: is a warm start; `threepo sft` takes it, with these arguments")
+    if record is SFTConfig and "data" in table:
+        raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
+
+
+def model_to_come(model: ModelConfig) -> ModelConfig:
+    """The model itself; or if a run of a shipped recipe is still to leave it, the one that this run begins with."""
+    place = Path(model.path)
+    name = str(place.relative_to(RUNS)) if place.is_relative_to(RUNS) else ""
+    if place.exists() or name not in shipped_recipes():
+        return model
+    return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
 
 
 def _name_of(recipe: Path) -> Path:

@@ -89,10 +89,12 @@ def train(run: Run) -> None:
             run.folder.log({"step": step, **metrics})
             if run.tensorboard:
                 run.tensorboard.log(step, metrics)
-            if stop.signal_number or due(step + 1, run.config.run.checkpoint_every, steps):
+            stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
+            if stopping or due(step + 1, run.config.run.checkpoint_every, steps):
                 save(run)
             reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
-            stop.obey(step + 1, steps, run.folder.path)
+            if stopping:
+                stop.obey(step + 1, steps, run.folder.path)
 
 
 def set_rates(run: Run, step: int) -> None:

@@ -112,10 +112,12 @@ def fine_tune(run: FineTuning) -> None:
                 metrics["sft/eval_loss"] = loss / taught_tokens(heldout)
                 clock.lap("time/eval")
             run.folder.log({"step": step, **metrics, **clock.times})
-            if stop.signal_number or due(step + 1, config.run.checkpoint_every, steps):
+            stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
+            if stopping or due(step + 1, config.run.checkpoint_every, steps):
                 checkpoint(run.folder, run.policy, run.optimizer, run.state, config.run.keep_checkpoints)
             reporter.update(step + 1, {"loss": metrics["sft/loss"]})
-            stop.obey(step + 1, steps, run.folder.path)
+            if stopping:
+                stop.obey(step + 1, steps, run.folder.path)
 
 
 def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[SupervisedRow]:

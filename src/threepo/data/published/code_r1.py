@@ -23,13 +23,23 @@ INSTRUCTIONS = (
 
 def _read(row: Row) -> Content:
     tests = _tests(text_at(row, "reward_model", "ground_truth"))
-    prefix = (row.get("extra_info") or {}).get("prefix")
+    prefix = _prefix(row.get("extra_info"))
     if "functional" in tests and prefix:
         tests["prefix"] = prefix
     problem = _question(value_at(row, "prompt"))
     if "inputs" in tests:
         problem = f"{problem}\n\n{CODE_STDIN}"
     return Content(problem=problem, columns={"tests": tests})
+
+
+def _prefix(extra: Any) -> str:
+    """What has to run before the program; most rows have nothing."""
+    if not isinstance(extra, dict | None):
+        raise BrokenRow("its extra_info is no set of named values")
+    prefix = (extra or {}).get("prefix") or ""
+    if not isinstance(prefix, str):
+        raise BrokenRow("its extra_info.prefix is no text")
+    return prefix
 
 
 def _question(messages: Any) -> str:
@@ -48,7 +58,7 @@ def _question(messages: Any) -> str:
 def _tests(text: str) -> dict[str, Any]:
     try:
         tests = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenRow(f"its reward_model.ground_truth is not valid JSON: {error}") from error
     if isinstance(tests, dict):
         if isinstance(tests.get("functional"), str) and tests["functional"].strip():
