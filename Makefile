@@ -23,8 +23,9 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDE
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
+# A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
 test-vllm: $(VENV_VLLM)/vllm

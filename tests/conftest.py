@@ -1,4 +1,4 @@
-"""What all tests share: two threads at most, no hub, and a tiny policy."""
+"""What all tests share: one thread where they ask for no more, no hub, and a tiny policy."""
 
 import os
 
@@ -23,7 +23,7 @@ SMALL = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_h
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

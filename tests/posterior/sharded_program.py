@@ -9,9 +9,10 @@ bits. Rank 0 writes the whole mean, Hessian and momentum by name, the weights of
 import argparse
 import faulthandler
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,16 @@ def start() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 
 
-def leave() -> None:
-    """All together: a rank that closes its connections early may close them on another's last collective."""
+def leave() -> NoReturn:
+    """All together: a rank that closes its connections early may close them on another's last collective.
+
+    Without the interpreter's own end: device meshes keep their gloo groups alive, and a thread of such a group that
+    lets go of a tensor while Python ends brings the process down ("terminate called without an active exception").
+    """
     dist.barrier()
     dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def make_model() -> nn.Module:
@@ -134,7 +140,6 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(result, options.out)
     if dist.is_initialized():
-        del model, optimizer, state  # DDP holds on to the group
         leave()
 
 
