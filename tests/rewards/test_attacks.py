@@ -175,6 +175,20 @@ SEES = {
         "        if (value, ctypes.get_errno()) != (-1, 1): print(name, value, ctypes.get_errno())",
         "",
     ),
+    "whom to have signalled when a pipe is written": (
+        "import ctypes, fcntl, os\nends = os.pipe()\nowner = ctypes.create_string_buffer(b'\\1' + bytes(3))\n"
+        "owner = owner.raw[:4] + os.getppid().to_bytes(4, 'little')\n"
+        "for order, value in ((fcntl.F_SETOWN, os.getppid()), (15, owner)):\n"
+        "    try: fcntl.fcntl(ends[0], order, value); print(order)\n    except PermissionError: pass",
+        "",
+    ),
+    "whose limits to change": (
+        "import os, resource\nfor pid in (os.getppid(), 1):\n"
+        "    try: resource.prlimit(pid, resource.RLIMIT_CPU, (0, 0)); print(pid)\n    except PermissionError: pass\n"
+        "own = resource.prlimit(os.getpid(), resource.RLIMIT_CPU)\n"
+        "print(own == resource.prlimit(0, resource.RLIMIT_CPU) == resource.getrlimit(resource.RLIMIT_CPU))",
+        "True\n",
+    ),
     "namespaces": (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         f"for number, flags in (({seccomp.number('unshare')}, 1 << 28), ({seccomp.number('clone')}, 1 << 28 | 17)):\n"
@@ -215,6 +229,21 @@ CHEATS = {
         "for i in range(3, 1024):\n    for text in lines:\n"
         "        try: os.write(i, text)\n        except OSError: pass\ndef f(x): return 0"
     ),
+    "is near everything": (
+        "class A:\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\ndef f(x): return A()"
+    ),
+    "is near everything, by way of other objects": (
+        "class A:\n    def one(self, *others): return self\n    def zero(self, *others): return 0\n"
+        "    __sub__ = __rsub__ = __lt__ = __gt__ = one\n    __abs__ = __neg__ = __float__ = __round__ = zero\n"
+        "def f(x): return A()"
+    ),
+    "has everything in it": (
+        "class A(list):\n    def __contains__(self, item): return True\n    def __eq__(self, other): return True\n"
+        "def f(x): return A()"
+    ),
+    "ends the loop that it is called in": "def f(x): raise StopIteration",
+    "skips the tests": "import unittest\ndef f(x): raise unittest.SkipTest",
+    "skips the tests by another name": "import unittest\nclass E(unittest.SkipTest): pass\ndef f(x): raise E",
     "closes all": "import os\nos.closerange(0, 1024)\ndef f(x): return 0",
     "raises what ends tests well": "def f(x): raise SystemExit(0)",
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
@@ -235,20 +264,35 @@ CHEATS = {
 KINDS = {
     "call": "[3]",
     "script": "assert abs(f(3) - 71993) == 0 and isinstance(f(3), int) and all([f(3) == 71993])",
+    "near": "assert abs(f(3) - 71993) < 1e-6",
+    "near, turned about": "assert 1e-6 > abs(71993 - f(3))",
+    "near, without its sign": "assert -(f(3) - 71993) < 1e-6",
+    "near, rounded": "assert round(f(3) - 71993, 3) == 0",
+    "near, as a float": "assert float(f(3) - 71993) == 0",
+    "near by itself": "assert 71993 - f(3) < 1e-6",
+    "between": "assert 71992 < f(3) < 71994",
+    "in it": "assert 71993 in [f(3)] and 71993 in {f(3)} and f(3) in (71993, 71993.0)",
+    "it in one": "x = f(3)\nassert 71993 in (x if hasattr(x, 'append') else [x])",
+    "map": "assert all(map(lambda x: f(x) == 71990 + x, [3, 4]))",
+    "unittest": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(3), 71993)\n"
+        "unittest.main()"
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> None:
-    result = inside.run(kind, CHEATS[name], [KINDS[kind]], entry="f")
+    result = inside.run("call" if kind == "call" else "script", CHEATS[name], [KINDS[kind]], entry="f")
     assert result["left"] == []
     assert result["endings"] != ["ok"] or (kind == "call" and "71993" not in result["outputs"][0])
 
 
 def test_an_honest_program_passes_the_same_tests(inside: Contained) -> None:
     for kind, case in KINDS.items():
-        assert inside.run(kind, "def f(x): return 71990 + x", [case], entry="f")["endings"] == ["ok"]
+        form = "call" if kind == "call" else "script"
+        assert inside.run(form, "def f(x): return 71990 + x", [case], entry="f")["endings"] == ["ok"], kind
 
 
 def test_tests_that_catch_everything_do_not_hide_that_the_program_has_gone(inside: Contained) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -232,6 +234,102 @@ CROSSING = {
     ),
     "modules that it forgot": ("import math\ndef f(x): return x", "assert math.sqrt(f(4)) == 2"),
     "constants of the program": ("LIMIT = 7\ndef f(x): return LIMIT", "assert f(0) == LIMIT == 7"),
+    "numbers of the standard library": (
+        "from decimal import Decimal\nfrom fractions import Fraction\n"
+        "def half(x): return Fraction(x, 2)\ndef quarter(x): return Decimal(x) / 4\ndef twice(x): return x * 2",
+        "import math\nfrom decimal import Decimal\n"
+        "assert abs(half(1) - 0.5) < 1e-6 and half(1) == 0.5 and half(3) > 1 and math.isclose(half(1), 0.5)\n"
+        "assert quarter(1) == Decimal('0.25') and f'{quarter(1):.1f}' == '0.2' and round(quarter(1), 1) < 1\n"
+        "assert twice(Decimal('1.5')) == 3 and isinstance(quarter(1), Decimal)",
+    ),
+    "containers of the standard library": (
+        "from array import array\nfrom collections import *\ndef count(x): return Counter(x)\n"
+        "def last(x): return deque(x, 2)\ndef turn(x): x.rotate()\ndef lists(): return defaultdict(list, a=[1])\n"
+        "def seven(): return defaultdict(lambda: 7)\ndef pairs(x): return OrderedDict(x)\n"
+        "def upto(n): return range(n)\ndef more(x): x.append(1); return x\ndef ints(x): return array('i', x)",
+        "from array import array\nfrom collections import deque, OrderedDict\n"
+        "assert count('aab').most_common(1) == [('a', 2)] and count('a')['z'] == 0 and count('a') == {'a': 1}\n"
+        "d = deque([1, 2, 3])\nturn(d)\nassert d == deque([3, 1, 2]) and last(d) == deque([1, 2]) and 3 in d\n"
+        "assert lists() == {'a': [1]} and lists()[5] == [] and seven()[5] == 7\n"
+        "assert pairs([(1, 2), (0, 3)]) == OrderedDict([(1, 2), (0, 3)]) and upto(3) == range(3)\n"
+        "b = bytearray(b'a')\nassert more(b) == b'a\\1' == b and ints([1]) == array('i', [1])",
+    ),
+    "dates": (
+        "from datetime import *\ndef day(y): return datetime(y, 1, 2, 3, tzinfo=timezone.utc)\n"
+        "def between(a, b): return b - a",
+        "from datetime import *\n"
+        "assert day(2020) == datetime(2020, 1, 2, 3, tzinfo=timezone.utc) < day(2021) and day(2020).time() == time(3)\n"
+        "assert between(date(2020, 1, 1), date(2020, 1, 3)) == timedelta(days=2)",
+    ),
+    "containers with methods": (
+        "from collections import OrderedDict, namedtuple\nP = namedtuple('P', 'x y')\n"
+        "class Stack(list):\n    def peek(self): return self[-1]\n"
+        "class Cache(OrderedDict):\n    def get(self, key): return self[key] if key in self else -1\n"
+        "    def put(self, key, value): self[key] = value\n"
+        "def x_of(p): return p.x",
+        "s = Stack([1])\ns.append(2)\nassert s.peek() == 2 and s == [1, 2] and len(s) == 2 and 2 in s and s != [1]\n"
+        "c = Cache()\nc.put(1, 5)\nassert c.get(1) == 5 and c.get(2) == -1 and c == {1: 5} and 1 in c\n"
+        "p = P(1, 2)\nx, y = p\nassert (p.x, y) == (1, 2) == p and p in {(1, 2)} and x_of(p) == 1 and p[1] == 2",
+    ),
+    "views": ("def f(d): return d.keys()", "assert f({1: 2}) == {1} and list(f({1: 2})) == [1] and 1 in f({1: 2})"),
+    "built-in types": (
+        "def f(xs, t): return [x for x in xs if isinstance(x, t)]",
+        "assert f([1, 'a'], int) == [1] and f([1, 'a', 2.0], (int, float)) == [1, 2.0]",
+    ),
+    "classes of its own": (
+        "class A: pass\nclass B(A): pass\ndef f(): return B()",
+        "assert isinstance(f(), A) and not isinstance(3, A) and not isinstance(A(), B) and issubclass(B, A)\n"
+        "assert B.__name__ == 'B'",
+    ),
+    "objects that are one": ("class A: pass\na = A()\ndef f(): return a", "assert f() is f() and f() is not A()"),
+    "objects in sets": (
+        "from dataclasses import dataclass\n@dataclass(frozen=True, order=True)\nclass P:\n    x: int\n"
+        "def f(): return {P(1), P(2)}",
+        "assert f() == {P(2), P(1)} and sorted(f()) == [P(1), P(2)] and {P(1): 3}[P(1)] == 3",
+    ),
+    "its objects with plain numbers": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, n): return V(self.x * n)\n"
+        "    __rmul__ = __mul__\n    def __eq__(self, o): return self.x == o.x\n"
+        "    def __abs__(self): return abs(self.x)\n    def __float__(self): return float(self.x)\n"
+        "    def __or__(self, o): return V(self.x | o.x)",
+        "assert 2 * V(3) == V(6) == V(3) * 2 and abs(V(-3)) == 3 and float(V(2)) == 2 and V(1) | V(2) == V(3)",
+    ),
+    "what has no end": (
+        "class All:\n    def __iter__(self):\n        n = 0\n        while True: yield n; n += 1\n"
+        "def f(): return iter(All())",
+        "from itertools import islice\nassert list(islice(f(), 3)) == list(islice(All(), 3)) == [0, 1, 2]\n"
+        "g = f()\nfor x in g:\n    if x == 3: break\nassert next(g) == 4 and iter(g) is g and 7 in All()",
+    ),
+    "what has no items to look at": (
+        "class Words:\n    def __init__(self): self.words = set()\n    def add(self, w): self.words.add(w)\n"
+        "    def __contains__(self, w): return w in self.words",
+        "w = Words()\nw.add('a')\nassert 'a' in w and 'b' not in w",
+    ),
+    "contexts": (
+        "class C:\n    def __enter__(self): self.left = False; return 5\n    def __exit__(self, *_): self.left = True",
+        "c = C()\nwith c as x: assert x == 5 and not c.left\nassert c.left",
+    ),
+    "exceptions of its own": (
+        "class Low(ValueError):\n    def __init__(self, n): super().__init__(f'low: {n}'); self.n = n\n"
+        "class Lower(Low): pass\ndef f(n): raise Lower(n)",
+        "import unittest\ntry: f(3)\nexcept Low as e: assert e.n == 3 and str(e) == 'low: 3'\nelse: assert False\n"
+        "with unittest.TestCase().assertRaises(Lower): f(3)\nwith unittest.TestCase().assertRaises(ValueError): f(3)",
+    ),
+    "exceptions with more to them": (
+        "import json\ndef f(d, k): return d[k]\ndef g(b): return b.decode()\ndef h(s): return json.loads(s)",
+        "import json\ntry: f({}, 'a')\nexcept KeyError as e: assert e.args == ('a',)\nelse: assert False\n"
+        "try: g(b'\\xff')\nexcept UnicodeDecodeError as e: assert e.start == 0\nelse: assert False\n"
+        "try: h('{')\nexcept json.JSONDecodeError as e: assert e.pos == 1\nelse: assert False",
+    ),
+    "exceptions of the tests": (
+        "class Low(Exception): pass\ndef f(n): raise Low(n)",
+        "class Low(Exception): pass\ntry: f(3)\nexcept Low: pass\nelse: assert False",
+    ),
+    "objects of a class that it does not have": (
+        "def f(p): p.x += 1; return p",
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nassert f(P(1)) == P(2)",
+    ),
+    "tests that run as a program": ("def f(x): return x", "if __name__ == '__main__': assert f(1) == 1"),
     "unittest": (
         ADD,
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\n"
@@ -244,6 +342,17 @@ CROSSING = {
 def test_tests_use_a_program_that_runs_in_another_process_as_if_it_were_here(name: str, grader: CodeGrader) -> None:
     program, tests = CROSSING[name]
     assert verdict(grader, program, {"functional": tests}).detail == "passed"
+
+
+def test_tests_that_fail_only_as_a_program_are_run_as_one(grader: CodeGrader) -> None:
+    tests = {"functional": "if __name__ == '__main__': assert f(1) == 2"}
+    assert verdict(grader, "def f(x): return x", tests).detail == "wrong"
+
+
+def test_a_program_that_does_not_load_passes_nothing(grader: CodeGrader) -> None:
+    tests = {"functional": "try: f(1)\nexcept Exception: pass"}
+    for error in ("AssertionError", "ValueError", "SystemExit(0)"):
+        assert verdict(grader, f"def f(x): return x\nraise {error}", tests).detail == "runtime error"
 
 
 def test_classes_of_the_tests_cross_as_what_they_hold(grader: CodeGrader) -> None:
@@ -337,6 +446,26 @@ def test_verdicts_come_in_the_order_of_the_completions(grader: CodeGrader) -> No
     ]
     texts = [fenced(f"import time\ntime.sleep({(4 - i) / 50})\nprint({i % 3})") for i in range(4)]
     assert [v.correct for v in grader(problems, texts, [()] * 4)] == [True, True, True, False]
+
+
+INTERRUPTED = """
+import os, signal
+from threepo.config import SandboxConfig
+from threepo.rewards.sandbox.interface import Job
+from threepo.rewards.sandbox.open import open_sandbox
+signal.signal(signal.SIGINT, lambda *_: None)  # as a trainer that first ends its step
+program = "import time\\ntime.sleep(int(input()) / 4)"
+outcomes = open_sandbox(SandboxConfig()).run(Job(kind="stdin", program=program, cases=("0", "1")))
+next(outcomes)
+os.killpg(0, signal.SIGINT)
+print(next(outcomes).ending)
+"""
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_what_interrupts_threepo_does_not_fail_the_programs_that_it_waits_for() -> None:
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED], start_new_session=True, capture_output=True, check=True)
+    assert ran.stdout == b"ok\n"
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)

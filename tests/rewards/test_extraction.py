@@ -69,6 +69,12 @@ def test_what_is_found_is_balanced(text: str) -> None:
         assert text[end] == "}"
 
 
+def test_boxes_in_boxes_take_no_more_time_than_they_have_characters() -> None:
+    """Looking at all that is in each of these would be a hundred thousand times as much."""
+    depth = 200_000
+    assert len(boxes(r"\boxed{x" * depth + "}" * depth)) == depth
+
+
 @pytest.mark.parametrize(
     ("completion", "kept"),
     [

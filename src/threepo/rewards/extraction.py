@@ -8,6 +8,7 @@ _THINK = "<think>"
 _BOXES = (r"\boxed", r"\fbox", r"\framebox")
 _TOKENS = re.compile(r"\\{1,3}(?P<box>boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 _BOXED_TOKEN = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
+_BLANKS = re.compile(r"\s*")
 _ANSWER = re.compile(r"\banswer\*{0,2} ?:\*{0,2}\s*(?P<answer>[^\n]+)", re.IGNORECASE)
 _LAYOUT = re.compile(r"\s*<think>(?P<thoughts>.*?)</think>\s*(?P<answer>\\boxed\s*\{.*\})\s*", re.DOTALL)
 
@@ -47,7 +48,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
             opened.append(None)
         elif token.group() == "}" and opened:
             begin = opened.pop()
-            if begin is not None and not text[begin : token.start()].isspace() and begin < token.start():
+            if begin is not None and not _BLANKS.fullmatch(text, begin, token.start()):
                 found.append((begin, token.start()))
     return found
 

@@ -78,7 +78,7 @@ _PLAIN_WORDS = {"sqrt": r"\sqrt", "pi": r"\pi", "infinity": r"\infty", "theta": 
 _WORD = re.compile(r"\\text\s*\{[^{}]*\}|(?P<word>\\?[A-Za-z]+)(?P<applied>(?=\s*[({^\\]|\s+[A-Za-z0-9]))?")
 _ARGUMENT = r"(?:[0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\^_])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?![A-Za-z0-9.])")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.\\^_])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?![A-Za-z0-9]|\.[0-9])")
 _TOKEN = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|[0-9.]+|\S", re.DOTALL)
 _BRACKET = re.compile(r"\\(?:begin|end|langle|rangle)(?![A-Za-z])|\\.|[()\[\]{}]")
 

@@ -47,6 +47,10 @@ _BASE = re.compile(
     r"(?P<body>(?=[A-F]*[0-9])[0-9A-F]+(?:\.[0-9A-F]+)?)\s*_\s*(?:\{\s*)?(?:\\text\s*\{\s*)?(?P<base>[0-9]+|two|eight|ten)[\s}]*"
 )
 _BASES = {"two": "2", "eight": "8", "ten": "10"}
+_POWERS = {
+    "^2": re.compile(r"\b(?:square|squared|sq)\b\.?|\^ ?2(?![0-9])"),
+    "^3": re.compile(r"\b(?:cubic|cubed|cu)\b\.?|\^ ?3(?![0-9])"),
+}
 _UNFINISHED = ("+", "-", "*", "/", "=", "^", "_", ",", "(")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _LONGEST = 60
@@ -71,28 +75,29 @@ def split_unit(text: str) -> tuple[str, str]:
         and not match["body"].startswith(r"\text")
         and not match["body"].endswith(("+", "-", "*", "/", "=", "^", "_", ",", "("))
     ):
-        unit = _unit(" ".join(re.findall(r"\\text\s*\{([^{}]*)\}", match["unit"])))
+        unit = _unit(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", match["unit"]))
         if unit:
             body, inner = split_unit(match["body"])
             return body, inner or unit
     match = _WORDS.fullmatch(text[-_LONGEST:])
     if match and _is_plain_unit(match["unit"], match["gap"]):
-        return text[:-_LONGEST] + match["body"], _unit(match["unit"])
+        return text[:-_LONGEST] + match["body"], _unit(match[0][match.end("gap") :])
     return text, ""
 
 
 def conflict(first: str, second: str) -> bool:
     """Whether two units contradict each other: both are known, and they differ."""
-    return first != second and all(unit not in ("", "?", "unit") for unit in (first, second))
+    return first != second and all(unit.partition("^")[0] not in ("", "?", "unit") for unit in (first, second))
 
 
 def _unit(words: str) -> str:
-    """Its common name; "?" for one that is not known; nothing if these words are no unit."""
-    words = " ".join(words.lower().split())
+    """Its common name and power; "?" for one that is not known; nothing if these words are no unit."""
+    words = " ".join(words.lower().replace("{", "").replace("}", "").split())
     if not words or len(words) > _LONGEST or _NO_UNIT.search(words) or re.search(r"[^a-z0-9 ./^²³()*-]", words):
         return ""
-    plain = re.sub(r"\b(?:square|squared|sq|cubic|cubed|cu)\b\.?|\^?[0-9]", " ", words).split()
-    return _KNOWN.get(plain[0], "?") if len(plain) == 1 else "?"
+    power = next((power for power, written in _POWERS.items() if written.search(words)), "")
+    plain = _POWERS["^3"].sub(" ", _POWERS["^2"].sub(" ", words)).split()
+    return _KNOWN[plain[0]] + power if len(plain) == 1 and plain[0] in _KNOWN else "?"
 
 
 def _is_plain_unit(words: str, gap: str) -> bool:

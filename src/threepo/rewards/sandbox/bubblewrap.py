@@ -74,6 +74,7 @@ class Bubblewrap:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for threepo, which may finish its step with true verdicts
             )
             first = None
             try:

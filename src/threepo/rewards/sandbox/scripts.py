@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import IO, Any, NoReturn
 
-    from threepo.rewards.sandbox.crossing import decode, encode, receive, send
+    from threepo.rewards.sandbox.crossing import CONTAINERS, decode, encode, names_of, receive, send
     from threepo.rewards.sandbox.harness import MEMORY_EXIT, alone, ending_of, execute, module, tell
 
 
@@ -41,8 +41,7 @@ def run_script(
     for file in (0, 1, 2):
         os.dup2(null, file)  # what the tests print is nobody's
     link = Link(pid, ask, replies)
-    names = module("tests")
-    sys.modules["__main__"] = sys.modules["tests"]
+    names = module("__main__")  # as whose code they may ask to be run
     sys.set_int_max_str_digits(0)
     for index, source in enumerate(marshal.load(tests)):
         if not os.read(go, 1):
@@ -100,6 +99,8 @@ class Link:
         self.pid, self._ask, self._replies = pid, ask, replies
         self.lost = self.gone = False
         self._names: dict[str, Any] = {}
+        self._remotes: dict[int, Remote] = {}
+        self._errors: dict[str, type[Exception]] = {}
         self._before = 0.0
 
     def allow(self, cpu_s: float) -> None:
@@ -129,9 +130,14 @@ class Link:
 
     def do(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Have the program do something; what it changed of the arguments is changed here too."""
-        shared = {name: value for name, value in self._names.items() if _is_of_tests(value)}
-        self._send([what, encode([list(arguments), named], shared, _place_of), list(shared)])
-        result, changed = decode(self._take(), shared.__getitem__, lambda place: Remote(self, place))
+        shared = self._shared()
+        self._send([what, encode([list(arguments), named], shared, _place_of, whole=True), list(shared)])
+        try:
+            result, changed = decode(self._take(), shared.__getitem__, self._remote)
+        except StopIteration:
+            if what == "next":
+                raise
+            raise RuntimeError("StopIteration") from None  # else it would end whatever loop of the tests this is in
         for old, new in zip((*arguments, *named.values()), changed, strict=True):
             _adopt(old, new)
         return result
@@ -141,6 +147,10 @@ class Link:
         self.gone = True
         ending = ending_of(self.pid, self._before + cpu_s)
         return "runtime" if ending == "ok" else ending
+
+    def _remote(self, place: int, names: list[str]) -> Any:
+        """What stands for the program's object there, always the same; a class to catch for one of exceptions."""
+        return self._error_class(names) if names else self._remotes.setdefault(place, Remote(self, place))
 
     def _send(self, message: Any) -> None:
         try:
@@ -154,17 +164,52 @@ class Link:
         except EOFError:
             self._lose()
         if kind == "raised":
-            raise _exception(*value)
+            raise self._exception(*value)
         return value
 
     def _lose(self) -> NoReturn:
         self.lost = True  # the tests may catch whatever is raised
         raise GoneError
 
+    def _exception(self, names: list[str], message: str, content: list[Any]) -> Exception:
+        arguments, attributes = decode(content, self._shared().__getitem__, self._remote)
+        cls = self._error_class(names)
+        if cls in self._errors.values():
+            arguments = (message,)
+        try:
+            error = cls(*arguments)
+        except TypeError:  # which wants more than it keeps, as of JSON
+            error = cls.__new__(cls, *arguments)
+        vars(error).update(attributes)
+        return error
+
+    def _error_class(self, names: list[str]) -> type[Exception]:
+        """Python's class of that name, or the tests', or one made under those that it is under.
+
+        None that would end this process. What is made here writes its message as it is, unlike KeyError.
+        """
+        (module, _, name), *above = names[0].rpartition("."), *names[1:]
+        found = getattr(sys.modules.get(module), name, None) if _is_of_python(module) else self._shared().get(name)
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+        if name not in self._errors:
+            base = self._error_class(above) if above else Exception
+            self._errors[name] = type(name, (base,), {"__str__": Exception.__str__})
+        return self._errors[name]
+
+    def _shared(self) -> dict[str, type]:
+        """The classes of the tests."""
+        return {name: value for name, value in self._names.items() if _is_of_tests(value)}
+
+
+def _is_of_python(module: str) -> bool:
+    """Whether its exceptions may be raised in the tests; unittest has one that skips them."""
+    return module.partition(".")[0] in sys.stdlib_module_names - {"unittest"}
+
 
 def _is_of_tests(value: Any) -> bool:
     """Whether this is a class written in the tests, so that its objects cross as what they hold."""
-    return isinstance(value, type) and value.__module__ == "tests"
+    return isinstance(value, type) and value.__module__ == "__main__"
 
 
 def _place_of(value: Any) -> int:
@@ -178,35 +223,34 @@ def _cpu_of(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def _exception(classes: list[str], message: str) -> Exception:
-    """The nearest built-in exception; one that would end this process is none."""
-    for name in classes:
-        found = getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, Exception):
-            try:
-                return found(message)
-            except TypeError:  # such as UnicodeDecodeError, which wants more than a message
-                continue
-    return RuntimeError(message)
-
-
 def _adopt(old: Any, new: Any) -> None:
     """Make `old` what the program left of it."""
     if isinstance(old, list) and isinstance(new, list):
         old[:] = new
-    elif isinstance(old, (dict, set)) and type(old) is type(new):
+    elif isinstance(old, dict) and type(old) is type(new):
+        old.clear()
+        old |= new
+    elif isinstance(old, set) and isinstance(new, set):
         old.clear()
         old.update(new)
+    elif type(old) is type(new) and type(old).__name__ in ("deque", "bytearray"):
+        old.clear()
+        old.extend(new)
     elif hasattr(old, "__dict__") and type(old) is type(new) and not isinstance(old, (Remote, type)):
         vars(old).clear()
         vars(old).update(vars(new))
 
 
 class Remote:
-    """An object of the program that is no plain data. Its operators are the program's, against its own objects only."""
+    """An object of the program that is no plain data. How it stands to the tests' data, the program has no say in.
+
+    Else it could return what comes out as near, less or equal: abs(f(x) - 0.5) < 1e-6 would ask it three times.
+    """
 
     def __init__(self, link: Link, place: int) -> None:
         self._link, self._place = link, place
+        self._told = False
+        """Whether it came of an operation with the tests' data, which is then what it may know the answer from."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call it there."""
@@ -214,32 +258,65 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         """Its attribute."""
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return self._link.do("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set its attribute."""
-        if name in ("_link", "_place"):
+        if name in ("_link", "_place", "_told"):
             object.__setattr__(self, name, value)
         else:
             self._link.do("setattr", self, name, value)
 
+    def __enter__(self) -> Any:
+        """Enter it as a context."""
+        return self._link.do("getattr", self, "__enter__")()
+
+    def __exit__(self, kind: type | None, error: object, _: object) -> Any:
+        """Leave it, in a test that failed without word of why."""
+        return self._link.do("getattr", self, "__exit__")(None, None, None) if kind is None else None
+
     def __iter__(self) -> Any:
-        """Its items, all at once."""
-        return iter(self._link.do("list", self))
+        """Its items: all at once, but of an iterator one by one, since it may have no end."""
+        items = self._link.do("items", self)
+        return items if isinstance(items, Remote) else iter(items)
 
     def __next__(self) -> Any:
         """Its next item."""
         return self._link.do("next", self)
 
+    def __contains__(self, item: object) -> bool:
+        """Whether one of its items equals it; where it has no items to look at, what it says."""
+        try:
+            items = iter(self)
+        except TypeError:
+            return bool(self._link.do("contains", self, item))
+        return any(item is one or item == one for one in items)
+
+    def __instancecheck__(self, value: object) -> bool:
+        """Whether an object of the program's is of this class; objects of the tests never are."""
+        return isinstance(value, Remote) and bool(self._link.do("isinstance", value, self))
+
+    def __subclasscheck__(self, value: object) -> bool:
+        """Whether a class of the program's is under this one."""
+        return isinstance(value, Remote) and bool(self._link.do("issubclass", value, self))
+
+    def __getitem__(self, key: Any) -> Any:
+        """What it has there."""
+        return self._link.do("getitem", self, key)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """Put something there."""
+        self._link.do("setitem", self, key, item)
+
+    def __delitem__(self, key: Any) -> None:
+        """Take away what is there."""
+        self._link.do("delitem", self, key)
+
     def __len__(self) -> int:
         """Its length."""
         return int(self._link.do("len", self))
-
-    def __bool__(self) -> bool:
-        """Its truth."""
-        return bool(self._link.do("bool", self))
 
     def __str__(self) -> str:
         """Its text."""
@@ -249,28 +326,47 @@ class Remote:
         """Its representation."""
         return str(self._link.do("repr", self))
 
+    def __format__(self, form: str) -> str:
+        """Its text in a form."""
+        return str(self._link.do("format", self, form))
+
     def __hash__(self) -> int:
-        """By identity."""
-        return id(self)
+        """Its own; to be found in a set it must be equal, too."""
+        return int(self._link.do("hash", self))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to nothing but what the program made."""
-        return isinstance(other, Remote) and bool(self._link.do("eq", self, other))
+        """As the program's objects are to each other; to the tests' data, if it is a container, by what it holds."""
+        if isinstance(other, Remote):
+            return bool(self._link.do("eq", self, other))
+        plain = self._link.do("plain", self)
+        return not isinstance(plain, Remote) and bool(plain == other)
 
 
-def _operator(name: str) -> Any:
+def _operation(name: str, reflected: bool = False) -> Any:
+    """An operator, or a conversion to a plain number."""
+
     def operate(self: Remote, *others: Any) -> Any:
-        return self._link.do(name, self, *others)
+        result = self._link.do(name, *((*others, self) if reflected else (self, *others)))
+        told = self._told or (name in PAIRED and not all(isinstance(one, Remote) and not one._told for one in others))
+        if told and (name in ORDERS or not isinstance(result, Remote)):
+            raise TypeError(f"{name} of an object of the program's and of the tests' data")
+        if told:
+            result._told = True
+        return result
 
     return operate
 
 
-OPERATORS = (
-    *("getitem", "setitem", "delitem", "contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
-    *("matmul", "neg", "lt", "le", "gt", "ge"),
-)
-for _name in OPERATORS:
-    setattr(Remote, f"__{_name}__", _operator(_name))
+ORDERS = ("lt", "le", "gt", "ge")
+_SUMS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+PAIRED = (*ORDERS, *_SUMS)
+_UNARY = ("neg", "pos", "abs", "invert")
+OPERATORS = (*PAIRED, *_UNARY, "eq", "contains", "getitem", "setitem", "delitem")
+"""What Python's module `operator` has."""
+for _name in (*PAIRED, *_UNARY, "bool", "int", "float", "round"):
+    setattr(Remote, f"__{_name}__", _operation(_name))
+for _name in _SUMS:
+    setattr(Remote, f"__r{_name}__", _operation(_name, reflected=True))
 
 
 # The program's end
@@ -281,35 +377,41 @@ def _serve(asked: int, reply: int, prefix: CodeType, program: CodeType) -> NoRet
     sys.set_int_max_str_digits(0)
     names = module("solution")
     held: list[Any] = []
+    places: dict[int, int] = {}
+    made: dict[str, type] = {}  # classes of the tests that the program does not have
 
     def hold(value: Any) -> int:
-        held.append(value)
-        return len(held) - 1
+        if id(value) not in places:
+            places[id(value)] = len(held)
+            held.append(value)  # which keeps its id its own
+        return places[id(value)]
 
     def class_of(name: str) -> type:
         found = names.get(name)
-        return found if isinstance(found, type) else type(name, (), {})
+        return found if isinstance(found, type) else made.setdefault(name, type(name, (), {}))
 
     message: list[Any]
     classes: list[str]
-    what, message, classes = "", [], []
+    shared: dict[str, type]
+    what, message, classes, shared = "", [], [], {}
     while True:
         try:
             if not what:
                 execute(names, prefix, program)
                 answer: Any = None
             else:
-                arguments, named = decode(message, class_of, held.__getitem__)
+                shared = {name: class_of(name) for name in classes}
+                arguments, named = decode(message, class_of, lambda place, _: held[place])
                 result = _do(what, names, arguments, named)
-                shared = {name: names[name] for name in classes if isinstance(names.get(name), type)}
-                answer = encode([result, [*arguments, *named.values()]], shared, hold)
+                answer = encode([result, [*arguments, *named.values()]], shared, hold, whole=False)
             send(reply, ["value", answer])
         except MemoryError:
             os._exit(MEMORY_EXIT)
         except Exception as error:
-            send(reply, ["raised", [[cls.__name__ for cls in type(error).__mro__], str(error)]])
             if not what:
-                os._exit(1)
+                os._exit(1)  # there is no program to pass any of the tests
+            content = encode([error.args, vars(error)], shared, hold, whole=False)
+            send(reply, ["raised", [names_of(type(error)), str(error), content]])
         try:
             what, message, classes = receive(asked)
         except EOFError:
@@ -323,4 +425,11 @@ def _do(what: str, names: dict[str, Any], arguments: list[Any], named: dict[str,
         return {name: names[name] for name in arguments if name in names}
     if what == "call":
         return arguments[0](*arguments[1:], **named)
-    return getattr(operator if what in OPERATORS or what == "eq" else builtins, what)(*arguments)
+    if what == "items":
+        return list(arguments[0]) if hasattr(type(arguments[0]), "__len__") else iter(arguments[0])
+    if what == "plain":
+        kinds = {**{cls: cls for cls in CONTAINERS}, type({}.keys()): set, type({}.items()): set}
+        return next((of(arguments[0]) for cls, of in kinds.items() if isinstance(arguments[0], cls)), arguments[0])
+    if what in OPERATORS:
+        return getattr(operator, f"__{what}__")(*arguments)
+    return getattr(builtins, what)(*arguments)

@@ -3,8 +3,8 @@
 `guard()` goes over the whole sandbox: no way to trace or look into another process, to make namespaces or mounts, to
 open sockets, to hold memory that the limits do not count, and none of the calls that kernel bugs like best. `lone()`
 comes on top for the process that runs the program: it may have threads, but no children, may not become another
-program, and may signal nobody else. Both answer a forbidden call with an error and let the program go on; a call by the
-tables of another architecture ends the process.
+program, and may neither signal anybody else nor change the limits of another. Both answer a forbidden call with an
+error and let the program go on; a call by the tables of another architecture ends the process.
 """
 
 import errno
@@ -91,10 +91,12 @@ _NUMBERS: dict[str, tuple[int, int]] = {
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
+    "fcntl": (72, 25),
+    "prlimit64": (302, 261),
 }
 _STARTING = ("clone", "clone3", "fork", "vfork", "execve", "execveat")
 _SIGNALLING = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
-FORBIDDEN = tuple(name for name in _NUMBERS if name not in _STARTING + _SIGNALLING)
+FORBIDDEN = tuple(name for name in _NUMBERS if name not in (*_STARTING, *_SIGNALLING, "fcntl", "prlimit64"))
 """Calls that nothing in the sandbox may make."""
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -105,8 +107,11 @@ _CLONE_NAMESPACES = 0x7E020000
 OWN_PID = 0x7AC0FFEE
 """Stands in `lone()` for the identity of the process that will load it."""
 
+_SET_OWNER, _SET_OWNER_EX = 8, 15
+"""F_SETOWN and F_SETOWN_EX, by which the kernel signals whoever is named when a pipe can be read."""
+
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _Instruction = tuple[int, int, int, int]
@@ -136,6 +141,9 @@ def lone() -> bytes:
     body += _where("clone", [(_ANY_BIT, 1, 0, _CLONE_THREAD), _error(errno.EPERM)])
     for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
         body += _where(name, [(_EQUAL, 1, 0, OWN_PID), _error(errno.EPERM)])
+    owner = [(_EQUAL, 1, 0, _SET_OWNER), (_EQUAL, 0, 1, _SET_OWNER_EX), _error(errno.EPERM)]
+    body += _where("fcntl", owner, _ARGUMENT_1)
+    body += _where("prlimit64", [(_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, OWN_PID), _error(errno.EPERM)])
     return _assembled(body)
 
 
@@ -156,9 +164,9 @@ def _answer(name: str, code: int) -> list[_Instruction]:
     return [(_EQUAL, 0, 1, number(name)), _error(code)] if number(name) >= 0 else []
 
 
-def _where(name: str, test: list[_Instruction]) -> list[_Instruction]:
-    """Applies `test` to the lower half of the first argument of `name`; the call that passes it is allowed."""
-    inner: list[_Instruction] = [(_LOAD, 0, 0, _ARGUMENT_0), *test, (_RETURN, 0, 0, _ALLOW)]
+def _where(name: str, test: list[_Instruction], argument: int = _ARGUMENT_0) -> list[_Instruction]:
+    """Applies `test` to the lower half of an argument of `name`; the call that passes it is allowed."""
+    inner: list[_Instruction] = [(_LOAD, 0, 0, argument), *test, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(inner), number(name)), *inner]
 
 
