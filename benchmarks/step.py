@@ -225,7 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--width", type=int, default=256, help="of the model; the MLP is three times as wide")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--only", nargs="*", help="names of contenders as in the table; all where left out")
+    parser.add_argument("--only", nargs="*", help="names as in the table, or without their draws; all where left out")
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours, as on threepo's command line")
     parser.add_argument("--trl-accumulation", type=int, default=8, help="micro-batches of TRL's one optimizer step")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
@@ -252,7 +252,7 @@ def main() -> None:
             print("TRL is not installed and so left out: pip install trl datasets\n")
             names.remove(TRL)
         if options.only is not None:
-            names = [name for name in names if name in options.only]
+            names = [name for name in names if {name, name.split(",")[0]} & set(options.only)]
         timings = measure(names, folder, options, options.rounds + 1)
     timings = {name: timing[1:] for name, timing in timings.items()}  # the first round warms up
     machine = platform.processor() or platform.machine()
