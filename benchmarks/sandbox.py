@@ -39,7 +39,7 @@ def kinds(cases: int) -> Iterator[tuple[str, str, dict[str, object]]]:
 def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -> Work:
     """Grades the program so many times, and refuses to time what is not judged right."""
     sandbox = SandboxConfig(backend=backend, workers=workers)  # type: ignore[arg-type]
-    grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox), ())
+    grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
     problem = Problem(id="p", prompt="", columns={"tests": tests})
 
     def work(programs: int) -> None:

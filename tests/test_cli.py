@@ -46,6 +46,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("threepo 0.")
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "threepo", "data", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,6 +5,7 @@ Exit status: 0 done; 2 something in the input to mend, said in one line; 128 + n
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = _parse(parser, arguments)
     try:
-        return int(options.command(options))
+        status = int(options.command(options))
+        print(end="", flush=True)  # so that what is wrong with the output is found here
+        return status
+    except BrokenPipeError:  # whoever read it has enough, as `head` has; Python would write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a program that SIGPIPE ends
     except UserError as error:
         print(f"threepo: {error}", file=sys.stderr)
         return 2

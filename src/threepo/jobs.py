@@ -170,7 +170,7 @@ def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
 def _heldout_set(config: EvaluationConfig) -> _Set:
     """The held-out problems of [data]."""
     data, source = config.data, open_heldout(config.data)
-    graded = with_grader(source, config.reward)
+    graded = with_grader(source, config.reward, data)
     votes = _has_answers(config, source.verifier)
     name = data.eval or data.train
     return _Set(data_label(data), name, data.prompt_template, graded, data, config.eval.problems, votes)

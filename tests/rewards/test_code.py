@@ -1,6 +1,7 @@
 """Verdicts on programs: what is taken from a completion, how tests are read, what an output is compared with."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program
 from threepo.rewards.code_tests import parse_tests, same_text, same_value
-from threepo.rewards.grading import load_grader
+from threepo.rewards.grading import lack, load_grader
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -34,7 +35,7 @@ def fenced(program: str) -> str:
 @pytest.fixture(params=BACKENDS)
 def grader(request: pytest.FixtureRequest) -> CodeGrader:
     sandbox = SandboxConfig(backend=request.param, memory_mib=512)
-    return CodeGrader(RewardConfig(function="code", sandbox=sandbox), ())
+    return CodeGrader(RewardConfig(function="code", sandbox=sandbox))
 
 
 def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
@@ -62,7 +63,7 @@ def test_the_program_is_the_last_python_block_or_the_first_of_any(completion: st
 
 
 def test_no_program_is_no_answer() -> None:
-    grader = CodeGrader(RewardConfig(function="code", sandbox=SandboxConfig(backend="unconfined")), ())
+    grader = CodeGrader(RewardConfig(function="code", sandbox=SandboxConfig(backend="unconfined")))
     found = grader.grade("I do not know", parse_tests({"inputs": [""], "outputs": [""]}))
     assert found == Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
 
@@ -162,8 +163,10 @@ def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_tests(tests)
     problem = Problem(id="p", prompt="", columns={"tests": tests}, place="problems.jsonl, row 3")
-    with pytest.raises(UserError, match=r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason):
+    message = r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*, set data.tests_column"
+    with pytest.raises(UserError, match=message):
         load_grader(RewardConfig(function="code"), None, [problem])
+    assert re.search(reason, lack(RewardConfig(function="code"), None, problem))
 
 
 ADD = "def add(a, b):\n    return a + b"

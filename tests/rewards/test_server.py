@@ -103,7 +103,7 @@ def settings(server: Server, **fields: Any) -> SandboxConfig:
 
 
 def grader(server: Server, **fields: Any) -> CodeGrader:
-    return CodeGrader(RewardConfig(function="code", sandbox=settings(server, **fields)), ())
+    return CodeGrader(RewardConfig(function="code", sandbox=settings(server, **fields)))
 
 
 ADD = "def add(a, b):\n    return a + b"

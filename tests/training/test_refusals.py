@@ -59,9 +59,9 @@ def config(*settings: str) -> TrainConfig:
     ("row", "message"),
     [
         (LONG, r"bad.jsonl, row 4: prompt of 61 tokens and max_new_tokens = 4 .* context of 64; .*too_long = 'drop'"),
-        ({"prompt": ""}, "bad.jsonl, row 4: has no answer"),
+        ({"prompt": "a"}, "bad.jsonl, row 4: has no answer"),
         ({"prompt": "", "answer": 1}, "bad.jsonl, row 4: its prompt is empty"),
-        ({"prompt": "a", "gold": 1}, r"bad.jsonl, row 4: has no answer, .* 'answer', 'gold'; set data.answer_column"),
+        ({"prompt": "a", "gold": 1}, r"row 4: has no answer, .* 'answer', 'gold'; .* data.answer_column, .* = 'skip'"),
         ({"prompt": "a", "answer": None}, "bad.jsonl, row 4: has no answer"),
         ({"prompt": "a", "answer": 1, "completions": "b"}, "has a column 'completions'"),
     ],
@@ -74,6 +74,18 @@ def test_one_bad_row_anywhere_is_refused_before_a_folder_is_made(
     with pytest.raises(UserError, match=message):
         jobs.train(config(f"data.{split}=bad.jsonl", *(["eval.every=1"] if split == "eval" else [])))
     assert not Path("run").exists()
+
+
+def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    write("bad.jsonl", [ROWS[0], {"prompt": ""}, {"prompt": "a"}, {"prompt": "a", "answer": " "}, *ROWS[1:]])
+    run = jobs.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.steps=1"))
+    said = capsys.readouterr().err
+    assert "bad.jsonl: left out 1 of 9 rows as broken: row 2: its prompt is empty" in said
+    assert "bad.jsonl: left out 2 of 9 rows as broken: row 3: has no answer, " in said
+    assert json.loads((run / "summary.json").read_text())["data"]["broken"] == 3
+    write("bad.jsonl", [{"prompt": "a"}])
+    with pytest.raises(UserError, match="bad.jsonl: holds no problems"):
+        jobs.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.folder=other"))
 
 
 @pytest.mark.parametrize("what", ["eval.max_new_tokens=20", "data.train=long.jsonl", "data.eval=long.jsonl"])

@@ -133,8 +133,8 @@ class DataConfig:
     """Problems of a finite data set to train on with longer prompts, in tokens with the chat template, are left out and
     counted; 0: none are. Held-out problems are not limited."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows of a finite data set that are not as they should be: `error` refuses the data, naming the first; `skip`
-    leaves them out and says how many, naming a few."""
+    """Rows of a finite data set that are not as they should be, or lack what the reward needs: `error` refuses the
+    data, naming the first; `skip` leaves them out and says how many, naming a few."""
 
     def __post_init__(self) -> None:
         require(

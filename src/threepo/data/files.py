@@ -52,6 +52,8 @@ def _prompt(row: Row, settings: DataConfig) -> str | tuple[Any, ...]:
         )
     prompt = row[settings.prompt_column]
     if isinstance(prompt, str):
+        if not prompt:
+            raise BrokenRow("its prompt is empty")
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
         return tuple(map(without_nulls, prompt))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from threepo.config import DataConfig
@@ -49,6 +49,19 @@ class FiniteProblems:
     def known(self) -> Sequence[Problem]:
         """All problems."""
         return self.problems
+
+    def without(self, fault: Callable[[Problem], str]) -> "FiniteProblems":
+        """Without those that have a fault: counted and reported as broken, as rows are."""
+        faults = {problem.id: fault(problem) for problem in self.problems}
+        here = f"{self.source}, "
+        broken = [f"{p.label.removeprefix(here)}: {faults[p.id]}" for p in self.problems if faults[p.id]]
+        if not broken:
+            return self
+        _report(self.source, broken, self.rows)
+        kept = tuple(problem for problem in self.problems if not faults[problem.id])
+        if not kept:
+            raise UserError(f"{self.source}: holds no problems")
+        return replace(self, problems=kept, broken=self.broken + len(broken))
 
     def counts(self) -> dict[str, int]:
         """What became of the rows, for the run's summary and for people."""

@@ -72,6 +72,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return local(tensor).contiguous()
 
 
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """As `_dense`, for what is written and not read: where memory has another order, nothing is copied into it."""
+    own = local(tensor)
+    return own if own.is_contiguous() else torch.empty(own.shape, dtype=own.dtype, device=own.device)
+
+
 class _Batch:
     """Jobs that wait until there are enough of them, or until one comes that other kernels take."""
 
@@ -121,7 +127,7 @@ def perturb(work: Iterable[Perturb]) -> None:
     for out, mean, hessian, key, scale, _ in work:
         _check(mean, (out,), (hessian,))
         m, h = _dense(mean), _dense(hessian)
-        target = m if out is mean else _dense(out)
+        target = m if out is mean else _blank(out)
         batch.add(backend(m, target, h), Perturb(target, m, h, key, scale), mean)
         batch.wrote(out, target)
     batch.run()

@@ -16,7 +16,6 @@ from contextlib import closing
 from typing import Any
 
 from threepo.config import RewardConfig
-from threepo.errors import UserError
 from threepo.rewards.code_tests import CodeTests, parse_tests
 from threepo.rewards.sandbox.open import open_sandbox
 from threepo.types import Problem, Verdict
@@ -28,9 +27,7 @@ COLUMN = "tests"
 class CodeGrader:
     """Grades programs, several at a time; the problems' tests are in their column `tests`."""
 
-    def __init__(self, settings: RewardConfig, known: Sequence[Problem]) -> None:
-        for problem in known:
-            _tests_of(problem)
+    def __init__(self, settings: RewardConfig) -> None:
         self._binary = settings.scoring != "passed_share"
         self._sandbox = open_sandbox(settings.sandbox)
         self._pool = ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="sandbox")
@@ -39,7 +36,7 @@ class CodeGrader:
         self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
     ) -> list[Verdict]:
         """A verdict for each completion."""
-        tests = {id(problem): _tests_of(problem) for problem in problems}  # most come many times
+        tests = {id(problem): tests_of(problem) for problem in problems}  # most come many times
         pairs = [(text, tests[id(problem)]) for problem, text in zip(problems, texts, strict=True)]
         return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
 
@@ -101,11 +98,12 @@ def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[f
 
 @functools.cache
 def _default_grader() -> CodeGrader:
-    return CodeGrader(RewardConfig(function="code"), ())
+    return CodeGrader(RewardConfig(function="code"))
 
 
-def _tests_of(problem: Problem) -> CodeTests:
+def tests_of(problem: Problem) -> CodeTests:
+    """The tests in the problem's column; `ValueError` if they are in no form that is known."""
     try:
         return parse_tests(problem.columns.get(COLUMN))
     except ValueError as error:
-        raise UserError(f"{problem.label}: its tests (column {COLUMN!r}) {error}; mend the data") from error
+        raise ValueError(f"its tests (column {COLUMN!r}) {error}") from error

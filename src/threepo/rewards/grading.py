@@ -38,29 +38,32 @@ def load_grader(settings: RewardConfig, verifier: Verify | VerifierName | None, 
 
     `known` are problems that it will have to do with: what it lacks of them is said now, and not in the run.
     """
-    function = settings.function
-    if function == "task":
-        if verifier is None:
+    function = _function(settings, verifier)
+    for problem in known:
+        if reason := _lack(function, problem):
+            column = "tests_column" if function == "code" else "answer_column"
             raise UserError(
-                "reward.function = 'task': a data file has no verifier of its own; set reward.function to 'exact', "
-                "'math', 'code' or to your own 'module:function'"
+                f"{problem.label}: {reason}; mend the data, set data.{column}, or leave such rows out with "
+                f"data.broken_rows = 'skip'"
             )
-        if callable(verifier):
-            return _one_by_one(verifier)
-        function = verifier
+    if callable(function):
+        return _one_by_one(function)
     if function == "exact":
-        _refuse_without_answer(known, function)
         return _one_by_one(exact_match)
     if function == "math":
         from threepo.rewards.math import MathGrader
 
-        _refuse_without_answer(known, function)
         return MathGrader(settings)
     if function == "code":
         from threepo.rewards.code import CodeGrader
 
-        return CodeGrader(settings, known)
+        return CodeGrader(settings)
     return _user_grader(settings, known)
+
+
+def lack(settings: RewardConfig, verifier: Verify | VerifierName | None, problem: Problem) -> str:
+    """What `load_grader` would refuse a problem for: no answer, or tests that cannot be read; empty for none."""
+    return _lack(_function(settings, verifier), problem)
 
 
 def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
@@ -69,13 +72,32 @@ def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion
     return [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
 
 
-def _refuse_without_answer(known: Sequence[Problem], function: str) -> None:
-    for problem in known:
-        if not problem.answer.strip():
-            raise UserError(
-                f"{problem.label}: has no answer, and reward.function = {function!r} needs one; its columns beside the "
-                f"prompt are {', '.join(map(repr, problem.columns)) or 'none'}; set data.answer_column"
-            )
+def _function(settings: RewardConfig, verifier: Verify | VerifierName | None) -> Verify | str:
+    """The function of the recipe, or that of the task where the recipe leaves it to that."""
+    if settings.function != "task":
+        return settings.function
+    if verifier is None:
+        raise UserError(
+            "reward.function = 'task': a data file has no verifier of its own; set reward.function to 'exact', "
+            "'math', 'code' or to your own 'module:function'"
+        )
+    return verifier
+
+
+def _lack(function: Verify | str, problem: Problem) -> str:
+    if function in ("exact", "math") and not problem.answer.strip():
+        return (
+            f"has no answer, and reward.function = {function!r} needs one; its columns beside the prompt are "
+            f"{', '.join(map(repr, problem.columns)) or 'none'}"
+        )
+    if function == "code":
+        from threepo.rewards.code import tests_of
+
+        try:
+            tests_of(problem)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def _one_by_one(verify: Verify) -> Grader:

@@ -26,7 +26,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics, sigma_growth
-from threepo.rewards.grading import Grader, load_grader
+from threepo.rewards.grading import Grader, lack, load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
 from threepo.rollout.vllm import VLLMEngine
@@ -121,9 +121,15 @@ class GradedProblems:
     grader: Grader
 
 
-def with_grader(source: OpenedSource, reward: RewardConfig) -> GradedProblems:
-    """Problems with the grader that the recipe names; `UserError` if it lacks anything of them."""
-    return GradedProblems(source.problems, load_grader(reward, source.verifier, source.problems.known()))
+def with_grader(source: OpenedSource, reward: RewardConfig, data: DataConfig) -> GradedProblems:
+    """Problems with the grader that the recipe names; what it lacks of one makes that one broken.
+
+    `data.broken_rows` says whether `UserError` is raised for those, or they are left out.
+    """
+    problems = source.problems
+    if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
+        problems = problems.without(lambda problem: lack(reward, source.verifier, problem))
+    return GradedProblems(problems, load_grader(reward, source.verifier, problems.known()))
 
 
 @dataclass(frozen=True)

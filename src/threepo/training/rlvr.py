@@ -210,8 +210,8 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     data, longest = config.data, config.sampling.max_new_tokens
-    training = with_grader(open_training(data), config.reward)
-    heldout = with_grader(open_heldout(data), config.reward) if config.eval.every else None
+    training = with_grader(open_training(data), config.reward, data)
+    heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     if config.run.tensorboard:
         TensorBoard.require()
     policy, optimizer, state = build_or_restore(
