@@ -1,7 +1,7 @@
 """What the log says about a posterior: is the Hessian alive, and how loud is the noise (method.md 1.6)?"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -42,7 +42,11 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
         total[1] += float(m.square().mean()) * p.numel()
     ratio, weight = torch.cat(ratios), torch.cat(weights).double()
     outside = ((ratio < 0.9) | (ratio > 1.1)).double()
-    metrics = {f"posterior/hessian_p{q:02d}": _quantile(ratio, weight, q / 100) for q in (5, 50, 95)}
+    levels = (5, 50, 95)
+    metrics = {
+        f"posterior/hessian_p{level:02d}": value
+        for level, value in zip(levels, _quantiles(ratio, weight, levels), strict=True)
+    }
     metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
     metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
     everything = [sum(column) for column in zip(*squares.values(), strict=True)]
@@ -84,8 +88,10 @@ def _root_ratio(sigma_square: float, weight_square: float) -> float:
     return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf
 
 
-def _quantile(values: torch.Tensor, weights: torch.Tensor, q: float) -> float:
+def _quantiles(values: torch.Tensor, weights: torch.Tensor, levels: Sequence[int]) -> list[float]:
+    """Of weighted values, at levels in per cent; sorting is what costs, so it is done once."""
     ordered, index = values.sort()
     cumulative = weights[index].cumsum(0)
-    at = int(torch.searchsorted(cumulative, q * cumulative[-1]).clamp(max=len(ordered) - 1))
-    return float(ordered[at])
+    sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
+    at = torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)
+    return ordered[at].tolist()
