@@ -17,15 +17,21 @@ from threepo.files import writable_folder, write_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = build_parser()
-    options = _parse(parser, arguments)
     try:
-        status = int(options.command(options))
-        print(end="", flush=True)  # so that what is wrong with the output is found here
-        return status
+        try:
+            return _main(arguments)
+        finally:  # also where argparse has printed help, and exits
+            print(end="", flush=True)  # so that what is wrong with the output is found here
     except BrokenPipeError:  # whoever read it has enough, as `head` has; Python would write the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a program that SIGPIPE ends
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    parser = build_parser()
+    options = _parse(parser, arguments)
+    try:
+        return int(options.command(options))
     except UserError as error:
         print(f"threepo: {error}", file=sys.stderr)
         return 2

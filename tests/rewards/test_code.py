@@ -157,13 +157,19 @@ def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: b
         ({"assert_case": ["assert f("]}, "'assert_case', which must be Python code: "),
         ({"functional": 3}, "'functional', which must be Python code"),
         ({"functional": "check(f)", "prefix": 3}, "'prefix', which must be Python code"),
+        ({"functional": "-" * 100_000 + "1"}, "'functional', which must be Python code"),
+        ("[" * 100_000, "are nested too deeply"),
+        ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "are nested too deeply"),
+        ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "which JSON cannot say: .*bytes"),
     ],
 )
 def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_tests(tests)
     problem = Problem(id="p", prompt="", columns={"tests": tests}, place="problems.jsonl, row 3")
-    message = r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*, set data.tests_column"
+    message = (
+        r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*; set data.tests_column, mend the data$"
+    )
     with pytest.raises(UserError, match=message):
         load_grader(RewardConfig(function="code"), None, [problem])
     assert re.search(reason, lack(RewardConfig(function="code"), None, problem))

@@ -61,7 +61,7 @@ def config(*settings: str) -> TrainConfig:
         (LONG, r"bad.jsonl, row 4: prompt of 61 tokens and max_new_tokens = 4 .* context of 64; .*too_long = 'drop'"),
         ({"prompt": "a"}, "bad.jsonl, row 4: has no answer"),
         ({"prompt": "", "answer": 1}, "bad.jsonl, row 4: its prompt is empty"),
-        ({"prompt": "a", "gold": 1}, r"row 4: has no answer, .* 'answer', 'gold'; .* data.answer_column, .* = 'skip'"),
+        ({"prompt": "a", "gold": 1}, r"row 4: has no answer, .* 'answer', 'gold'; set data.answer_column, .* = 'skip'"),
         ({"prompt": "a", "answer": None}, "bad.jsonl, row 4: has no answer"),
         ({"prompt": "a", "answer": 1, "completions": "b"}, "has a column 'completions'"),
     ],
@@ -84,8 +84,9 @@ def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.Captur
     assert "bad.jsonl: left out 2 of 9 rows as broken: row 3: has no answer, " in said
     assert json.loads((run / "summary.json").read_text())["data"]["broken"] == 3
     write("bad.jsonl", [{"prompt": "a"}])
-    with pytest.raises(UserError, match="bad.jsonl: holds no problems"):
+    with pytest.raises(UserError, match="bad.jsonl: holds no problems .*; row 1: has no answer, .* data.answer_column"):
         jobs.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.folder=other"))
+    assert "left out" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["eval.max_new_tokens=20", "data.train=long.jsonl", "data.eval=long.jsonl"])

@@ -57,10 +57,10 @@ class FiniteProblems:
         broken = [f"{p.label.removeprefix(here)}: {faults[p.id]}" for p in self.problems if faults[p.id]]
         if not broken:
             return self
-        _report(self.source, broken, self.rows)
         kept = tuple(problem for problem in self.problems if not faults[problem.id])
         if not kept:
-            raise UserError(f"{self.source}: holds no problems")
+            raise UserError(f"{self.source}: holds no problems that can be graded; {broken[0]}")
+        _report(self.source, broken, self.rows)
         return replace(self, problems=kept, broken=self.broken + len(broken))
 
     def counts(self) -> dict[str, int]:

@@ -59,6 +59,13 @@ class CodeTests:
 
 def parse_tests(tests: Any) -> CodeTests:
     """Tests from any of the forms; `ValueError` with the reason for anything else."""
+    try:
+        return _parsed(tests)
+    except RecursionError as error:
+        raise ValueError("are nested too deeply") from error
+
+
+def _parsed(tests: Any) -> CodeTests:
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -130,8 +137,8 @@ def _same_token(token: str, other: str) -> bool:
 def _refuse_unless_code(code: Any, name: str) -> None:
     try:
         ast.parse(code)
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise ValueError(f"have {name!r}, which must be Python code: {error}") from error
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: nested deeply
+        raise ValueError(f"have {name!r}, which must be Python code: {error or type(error).__name__}") from error
 
 
 def _script(cases: Any, name: str, prefix: str) -> CodeTests:
@@ -182,7 +189,10 @@ def _arguments(given: Any) -> str:
             raise ValueError(f"have 'inputs' with a line that is no JSON ({error})") from error
     elif not isinstance(given, Sequence):
         raise ValueError(f"have 'inputs' with {given!r}, which must be the list of the function's arguments")
-    return json.dumps(given)
+    try:
+        return json.dumps(given)
+    except TypeError as error:  # bytes or a time, which parquet has
+        raise ValueError(f"have 'inputs' with {given!r}, which JSON cannot say: {error}") from error
 
 
 def _result(given: Any, result: Any) -> Any:

@@ -33,19 +33,19 @@ class Grader(Protocol):
         """Each text is a completion of the problem at its place, made of the tokens at its place."""
 
 
-def load_grader(settings: RewardConfig, verifier: Verify | VerifierName | None, known: Sequence[Problem]) -> Grader:
+def load_grader(
+    settings: RewardConfig, verifier: Verify | VerifierName | None, known: Sequence[Problem], *, rows: bool = False
+) -> Grader:
     """The grader that `reward.function` names; `verifier` is that of the data source, if it has one.
 
-    `known` are problems that it will have to do with: what it lacks of them is said now, and not in the run.
+    `known` are problems that it will have to do with: what it lacks of them is said now, and not in the run. `rows`:
+    they are rows of a data set that `data.broken_rows` can leave out.
     """
     function = _function(settings, verifier)
     for problem in known:
         if reason := _lack(function, problem):
-            column = "tests_column" if function == "code" else "answer_column"
-            raise UserError(
-                f"{problem.label}: {reason}; mend the data, set data.{column}, or leave such rows out with "
-                f"data.broken_rows = 'skip'"
-            )
+            skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
+            raise UserError(f"{problem.label}: {reason}, mend the data{skip}")
     if callable(function):
         return _one_by_one(function)
     if function == "exact":
@@ -88,7 +88,7 @@ def _lack(function: Verify | str, problem: Problem) -> str:
     if function in ("exact", "math") and not problem.answer.strip():
         return (
             f"has no answer, and reward.function = {function!r} needs one; its columns beside the prompt are "
-            f"{', '.join(map(repr, problem.columns)) or 'none'}"
+            f"{', '.join(map(repr, problem.columns)) or 'none'}; set data.answer_column"
         )
     if function == "code":
         from threepo.rewards.code import tests_of
@@ -96,7 +96,7 @@ def _lack(function: Verify | str, problem: Problem) -> str:
         try:
             tests_of(problem)
         except ValueError as error:
-            return str(error)
+            return f"{error}; set data.tests_column"
     return ""
 
 

@@ -126,10 +126,10 @@ def with_grader(source: OpenedSource, reward: RewardConfig, data: DataConfig) ->
 
     `data.broken_rows` says whether `UserError` is raised for those, or they are left out.
     """
-    problems = source.problems
+    problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
         problems = problems.without(lambda problem: lack(reward, source.verifier, problem))
-    return GradedProblems(problems, load_grader(reward, source.verifier, problems.known()))
+    return GradedProblems(problems, load_grader(reward, source.verifier, problems.known(), rows=finite))
 
 
 @dataclass(frozen=True)
