@@ -1,7 +1,7 @@
 """What runs inside the sandbox: starts the program for each of its tests, and tells how that ended.
 
-The parent sends this module as compiled code, for some tests with `scripts` and `crossing`, which run in one namespace
-with it. So it imports nothing of threepo, and only what it needs: every import delays every program.
+The parent sends this module as compiled code, for some tests with `scripts`, `remote` and `crossing`, which run in one
+namespace with it. So it imports nothing of threepo, and only what it needs: every import delays every program.
 
 The harness reads the job and holds `control`, the only channel whose word is believed. The program runs in a process of
 its own, forked from the harness before the harness knows anything that the program must not know; it holds no

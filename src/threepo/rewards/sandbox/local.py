@@ -22,7 +22,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import crossing, harness, scripts, seccomp
+from threepo.rewards.sandbox import crossing, harness, remote, scripts, seccomp
 from threepo.rewards.sandbox.interface import Ending, Job, Outcome, TestKind
 
 OUTPUT_LIMIT = 16 << 20
@@ -250,7 +250,7 @@ def _last_words(process: subprocess.Popen[bytes]) -> str:
 @functools.cache
 def _harness(kind: TestKind) -> tuple[CodeType, ...]:
     """What tests of this kind need inside."""
-    modules = (crossing, harness, scripts) if kind == "script" else (harness,)
+    modules = (crossing, harness, remote, scripts) if kind == "script" else (harness,)
     return tuple(compile(inspect.getsource(module), module.__name__, "exec", optimize=2) for module in modules)
 
 
