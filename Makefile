@@ -13,7 +13,7 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 TORCH_INDEX ?=
 
-BUILT_FROM := pyproject.toml hatch_build.py src/threepo/posterior/native.c src/threepo/rollout/decode_attention.c
+BUILT_FROM := pyproject.toml hatch_build.py $(wildcard src/threepo/*/*.[ch])
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

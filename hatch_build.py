@@ -10,12 +10,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# Value-changing optimisations stay off in the posterior: its numbers are the same bits on every machine. Attention may
-# add up in any order.
+# Value-changing optimisations stay off in the posterior: its numbers are the same bits on every machine. Attention and
+# products of the rollouts may differ from machine to machine.
 COMMON = ("-std=gnu99", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared")
 LIBRARIES = {
     Path("src/threepo/posterior/native.c"): ("_native.so", ("-ffp-contract=off",)),
     Path("src/threepo/rollout/decode_attention.c"): ("_decode_attention.so", ("-fopenmp-simd", "-Wno-psabi")),
+    Path("src/threepo/rollout/stacked_linear.c"): ("_stacked_linear.so", ("-Wno-psabi",)),
 }
 
 

@@ -16,7 +16,7 @@ from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout import cache, native
+from threepo.rollout import cache, native, stacked_linear
 from threepo.rollout.ensemble import Ensemble
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, Draw, Problem, Request
@@ -33,6 +33,15 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 3) ->
         for n, draw in enumerate(draws)
         for i in range(rollouts)
     ]
+
+
+def numbers_of(policy: Policy) -> int:
+    """What the weights of a draw take, the tied embedding once; matrices in whole panels if products are compiled."""
+    packed = stacked_linear.serves(64, torch.float32, torch.device("cpu"))
+    return sum(
+        stacked_linear.padded(p.shape[0]) * p.shape[1] if packed and p.dim() == 2 else p.numel()
+        for p in policy.model.parameters()
+    )
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -169,9 +178,11 @@ def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
     engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
     for draws in ([*DRAWS], [None]):
         engine.load(optimizer, draws, 0)
-        numbers = sum(p.numel() for p in policy.model.parameters())  # the tied embedding counts once
-        assert engine._ensemble.bytes == len(draws) * numbers * 2
+        assert engine._ensemble.bytes == len(draws) * numbers_of(policy) * 2
+    written = []
+    engine._ensemble.pack = written.append
     engine.load(optimizer, DRAWS, 0)
+    assert written == [0, 1, 2, 3]
     for n, draw in enumerate(DRAWS):
         for name, value in optimizer.weights(draw):
             assert torch.equal(engine._ensemble.views(n)[name], value.bfloat16())
@@ -277,7 +288,7 @@ def test_an_interrupted_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     policy = policy_of(FAMILIES["qwen2"])
-    weights = sum(p.numel() for p in policy.model.parameters()) * 4
+    weights = numbers_of(policy) * 4
     row = 112 * 3 * 2 * 2 * 16 * 4  # tokens (the cache has whole blocks of 16), layers, keys and values, heads, width
     row += 9 * SHAPE["vocab_size"] * 4  # to choose a token
     gib = 1 << 30
@@ -299,7 +310,7 @@ def test_a_batch_has_room_for_a_row_of_every_draw() -> None:
 def test_less_memory_means_fewer_rows_at_a_time() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    weights = sum(p.numel() for p in policy.model.parameters()) * 4
+    weights = numbers_of(policy) * 4
     requests = requests_for(policy, list(DRAWS[:2]))
     tokens = max(len(request.prompt_tokens) for request in requests) + SAMPLING.max_new_tokens
     row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4 + 9 * SHAPE["vocab_size"] * 4

@@ -1,11 +1,9 @@
 """Keys and values of the rows that are being decoded, and the attention over them.
 
-Every row has a slot with its own length, so rows of any lengths stand side by side without padding between their
-tokens, and a slot whose row has finished takes the next one. The layout puts the slots in front, so the first so many
-slots of all draws are one piece of memory: rows that are left over after others have finished are moved there.
+Every row has a place with its own length, so rows of any lengths stand side by side without padding between their
+tokens, and a place whose row has finished takes the next one.
 
-Legend: N draws, S slots of each draw, W slots in use, B = N * W rows, H heads, K heads of keys and values, D width of
-a head, T tokens, L positions of a prompt.
+Legend: S places, B rows, H heads, K heads of keys and values, D width of a head, T tokens, L positions of a prompt.
 """
 
 from collections.abc import Sequence
@@ -53,23 +51,23 @@ def attend(
 @dataclass
 class _Layer:
     keys: torch.Tensor
-    """[S, N, K, T, D]; blocked (see `RowCache`): [S, N, K, T / 16, D, 16]."""
+    """[S, K, T, D]; blocked: [S, K, T / 16, D, 16]."""
     values: torch.Tensor
-    """[S, N, K, T, D]."""
+    """[S, K, T, D]."""
     blocked: bool
     """Whether keys lie as the compiled kernel reads them: 16 tokens side by side."""
 
 
 def room_for(tokens: int) -> int:
-    """Tokens that a slot has memory for when it is to hold so many: whole blocks."""
+    """Tokens that a place has memory for when it is to hold so many: whole blocks."""
     return -(-tokens // LANES) * LANES
 
 
 class RowCache:
-    """The memory of N times S rows of at most `capacity` tokens."""
+    """The memory of S rows of at most `capacity` tokens."""
 
-    def __init__(self, draws: int, slots: int, capacity: int) -> None:
-        self.draws, self.slots = draws, slots
+    def __init__(self, places: int, capacity: int) -> None:
+        self.places = places
         self.capacity = room_for(capacity)
         self.layers: dict[int, _Layer] = {}
 
@@ -81,31 +79,29 @@ class RowCache:
             tokens = (self.capacity // LANES, width, LANES) if blocked else (self.capacity, width)
             # Torch multiplies what is masked by zero, so it must be a number; the compiled kernel never uses it.
             make = torch.empty if blocked else torch.zeros
-            rows = (self.slots, self.draws, heads)
             self.layers[index] = _Layer(
-                make(*rows, *tokens, dtype=k.dtype, device=k.device),
-                make(*rows, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
+                make(self.places, heads, *tokens, dtype=k.dtype, device=k.device),
+                make(self.places, heads, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
                 blocked,
             )
         return self.layers[index]
 
-    def move(self, draws: Sequence[int], sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` tokens of some rows from their slots to others of the same draw."""
+    def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
+        """Copy the first `tokens` tokens of some rows from their places to others."""
         for layer in self.layers.values():
             blocks = -(-tokens // LANES) if layer.blocked else tokens
-            layer.keys[targets, draws, :, :blocks] = layer.keys[sources, draws, :, :blocks]
-            layer.values[targets, draws, :, :tokens] = layer.values[sources, draws, :, :tokens]
+            layer.keys[targets, :, :blocks] = layer.keys[sources, :, :blocks]
+            layer.values[targets, :, :tokens] = layer.values[sources, :, :tokens]
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Read prompts, every different one of a draw once, into the slots of all its rows."""
+    """Read prompts, every different one of a draw once, into the places of all its rows."""
 
     cache: RowCache
     sources: Sequence[int]
     """For each row that starts: which prompt of the pass it has."""
-    slots: Sequence[int]
-    draws: Sequence[int]
+    places: Sequence[int]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
@@ -124,14 +120,14 @@ class Prefill:
 
     def _keep(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         length = k.shape[2]
-        layer.values[self.slots, self.draws, :, :length] = v[self.sources]
+        layer.values[self.places, :, :length] = v[self.sources]
         if layer.blocked:
             blocks = -(-length // LANES)
             k = F.pad(k, (0, 0, 0, blocks * LANES - length))
             k = k.view(*k.shape[:2], blocks, LANES, -1).transpose(-1, -2)
-            layer.keys[self.slots, self.draws, :, :blocks] = k[self.sources]
+            layer.keys[self.places, :, :blocks] = k[self.sources]
         else:
-            layer.keys[self.slots, self.draws, :, :length] = k[self.sources]
+            layer.keys[self.places, :, :length] = k[self.sources]
 
 
 @dataclass(frozen=True)
@@ -140,9 +136,11 @@ class Decode:
 
     cache: RowCache
     lengths: torch.Tensor
-    """[N, W] tokens of each row in the cache before this one."""
+    """[B] tokens of each row in the cache before this one."""
+    places: torch.Tensor
+    """[B] where each row's memory is; together all places below B."""
     longest: int
-    """The largest of them."""
+    """The largest length."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
@@ -150,33 +148,24 @@ class Decode:
         """See `Pass`; L is 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
-            return native.attend(q, k, v, memory.keys, memory.values, self.lengths, scale, window)
+            return native.attend(q, k, v, memory.keys, memory.values, self.lengths, self.places, scale, window)
         return self._attend_in_torch(memory, q, k, v, scale, window)
 
     def _attend_in_torch(
         self, memory: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        draws, width = self.lengths.shape
-        heads, tokens = k.shape[1], self.longest + 1
-
-        def by_slot(x: torch.Tensor) -> torch.Tensor:
-            """[B, heads, 1, D] to [W, N, heads, D]."""
-            return x.reshape(draws, width, x.shape[1], -1).transpose(0, 1)
-
-        lengths = self.lengths.t()
-        slots = torch.arange(width, device=q.device).unsqueeze(1)
-        places = (slots, torch.arange(draws, device=q.device), slice(None), lengths)
-        memory.keys[places], memory.values[places] = by_slot(k), by_slot(v)
-        distance = lengths.unsqueeze(-1) - torch.arange(tokens, device=q.device)
+        batch, heads, tokens = len(k), k.shape[1], self.longest + 1
+        memory.keys[self.places, :, self.lengths] = k[:, :, 0]
+        memory.values[self.places, :, self.lengths] = v[:, :, 0]
+        order = self.places.argsort()  # so that memory is read where it lies
+        lengths = self.lengths[order].unsqueeze(1)
+        distance = lengths - torch.arange(tokens, device=q.device)
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
-        # Heads that share keys become positions of one query; draws become heads. So memory is read where it lies.
-        queries = by_slot(q).reshape(width, draws * heads, -1, q.shape[-1])
         out = F.scaled_dot_product_attention(
-            queries,
-            memory.keys[:width, :, :, :tokens].flatten(1, 2),
-            memory.values[:width, :, :, :tokens].flatten(1, 2),
-            attn_mask=seen.repeat_interleave(heads, dim=1).unsqueeze(2),
+            q[order].view(batch, heads, -1, q.shape[-1]),  # heads that share keys become positions of one query
+            memory.keys[:batch, :, :tokens],
+            memory.values[:batch, :, :tokens],
+            attn_mask=seen.view(batch, 1, 1, tokens),
             scale=scale,
         )
-        out = out.view(width, draws, q.shape[1], -1).transpose(0, 1)
-        return out.reshape(draws * width, 1, q.shape[1], -1)
+        return torch.empty_like(out).index_copy_(0, order, out).view(batch, 1, q.shape[1], -1)

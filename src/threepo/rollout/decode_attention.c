@@ -15,6 +15,7 @@
 #define MOST_TILE 4 /* query heads served by one reading */
 #define MOST_WIDTH 256
 #define CHUNKS 4 /* vectors of a value that are summed at a time */
+#define ROWS 8   /* that a thread takes at a time */
 #define INLINE static inline __attribute__((always_inline))
 
 /* One version for each level of x86-64, chosen when the library is loaded (GCC has that since 12); else the basic one. */
@@ -30,18 +31,16 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 /* Same fields, in the same order, as in native.py. */
 typedef struct {
-    int64_t draws, width; /* row = draw * width + slot; its memory is number slot * draws + draw */
-    int64_t heads, key_heads, key_width, value_width, capacity, window;
-    float scale;
-    int32_t bfloat16;
-} Shape;
-
-typedef struct {
+    int64_t rows, heads, key_heads, key_width, value_width, capacity, window;
     const void *query, *key, *value;
     char *key_cache, *value_cache, *out;
-    const int64_t *lengths;
-    float *scores; /* [MOST_TILE, capacity] */
-} Memory;
+    const int64_t *lengths; /* [rows] tokens of each in the cache before this one */
+    const int64_t *places;  /* [rows] which memory of the cache is its own */
+    int64_t next;           /* row to be taken */
+    float scale;
+    int32_t bfloat16;
+    int32_t failed; /* no memory */
+} Attention;
 
 INLINE Vector load(const void *from, int64_t at, const int half)
 {
@@ -96,7 +95,7 @@ INLINE float exp_negative(float x)
 }
 
 /* Scores of the tokens begin..length of one key head for `tile` query heads; 0 <= begin <= length. */
-INLINE void score(const void *query, const void *keys, float *scores, int64_t begin, int64_t length, const Shape *s,
+INLINE void score(const void *query, const void *keys, float *scores, int64_t begin, int64_t length, const Attention *s,
                   const int tile, const int64_t width, const int half)
 {
     float q[MOST_TILE][MOST_WIDTH];
@@ -139,7 +138,7 @@ INLINE void softmax(float *scores, int64_t begin, int64_t length)
 }
 
 /* Sums of `chunks` vectors of the values, from element d on, weighed by the scores of each query head. */
-INLINE void weigh(const void *values, void *out, const float *scores, int64_t begin, int64_t length, const Shape *s,
+INLINE void weigh(const void *values, void *out, const float *scores, int64_t begin, int64_t length, const Attention *s,
                   int64_t d, const int chunks, const int tile, const int64_t width, const int half)
 {
     Vector sum[MOST_TILE][CHUNKS];
@@ -159,7 +158,7 @@ INLINE void weigh(const void *values, void *out, const float *scores, int64_t be
 }
 
 INLINE void heads(const void *query, const void *keys, const void *values, void *out, float *scores, int64_t begin,
-                  int64_t length, const Shape *s, const int tile, const int64_t kw, const int64_t vw, const int half)
+                  int64_t length, const Attention *s, const int tile, const int64_t kw, const int64_t vw, const int half)
 {
     score(query, keys, scores, begin, length, s, tile, kw, half);
     for (int g = 0; g < tile; g++)
@@ -177,12 +176,11 @@ typedef struct {
     char *keys, *values;
 } Place;
 
-INLINE Place place_of(int64_t row, int64_t head, const Memory *m, const Shape *s, int64_t kw, int64_t vw, int64_t size)
+INLINE Place place_of(int64_t row, int64_t head, const Attention *s, int64_t kw, int64_t vw, int64_t size)
 {
-    int64_t length = m->lengths[row], slot = row % s->width * s->draws + row / s->width;
-    int64_t at = (slot * s->key_heads + head) * s->capacity * size;
+    int64_t length = s->lengths[row], at = (s->places[row] * s->key_heads + head) * s->capacity * size;
     int64_t begin = s->window > 0 && length + 1 > s->window ? length + 1 - s->window : 0;
-    return (Place){row, head, begin, length, m->key_cache + at * kw, m->value_cache + at * vw};
+    return (Place){row, head, begin, length, s->key_cache + at * kw, s->value_cache + at * vw};
 }
 
 /* Places lie apart in memory, where the processor's own prefetching starts anew each time: ask for the next one while
@@ -196,39 +194,40 @@ INLINE void fetch(Place p, int64_t kw, int64_t vw, int64_t size)
         __builtin_prefetch(p.values + at, 0, 2);
 }
 
-INLINE void keep(Place p, const Memory *m, const Shape *s, int64_t kw, int64_t vw, int64_t size)
+INLINE void keep(Place p, const Attention *s, int64_t kw, int64_t vw, int64_t size)
 {
-    const char *key = (const char *)m->key + (p.row * s->key_heads + p.head) * kw * size;
-    const char *value = (const char *)m->value + (p.row * s->key_heads + p.head) * vw * size;
+    const char *key = (const char *)s->key + (p.row * s->key_heads + p.head) * kw * size;
+    const char *value = (const char *)s->value + (p.row * s->key_heads + p.head) * vw * size;
     char *block = p.keys + (p.length / LANES * kw * LANES + p.length % LANES) * size;
     for (int64_t d = 0; d < kw; d++)
         memcpy(block + d * LANES * size, key + d * size, (size_t)size);
     memcpy(p.values + p.length * vw * size, value, (size_t)(vw * size));
 }
 
-INLINE void rows(int64_t first, int64_t count, const Memory *m, const Shape *s, const int64_t kw, const int64_t vw,
+INLINE void rows(int64_t first, int64_t count, float *scores, const Attention *s, const int64_t kw, const int64_t vw,
                  const int half)
 {
     int64_t group = s->heads / s->key_heads, size = half ? 2 : 4;
-    Place next = place_of(first, 0, m, s, kw, vw, size);
+    Place next = place_of(first, 0, s, kw, vw, size);
     for (int64_t unit = 0; unit < count * s->key_heads; unit++) {
         Place p = next;
         if (unit + 1 < count * s->key_heads) {
-            next = place_of(first + (unit + 1) / s->key_heads, (unit + 1) % s->key_heads, m, s, kw, vw, size);
+            next = place_of(first + (unit + 1) / s->key_heads, (unit + 1) % s->key_heads, s, kw, vw, size);
             fetch(next, kw, vw, size);
         }
-        keep(p, m, s, kw, vw, size);
+        keep(p, s, kw, vw, size);
         for (int64_t g = 0; g < group;) {
-            const char *query = (const char *)m->query + (p.row * s->heads + p.head * group + g) * kw * size;
-            char *out = m->out + (p.row * s->heads + p.head * group + g) * vw * size;
+            int64_t head = p.row * s->heads + p.head * group + g;
+            const char *query = (const char *)s->query + head * kw * size;
+            char *out = s->out + head * vw * size;
             if (group - g >= 4) {
-                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 4, kw, vw, half);
+                heads(query, p.keys, p.values, out, scores, p.begin, p.length, s, 4, kw, vw, half);
                 g += 4;
             } else if (group - g >= 2) {
-                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 2, kw, vw, half);
+                heads(query, p.keys, p.values, out, scores, p.begin, p.length, s, 2, kw, vw, half);
                 g += 2;
             } else {
-                heads(query, p.keys, p.values, out, m->scores, p.begin, p.length, s, 1, kw, vw, half);
+                heads(query, p.keys, p.values, out, scores, p.begin, p.length, s, 1, kw, vw, half);
                 g += 1;
             }
         }
@@ -237,27 +236,29 @@ INLINE void rows(int64_t first, int64_t count, const Memory *m, const Shape *s, 
 
 __attribute__((visibility("default"))) int threepo_decode_attention_version(void)
 {
-    return 1;
+    return 2;
 }
 
-/* Rows first..first+count-1: take in their new keys and values, then attend. Returns 1 if there is no memory. */
-EXPORT int threepo_decode_attention(int64_t first, int64_t count, const void *query, const void *key,
-                                    const void *value, void *key_cache, void *value_cache, const int64_t *lengths,
-                                    void *out, const Shape *s)
+/* Take rows until none is left: put their new keys and values into the cache, then attend. Any number of threads may
+ * call it with the same work. */
+EXPORT void threepo_decode_attention_work(Attention *s)
 {
-    float *scores = malloc((size_t)(MOST_TILE * s->capacity) * sizeof(float));
-    if (!scores)
-        return 1;
-    Memory m = {query, key, value, key_cache, value_cache, out, lengths, scores};
+    float *scores = malloc((size_t)(MOST_TILE * s->capacity) * sizeof(float)); /* [MOST_TILE, capacity] */
+    if (!scores) {
+        __atomic_store_n(&s->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
     int common = s->key_width == 64 && s->value_width == 64; /* as a constant, so that loops are unrolled */
-    if (s->bfloat16 && common)
-        rows(first, count, &m, s, 64, 64, 1);
-    else if (s->bfloat16)
-        rows(first, count, &m, s, s->key_width, s->value_width, 1);
-    else if (common)
-        rows(first, count, &m, s, 64, 64, 0);
-    else
-        rows(first, count, &m, s, s->key_width, s->value_width, 0);
+    for (int64_t first; (first = __atomic_fetch_add(&s->next, ROWS, __ATOMIC_RELAXED)) < s->rows;) {
+        int64_t count = s->rows - first < ROWS ? s->rows - first : ROWS;
+        if (s->bfloat16 && common)
+            rows(first, count, scores, s, 64, 64, 1);
+        else if (s->bfloat16)
+            rows(first, count, scores, s, s->key_width, s->value_width, 1);
+        else if (common)
+            rows(first, count, scores, s, 64, 64, 0);
+        else
+            rows(first, count, scores, s, s->key_width, s->value_width, 0);
+    }
     free(scores);
-    return 0;
 }

@@ -1,6 +1,6 @@
 """Decoding the rows of several policies in one batch: who is in it, token by token.
 
-Legend: N draws, S slots of each draw, W slots in use, R rows asked for, T new tokens, V vocabulary.
+Legend: N draws, B rows in the batch, ordered by draw, R rows asked for, T new tokens, V vocabulary.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ import torch
 from threepo.config import SamplingConfig
 from threepo.posterior.noise import Key, uniforms
 from threepo.rollout.cache import Decode, Prefill, RowCache
-from threepo.rollout.ensemble import Ensemble
+from threepo.rollout.ensemble import Ensemble, Rows
 from threepo.rollout.sampling import choose, processed_logprobs
 
 SETTLE_BELOW = 7 / 8
@@ -44,8 +44,8 @@ class Decoding:
         stops: Sequence[int],
         sampling: SamplingConfig,
     ) -> None:
-        self._ensemble, self._waiting, self._sampling = ensemble, waiting, sampling
-        self._draws, self._slots = len(waiting), slots
+        """`slots` is how many rows of a draw are decoded together, at most, each of `capacity` tokens at most."""
+        self._ensemble, self._waiting, self._slots, self._sampling = ensemble, waiting, slots, sampling
         self._device = ensemble.device
         jobs = sorted((job for queue in waiting for job in queue), key=lambda job: job.index)
         self._none = rows = len(jobs)
@@ -57,20 +57,22 @@ class Decoding:
         self._logprobs = torch.zeros(rows + 1, longest, device=self._device)
         self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)
         self._stops = torch.tensor(stops, dtype=torch.int64, device=self._device)
-        self._cache = RowCache(self._draws, slots, capacity)
-        self._jobs: list[list[Job | None]] = [[None] * slots for _ in waiting]
-        """Who sits where, as the host knows it: brought up to date when the batch settles."""
-        self._state = _State(self._draws, slots, self._none, self._device)
-        self._width = 0
+        self._cache = RowCache(len(waiting) * slots, capacity)
+        self._batch = _Batch(torch.empty(len(_Batch.FIELDS), 0, dtype=torch.int64, device=self._device))
+        self._counts = [0] * len(waiting)
+        """Rows of each draw in the batch."""
+        self._rows = Rows(self._counts, self._device)
+        self._places: list[int] = []
+        """Where in the cache each row of the batch is, as the host knows it."""
 
     def run(self) -> list[tuple[list[int], list[float]]]:
         """Decode all rows; tokens and log-probs of each, in the order of their indices."""
         self._settle()
-        while self._width:
+        while any(self._counts):
             running = self._advance()
-            width = max(running)
+            size, after = sum(self._counts), self._size(running)
             room = sum(min(len(queue), self._slots - n) for queue, n in zip(self._waiting, running, strict=True))
-            if width <= SETTLE_BELOW * self._width or room > (1 - SETTLE_BELOW) * self._draws * self._slots:
+            if after <= SETTLE_BELOW * size or room > (1 - SETTLE_BELOW) * len(self._counts) * self._slots:
                 self._settle()
         lengths = self._lengths.tolist()
         return [
@@ -78,125 +80,141 @@ class Decoding:
             for i in range(self._none)
         ]
 
+    def _size(self, running: Sequence[int]) -> int:
+        """Of a batch with so many rows of each draw: some stand empty where all draws need to have equally many."""
+        return sum(running) if self._ensemble.ragged else len(running) * max(running)
+
     def _advance(self) -> list[int]:
         """One more token of every row; returns how many rows of each draw go on."""
-        state, sampling = self._state, self._sampling
-        row, length, token, made = (x[:, : self._width] for x in (state.row, state.length, state.token, state.made))
-        logits = self._forward(token, length)
+        batch, sampling = self._batch, self._sampling
+        logits = self._forward()
         distribution = processed_logprobs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-        place = (row * sampling.max_new_tokens + made).flatten()  # in the tables of rows and new tokens
+        place = batch.row * sampling.max_new_tokens + batch.made  # in the tables of rows and new tokens
         random = self._random.take(place)
         chosen = choose(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
         self._tokens.put_(place, chosen)
         self._logprobs.put_(place, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
-        token.copy_(chosen.view_as(token))
-        going = row != self._none
-        made += going
-        length += going
-        over = going & (torch.isin(token, self._stops) | (made == sampling.max_new_tokens))
-        self._lengths.put_(row, made)
-        # An empty slot keeps decoding, at the beginning of its memory, until the batch settles.
-        row.masked_fill_(over, self._none)
-        length.masked_fill_(over, 0)
-        made.masked_fill_(over, 0)
-        return (row != self._none).sum(dim=1).tolist()
+        batch.token.copy_(chosen)
+        going = batch.row != self._none
+        batch.made += going
+        batch.length += going
+        over = going & (torch.isin(chosen, self._stops) | (batch.made == sampling.max_new_tokens))
+        self._lengths.put_(batch.row, batch.made)
+        # A row that is over keeps decoding, at the beginning of its memory, until the batch settles.
+        batch.row.masked_fill_(over, self._none)
+        batch.length.masked_fill_(over, 0)
+        batch.made.masked_fill_(over, 0)
+        return self._rows.draws[batch.row != self._none].bincount(minlength=len(self._counts)).tolist()
 
-    def _forward(self, token: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Logits [N * W, V] of the tokens after these [N, W], which go into the cache."""
-        rows = Decode(self._cache, length.contiguous(), int(length.max()))
-        output = self._ensemble.model(
-            input_ids=token.reshape(-1, 1), position_ids=length.reshape(-1, 1), use_cache=False, rows=rows
+    def _forward(self) -> torch.Tensor:
+        """Logits [B, V] of what follows the tokens of the batch, which go into the cache."""
+        batch = self._batch
+        output = self._ensemble.deal(self._rows)(
+            input_ids=batch.token.unsqueeze(1),
+            position_ids=batch.length.unsqueeze(1),
+            use_cache=False,
+            rows=Decode(self._cache, batch.length, batch.place, int(batch.length.max())),
         )
         return output.logits[:, -1]  # type: ignore[no-any-return]
 
     # Who is in the batch
 
     def _settle(self) -> None:
-        """Bring the running rows of each draw together in its first slots, and fill the others from its queue."""
-        row = self._state.row.tolist()
-        moves, started = [], []
-        for n, jobs in enumerate(self._jobs):
-            jobs[:] = [job if row[n][s] != self._none else None for s, job in enumerate(jobs)]
-            running = [s for s, job in enumerate(jobs) if job]
-            free = iter(s for s in range(len(running)) if not jobs[s])
-            for source in running[::-1]:
-                target = next(free, None)
-                if target is None:
-                    break
-                moves.append((n, source, target))
-                jobs[target], jobs[source] = jobs[source], None
-            for s in range(len(running), self._slots):
-                if not self._waiting[n]:
-                    break
-                job = jobs[s] = self._waiting[n].popleft()
-                started.append((n, s, job))
+        """Take out the rows that are over, let waiting ones in, and bring all together in the first places."""
+        rows, position = self._batch.row.tolist(), 0
+        stayed: list[list[int]] = []
+        """Of each draw, the positions in the old batch of the rows that go on."""
+        for count in self._counts:
+            stayed.append([i for i in range(position, position + count) if rows[i] != self._none])
+            position += count
+        begin = [
+            [queue.popleft() for _ in range(min(len(queue), self._slots - len(mine)))]
+            for queue, mine in zip(self._waiting, stayed, strict=True)
+        ]
+        counts = [len(mine) + len(new) for mine, new in zip(stayed, begin, strict=True)]
+        size = self._size(counts)
+        if not self._ensemble.ragged:
+            counts = [max(counts)] * len(counts)
+        held = {self._places[i] for mine in stayed for i in mine}
+        free = (place for place in range(size) if place not in held)
+        sources, places, moves, started = [], [], [], []
+        for n, count in enumerate(counts):
+            for i in stayed[n]:
+                place = self._places[i] if self._places[i] < size else next(free)
+                if place != self._places[i]:
+                    moves.append((self._places[i], place))
+                sources.append(i)
+                places.append(place)
+            started += [(n, len(places) + i, job) for i, job in enumerate(begin[n])]
+            new = count - len(stayed[n])
+            sources += [-1] * new
+            places += [-1] * new  # those left, when all that stay have theirs
+        places = [next(free) if place < 0 else place for place in places]
         if moves:
-            draws, sources, targets = zip(*moves, strict=True)
-            self._cache.move(draws, sources, targets, int(self._state.length.max()))
-            self._state.move(draws, sources, targets)
+            longest = int(self._batch.length.max())
+            self._cache.move([before for before, _ in moves], [after for _, after in moves], longest)
+        self._batch = self._batch.of(sources, places, self._none)
+        if counts != self._counts:
+            self._rows = Rows(counts, self._device)
+        self._counts, self._places = counts, places
         if started:
             self._start(started)
-        self._width = max(sum(job is not None for job in jobs) for jobs in self._jobs)
 
     def _start(self, started: list[tuple[int, int, Job]]) -> None:
-        """Read the prompts of rows (draw, slot, job) that begin, all but the last token, which is decoded as any."""
-        state = self._state
-        places = [n for n, _, _ in started], [s for _, s, _ in started]
+        """Read the prompts of rows (draw, position, job) that begin, but the last token, which is decoded as any."""
+        batch = self._batch
+        positions = [position for _, position, _ in started]
         prompts = [job.prompt for _, _, job in started]
-        state.row[places] = torch.tensor([job.index for _, _, job in started], device=self._device)
-        state.length[places] = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
-        state.token[places] = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
-        state.made[places] = 0
-        different: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(self._draws)]
-        for n, s, job in started:
+        batch.row[positions] = torch.tensor([job.index for _, _, job in started], device=self._device)
+        batch.length[positions] = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
+        batch.token[positions] = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
+        different: list[dict[tuple[int, ...], list[int]]] = [{} for _ in self._counts]
+        for n, position, job in started:
             if len(job.prompt) > 1:
-                different[n].setdefault(job.prompt[:-1], []).append(s)
+                different[n].setdefault(job.prompt[:-1], []).append(self._places[position])
         by_length = [sorted(prompts.items(), key=lambda item: len(item[0])) for prompts in different]
         for begin in range(0, max(map(len, by_length)), step := max(1, PREFILL_TOKENS // self._longest(by_length))):
             self._prefill([prompts[begin : begin + step] for prompts in by_length])
 
     def _longest(self, by_length: list[list[tuple[tuple[int, ...], list[int]]]]) -> int:
         """Tokens that the prompts of one position in all draws take, padding included."""
-        return self._draws * max((len(prompt) for prompts in by_length for prompt, _ in prompts), default=1)
+        return len(by_length) * max((len(prompt) for prompts in by_length for prompt, _ in prompts), default=1)
 
     def _prefill(self, prompts: list[list[tuple[tuple[int, ...], list[int]]]]) -> None:
-        """Read up to U prompts of each draw into the given slots."""
-        most = max(map(len, prompts))
+        """Read some prompts of each draw into the given places."""
+        counts = [len(mine) for mine in prompts]
+        if not self._ensemble.ragged:
+            counts = [max(counts)] * len(counts)
         longest = max(len(prompt) for mine in prompts for prompt, _ in mine)
-        ids = torch.zeros(self._draws, most, longest, dtype=torch.int64)
-        sources, slots, draws = [], [], []
-        for n, mine in enumerate(prompts):
-            for u, (prompt, places) in enumerate(mine):
-                ids[n, u, : len(prompt)] = torch.tensor(prompt)
-                sources += [n * most + u] * len(places)
-                slots += places
-                draws += [n] * len(places)
-        self._ensemble.model.base_model(
-            input_ids=ids.flatten(0, 1).to(self._device),
-            position_ids=torch.arange(longest, device=self._device).expand(self._draws * most, -1),
+        ids = torch.zeros(sum(counts), longest, dtype=torch.int64)
+        first, sources, places = 0, [], []
+        for mine, count in zip(prompts, counts, strict=True):
+            for u, (prompt, into) in enumerate(mine, start=first):
+                ids[u, : len(prompt)] = torch.tensor(prompt)
+                sources += [u] * len(into)
+                places += into
+            first += count
+        self._ensemble.deal(Rows(counts, self._device)).base_model(
+            input_ids=ids.to(self._device),
+            position_ids=torch.arange(longest, device=self._device).expand(len(ids), -1),
             use_cache=False,
-            rows=Prefill(self._cache, sources, slots, draws),
+            rows=Prefill(self._cache, sources, places),
         )
 
 
-class _State:
-    """What the device knows of each slot, [N, S] int64."""
+class _Batch:
+    """What the device knows of each row in the batch, all [B] int64."""
 
-    def __init__(self, draws: int, slots: int, none: int, device: torch.device) -> None:
-        self.row = torch.full((draws, slots), none, dtype=torch.int64, device=device)
-        """Index of the row that sits there."""
-        self.length = torch.zeros_like(self.row)
-        """Its tokens in the cache."""
-        self.token = torch.zeros_like(self.row)
-        """The next to go into it."""
-        self.made = torch.zeros_like(self.row)
-        """New tokens so far."""
-        self._none = none
+    FIELDS = ("row", "length", "token", "made", "place")
 
-    def move(self, draws: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Take rows from their slots to others of the same draw."""
-        for values in (self.row, self.length, self.token, self.made):
-            values[draws, targets] = values[draws, sources]
-        self.row[draws, sources] = self._none
-        for values in (self.length, self.made):
-            values[draws, sources] = 0
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self.row, self.length, self.token, self.made, self.place = values
+        """Its index; tokens in the cache; the next to go into it; new tokens so far; where its memory is."""
+
+    def of(self, sources: Sequence[int], places: Sequence[int], none: int) -> "_Batch":
+        """The batch of the rows at these positions of this one; -1 is `none`, an empty row. All have these places."""
+        empty = torch.tensor([none, 0, 0, 0, 0], device=self._values.device).unsqueeze(1)
+        batch = _Batch(torch.cat([self._values, empty], dim=1)[:, list(sources)])
+        batch.place.copy_(torch.tensor(places))
+        return batch

@@ -2,15 +2,16 @@
 
 The decoder's own code runs, so whatever is special about a family (norms of queries and keys, positions, sliding
 windows, scaled logits) stays as its authors wrote it. Exchanged are the modules that own weights, whose matrix products
-become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw, and each
-draw has equally many: row i of a batch of B belongs to draw i // (B / N).
+become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw. The
+compiled products (stacked_linear.py) take any number of rows of each draw, torch's take equally many.
 
 Legend: N draws, B rows of all draws, L positions of each row in a pass, D width.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from threepo.errors import UserError
+from threepo.rollout import stacked_linear
 from threepo.rollout.cache import attend
 
 ATTENTION = "threepo_rows"
@@ -29,89 +31,146 @@ class Stack:
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.turned = False
-        """Keep [out, in] as [in, out], which makes batched products faster (in bfloat16 by a tenth on a CPU)."""
+        self.order: Literal["plain", "turned", "packed"] = "plain"
+        """How [out, in] lies in memory: "turned" is [in, out], which makes torch's batched products faster (in bfloat16
+        by a tenth on a CPU); "packed" is for the compiled ones, once `pack` has been called."""
         self.resize(0, torch.float32, torch.device("cpu"))
+
+    @property
+    def numbers(self) -> int:
+        """What the memory of one draw holds."""
+        if self.order == "packed":
+            return stacked_linear.padded(self.shape[0]) * self.shape[1]
+        return self.shape.numel()
 
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for the values of so many draws; what was there is gone."""
-        self.values = torch.empty(0)  # before the new memory is asked for
-        shape = self.shape[::-1] if self.turned else self.shape
-        values = torch.empty(draws, *shape, dtype=dtype, device=device)
-        self.values = values.transpose(-1, -2) if self.turned else values
-        """[N, *shape]."""
+        self.memory = self.values = torch.empty(0)  # before the new memory is asked for
+        self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
+        if self.order == "turned":
+            self.values = self.memory.view(draws, *self.shape[::-1]).transpose(-1, -2)
+        else:
+            self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
+        """[N, *shape], to be written into; no longer the values once they are packed."""
+
+    def pack(self, index: int) -> None:
+        """Bring what was written for one draw into the order that products read, if there is a special one."""
+        if self.order == "packed":
+            stacked_linear.pack(self.memory[index].view(-1, self.shape[1]))
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """[N, out, in] with whole panels of outputs, for stacked_linear.py."""
+        return self.memory.view(len(self.memory), -1, self.shape[1])
+
+
+class Rows:
+    """How many rows of each draw a pass has, and what follows from it; as long as no weights are loaded."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        self.count = sum(counts)
+        numbers = torch.tensor(counts)
+        self.draws = torch.arange(len(counts)).repeat_interleave(numbers).to(device)
+        """[B] the draw of each row."""
+        self._starts = F.pad(numbers.cumsum(0), (1, 0))
+        self._starts_of: dict[int, torch.Tensor] = {}
+        self._vectors: dict[Stack, torch.Tensor] = {}
+
+    def starts(self, positions: int) -> torch.Tensor:
+        """[N + 1] where the positions of each draw begin among those of all rows, so many of each."""
+        if positions not in self._starts_of:
+            self._starts_of[positions] = self._starts * positions
+        return self._starts_of[positions]
+
+    def vectors(self, stack: Stack, dimensions: int) -> torch.Tensor:
+        """The vector of each row's draw, [B, 1, ..., D] of so many dimensions; of a single draw [1, ..., D]."""
+        if stack not in self._vectors:
+            one = len(stack.values) == 1
+            self._vectors[stack] = stack.values if one else stack.values.index_select(0, self.draws)
+        found = self._vectors[stack]
+        return found.view(len(found), *(1,) * (dimensions - 2), -1)
+
+
+@dataclass
+class Dealt:
+    """The rows of the pass that is made, which all modules of an ensemble look at."""
+
+    rows: Rows | None = None
+
+    def __call__(self) -> Rows:
+        assert self.rows is not None, "the rows of the pass have not been set"
+        return self.rows
 
 
 class StackedLinear(nn.Module):
     """nn.Linear with weights [N, out, in]."""
 
-    def __init__(self, weight: Stack, bias: Stack | None) -> None:
+    def __init__(self, dealt: Dealt, weight: Stack, bias: Stack | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.dealt, self.weight, self.bias = dealt, weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
+        bias = None if self.bias is None else self.bias.values
+        if self.weight.order == "packed":
+            x2, rows = x.reshape(-1, x.shape[-1]), self.dealt()
+            starts = rows.starts(len(x2) // rows.count)
+            out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
+            return out.view(*x.shape[:-1], out.shape[-1])
+        x3 = x.reshape(len(self.weight.values), -1, x.shape[-1])
         weight = self.weight.values.transpose(1, 2)
-        rows = x.reshape(len(weight), -1, x.shape[-1])
-        if self.bias is None:
-            out = torch.bmm(rows, weight)
-        else:
-            out = torch.baddbmm(self.bias.values.unsqueeze(1), rows, weight)
+        out = torch.bmm(x3, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x3, weight)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class StackedEmbedding(nn.Module):
     """nn.Embedding with weights [N, V, D]."""
 
-    def __init__(self, weight: Stack) -> None:
+    def __init__(self, dealt: Dealt, weight: Stack) -> None:
         super().__init__()
-        self.weight = weight
+        self.dealt, self.weight = dealt, weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, L] to [B, L, D]."""
-        table = self.weight.values
-        draws, size = table.shape[:2]
-        offsets = torch.arange(draws, device=ids.device).mul_(size).view(draws, 1)
-        return F.embedding((ids.view(draws, -1) + offsets).view(ids.shape), table.flatten(0, 1))
+        table, draws = self.weight.values, self.dealt().draws.unsqueeze(1)
+        if self.weight.order == "packed":  # it is the head, too
+            words = stacked_linear.panels(self.weight.packed)
+            panel, place = ids // stacked_linear.LANES, ids % stacked_linear.LANES
+            return words[draws, panel, :, place].view(table.dtype)
+        return F.embedding(ids + draws * table.shape[1], table.flatten(0, 1))
 
 
 class StackedElementwise(nn.Module):
     """A module that multiplies or adds vectors over the last dimension (RMSNorm of any family), with vectors [N, D].
 
-    The module's own code runs on a view with the draws in front, where a vector for each draw broadcasts.
+    The module's own code runs, with a vector for each row in place of one for all.
     """
 
-    def __init__(self, inner: nn.Module, vectors: Mapping[str, Stack]) -> None:
+    def __init__(self, dealt: Dealt, inner: nn.Module, vectors: Mapping[str, Stack]) -> None:
         super().__init__()
-        self.inner = inner
-        self.vectors = dict(vectors)
+        self.dealt, self.inner, self.vectors = dealt, inner, dict(vectors)
         for name in vectors:
             delattr(inner, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
         for name, stack in self.vectors.items():
-            draws = len(stack.values)
-            setattr(self.inner, name, stack.values.view(draws, *(1,) * (x.dim() - 1), -1))
-        out: torch.Tensor = self.inner(x.view(draws, -1, *x.shape[1:]))
-        return out.flatten(0, 1)
+            setattr(self.inner, name, self.dealt().vectors(stack, x.dim()))
+        out: torch.Tensor = self.inner(x)
+        return out
 
 
 class StackedLayerNorm(nn.Module):
     """nn.LayerNorm over the last dimension, with vectors [N, D]."""
 
-    def __init__(self, inner: nn.LayerNorm, weight: Stack, bias: Stack | None) -> None:
+    def __init__(self, dealt: Dealt, inner: nn.LayerNorm, weight: Stack, bias: Stack | None) -> None:
         super().__init__()
-        self.eps, self.weight, self.bias = inner.eps, weight, bias
+        self.dealt, self.eps, self.weight, self.bias = dealt, inner.eps, weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
-        shape = (len(self.weight.values), *(1,) * (x.dim() - 1), x.shape[-1])
-        out = F.layer_norm(x, x.shape[-1:], eps=self.eps).view(shape[0], -1, *x.shape[1:])
-        out = out * self.weight.values.view(shape)
-        if self.bias is not None:
-            out = out + self.bias.values.view(shape)
-        return out.flatten(0, 1)
+        out = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.dealt().vectors(self.weight, x.dim())
+        return out if self.bias is None else out + self.dealt().vectors(self.bias, x.dim())
 
 
 class Ensemble:
@@ -133,25 +192,37 @@ class Ensemble:
         self.by_any_name = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
         """A tied parameter's stack by each of its names."""
         owners = [module for module in self.model.modules() if _owns_weights(module)]
-        replaced = {module: _stacked(module, by_parameter) for module in owners}
+        self._dealt = Dealt()
+        replaced = {module: _stacked(module, by_parameter, self._dealt) for module in owners}
         looked_up = {id(module.weight) for module in replaced.values() if isinstance(module, StackedEmbedding)}
         for module in replaced.values():
             if isinstance(module, StackedLinear):
-                module.weight.turned = id(module.weight) not in looked_up
+                if stacked_linear.serves(module.weight.shape[1], dtype, self.device):
+                    module.weight.order = "packed"
+                elif id(module.weight) not in looked_up:
+                    module.weight.order = "turned"
+        linear = [module for module in replaced.values() if isinstance(module, StackedLinear)]
+        self.ragged = all(module.weight.order == "packed" for module in linear)
+        """Whether draws may have different numbers of rows in a pass."""
         for parent in list(self.model.modules()):
             for name, child in parent.named_children():
                 if child in replaced:
                     setattr(parent, name, replaced[child])
 
     @property
-    def parameters(self) -> int:
-        """Weights of one draw."""
-        return sum(stack.shape.numel() for stack in self.stacks.values())
+    def numbers(self) -> int:
+        """What the memory of one draw holds: its weights, and padding to whole panels."""
+        return sum(stack.numbers for stack in self.stacks.values())
 
     @property
     def bytes(self) -> int:
         """Memory that the weights of all draws take now."""
-        return sum(stack.values.nbytes for stack in self.stacks.values())
+        return sum(stack.memory.nbytes for stack in self.stacks.values())
+
+    def deal(self, rows: Rows) -> Any:
+        """The model, for a pass with these rows."""
+        self._dealt.rows = rows
+        return self.model
 
     def resize(self, draws: int) -> None:
         """Make room for `draws` weights of every parameter, in one allocation each; what was there is gone."""
@@ -160,8 +231,13 @@ class Ensemble:
                 stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """The weights of one draw, to be written into; a tied parameter's by each of its names."""
+        """Where the weights of one draw are to be written, before `pack`; a tied parameter's by each of its names."""
         return {name: stack.values[index] for name, stack in self.by_any_name.items()}
+
+    def pack(self, index: int) -> None:
+        """Bring the weights of one draw, all written, into the order in which they are used."""
+        for stack in self.stacks.values():
+            stack.pack(index)
 
 
 def _use_our_attention(model: Any) -> None:
@@ -200,16 +276,16 @@ def _owns_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _stacked(module: nn.Module, stacks: Mapping[nn.Parameter, Stack]) -> nn.Module:
+def _stacked(module: nn.Module, stacks: Mapping[nn.Parameter, Stack], dealt: Dealt) -> nn.Module:
     own = {name: stacks[p] for name, p in module.named_parameters(recurse=False)}
     if type(module) is nn.Linear:
-        return StackedLinear(own["weight"], own.get("bias"))
+        return StackedLinear(dealt, own["weight"], own.get("bias"))
     if type(module) is nn.Embedding and module.max_norm is None:
-        return StackedEmbedding(own["weight"])
+        return StackedEmbedding(dealt, own["weight"])
     if type(module) is nn.LayerNorm and len(own["weight"].shape) == 1:
-        return StackedLayerNorm(module, own["weight"], own.get("bias"))
+        return StackedLayerNorm(dealt, module, own["weight"], own.get("bias"))
     if type(module).__name__.endswith("RMSNorm") and _all_vectors(own.values()):
-        return StackedElementwise(module, own)
+        return StackedElementwise(dealt, module, own)
     raise UserError(
         f"engine.kind = 'local': the weights of a {type(module).__name__} cannot be stacked, only those of Linear, "
         f"Embedding, LayerNorm and RMSNorm modules; use engine.kind = 'vllm'"

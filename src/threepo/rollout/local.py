@@ -55,6 +55,7 @@ class LocalEngine:
                     mine[name].copy_(value)
             for name, value in others.items():
                 mine[name].copy_(value)
+            self._ensemble.pack(index)
         self._draws = list(draws)
         self._step = step
 
@@ -110,7 +111,7 @@ class LocalEngine:
                 f"engine.max_batch_rows = {self._settings.max_batch_rows}: fewer than the {draws} draws that are "
                 f"decoded together, a row of each at least; raise it"
             )
-        weights = draws * self._ensemble.parameters * self._ensemble.dtype.itemsize
+        weights = draws * self._ensemble.numbers * self._ensemble.dtype.itemsize
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         row = room_for(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype) + choosing_bytes(vocabulary)
         budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes

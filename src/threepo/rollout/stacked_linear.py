@@ -1,0 +1,98 @@
+"""The compiled products of rows with the weights of several policies (stacked_linear.c), in torch's own threads.
+
+Optional, as all compiled parts: where `serves` is False, ensemble.py multiplies by torch's batched products.
+
+Legend: N draws, R rows of all, P panels of 16 outputs.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from threepo.compiled import load_library, together
+
+LANES = 16
+"""Outputs in a panel, and words of 32 bits that are read at a time."""
+_WORD = 4
+_VERSION = 1
+_SERIAL = 1 << 18
+"""Multiplications below which a second thread costs more than it brings."""
+_PACKED_AT_A_TIME = 1 << 18
+"""Words."""
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("draws", "inputs", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("starts", "x", "weights", "bias", "y")),
+        ("next", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("bfloat16", "level", "threads", "failed")),
+    )
+
+
+_library = load_library(Path(__file__).with_name("_stacked_linear.so"), "threepo_stacked_linear_version", _VERSION)
+_levels = {torch.float32: 0, torch.bfloat16: 0}
+if _library is not None:
+    _library.threepo_stacked_linear_work.argtypes = (ctypes.c_void_p,)
+    _library.threepo_stacked_linear_work.restype = None
+    _levels = {dtype: _library.threepo_stacked_linear_level(dtype == torch.bfloat16) for dtype in _levels}
+
+
+def serves(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library multiplies weights with so many inputs, and is the better choice on this processor."""
+    return device.type == "cpu" and _levels.get(dtype, 0) != 0 and inputs * dtype.itemsize % (LANES * _WORD) == 0
+
+
+def padded(outputs: int) -> int:
+    """Outputs that packed weights have memory for: whole panels."""
+    return -(-outputs // LANES) * LANES
+
+
+def panels(weights: torch.Tensor) -> torch.Tensor:
+    """Packed weights [..., P * 16, in] as what they are: words [..., P, words of a row, 16] (int32)."""
+    words = weights.view(torch.int32)
+    return words.view(*words.shape[:-2], -1, words.shape[-1], LANES)
+
+
+def pack(weights: torch.Tensor) -> None:
+    """Bring weights [P * 16, in] of one draw into the order that products read, where they are."""
+    words = panels(weights)
+    step = max(1, _PACKED_AT_A_TIME // words[0].numel())
+    for first in range(0, len(words), step):
+        target = words[first : first + step]
+        target.copy_(target.view(len(target), LANES, -1).transpose(1, 2).contiguous())
+
+
+def product(
+    x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int, starts: torch.Tensor
+) -> torch.Tensor:
+    """Rows [R, in] times the packed weights [N, P * 16, in] of their draws, plus a bias [N, outputs]: [R, outputs].
+
+    Rows `starts[n]` to `starts[n + 1]` (int64 [N + 1]) are those of draw n. Sums are float32, in the order of the
+    inputs; a row's result does not depend on what is beside it, to the last bit.
+    """
+    assert _library is not None
+    for other in (weights, bias):
+        if other is not None and other.dtype != x.dtype:
+            raise RuntimeError(f"expected rows and weights of one dtype, got {x.dtype} and {other.dtype}")
+    x = x.contiguous()
+    y = x.new_empty(len(x), outputs)
+    threads = torch.get_num_threads() if x.numel() * outputs > _SERIAL else 1
+    job = _Product(
+        draws=len(weights),
+        inputs=x.shape[1],
+        outputs=outputs,
+        starts=starts.data_ptr(),
+        x=x.data_ptr(),
+        weights=weights.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        bfloat16=x.dtype == torch.bfloat16,
+        level=_levels[x.dtype],
+        threads=threads,
+    )
+    together(_library.threepo_stacked_linear_work, job, threads)
+    if job.failed:
+        raise MemoryError(f"no memory to gather rows of {x.shape[1]} inputs")
+    return y

@@ -1,0 +1,131 @@
+"""The compiled products: against torch's in float64, and a row's result is its own, to the last bit."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from threepo.rollout import stacked_linear
+from threepo.rollout.stacked_linear import LANES, pack, padded, product
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+LEVELS = {"V3": 1, "V4": 2, "V4_PAIRS": 3}
+"""As in stacked_linear.c: a processor that runs one of them runs those before it; the last is for bfloat16."""
+
+pytestmark = pytest.mark.skipif(
+    not stacked_linear.serves(64, torch.float32, CPU), reason="no compiled products for this processor"
+)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    threads, levels = torch.get_num_threads(), dict(stacked_linear._levels)
+    yield
+    torch.set_num_threads(threads)
+    stacked_linear._levels.update(levels)
+
+
+def levels_here(dtype: torch.dtype) -> list[int]:
+    return [level for level in LEVELS.values() if level <= stacked_linear._levels[dtype]]
+
+
+def packed(weights: torch.Tensor) -> torch.Tensor:
+    """Weights [N, out, in] as products read them, with rubbish where panels are not full."""
+    draws, outputs, inputs = weights.shape
+    memory = torch.full((draws, padded(outputs), inputs), torch.nan, dtype=weights.dtype)
+    memory[:, :outputs] = weights
+    for draw in memory:
+        pack(draw)
+    return memory
+
+
+def starts_of(counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 30), st.sampled_from([180, 193, 400])), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.one_of(st.integers(1, 100), st.sampled_from([256, 700])),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from([1, 2, 8]),
+    st.data(),
+)
+def test_products_are_torchs(
+    counts: list[int], chunks: int, outputs: int, dtype: torch.dtype, biased: bool, threads: int, data: st.DataObject
+) -> None:
+    """Any number of rows for each draw, none included; any number of outputs; every level of processors."""
+    torch.set_num_threads(threads)
+    stacked_linear._levels[dtype] = data.draw(st.sampled_from(levels_here(dtype)))
+    seed, inputs = data.draw(st.integers(0, 1000)), chunks * LANES * 4 // dtype.itemsize
+    x = random(sum(counts), inputs, dtype=dtype, seed=seed)
+    weights = random(len(counts), outputs, inputs, dtype=dtype, seed=seed + 1)
+    bias = random(len(counts), outputs, dtype=dtype, seed=seed + 2) if biased else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacked_linear, "_SERIAL", 0)  # or products as small as these would have one thread
+        y = product(x, packed(weights), bias, outputs, starts_of(counts))
+    draw = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    terms = x.double().unsqueeze(1) * weights.double()[draw]
+    expected = terms.sum(-1) + (0 if bias is None else bias.double()[draw])
+    error = (y.double() - expected).abs()
+    rounding = terms.abs().sum(-1) * inputs * 2.0**-24  # of float32 sums, at worst
+    if dtype == torch.bfloat16:
+        rounding += expected.abs() * 2.0**-8
+    assert y.dtype == dtype
+    assert bool((error <= rounding + 1e-6).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+    """The same bits alone and among others, anywhere, with one thread and with several."""
+    weights = random(3, 300, 256, dtype=dtype, seed=1)
+    bias = random(3, 300, dtype=dtype, seed=2)
+    memory = packed(weights)
+    row = random(1, 256, dtype=dtype, seed=3)
+    for level in levels_here(dtype):
+        stacked_linear._levels[dtype] = level
+        alone = product(row, memory[1:2], bias[1:2], 300, starts_of([1]))
+        for count in (*range(1, 40), 200, 500):
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                others = random(count + 20, 256, dtype=dtype, seed=count)
+                place = 7 + count * 5 % count
+                others[place] = row
+                many = product(others, memory, bias, 300, starts_of([7, count, 13]))
+                assert torch.equal(many[place : place + 1], alone)
+
+
+def test_numbers_that_are_none_stay_in_their_rows() -> None:
+    x = random(20, 64, dtype=torch.bfloat16, seed=0)
+    x[3, 5], x[11, 9] = torch.nan, torch.inf
+    weights = random(1, 40, 64, dtype=torch.bfloat16, seed=1)
+    y = product(x, packed(weights), None, 40, starts_of([20]))
+    assert bool(y[3].isnan().all())
+    assert not bool(y[11].isfinite().any())
+    others = [i for i in range(20) if i not in (3, 11)]
+    assert bool(y[others].isfinite().all())
+
+
+def test_rows_and_weights_of_two_dtypes_are_refused() -> None:
+    weights = packed(random(1, 16, 64, dtype=torch.float32, seed=1))
+    with pytest.raises(RuntimeError, match=r"of one dtype, got torch.bfloat16 and torch.float32"):
+        product(random(2, 64, dtype=torch.bfloat16, seed=0), weights, None, 16, starts_of([2]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_packed_can_be_read_back(dtype: torch.dtype) -> None:
+    """As the embedding of a tied head does, word by word."""
+    weights = random(2, 50, 96, dtype=dtype, seed=0)
+    words = stacked_linear.panels(packed(weights))
+    ids = torch.arange(50)
+    for n in range(2):
+        assert torch.equal(words[n, ids // LANES, :, ids % LANES].view(dtype), weights[n])
