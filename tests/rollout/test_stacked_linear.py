@@ -7,13 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threepo import compiled
 from threepo.rollout import stacked_linear
 from threepo.rollout.stacked_linear import LANES, pack, padded, product
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-LEVELS = {"V3": 1, "V4": 2, "V4_PAIRS": 3}
-"""As in stacked_linear.c: a processor that runs one of them runs those before it; the last is for bfloat16."""
+BEST = dict(stacked_linear._levels)
+LEVELS = {dtype: range(1, level + 1) for dtype, level in BEST.items()}
+"""As in stacked_linear.c: a processor that runs one of them runs those before it."""
 
 pytestmark = pytest.mark.skipif(
     not stacked_linear.serves(64, torch.float32, CPU), reason="no compiled products for this processor"
@@ -22,14 +24,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    threads, levels = torch.get_num_threads(), dict(stacked_linear._levels)
+    threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    stacked_linear._levels.update(levels)
-
-
-def levels_here(dtype: torch.dtype) -> list[int]:
-    return [level for level in LEVELS.values() if level <= stacked_linear._levels[dtype]]
+    stacked_linear._levels.update(BEST)
 
 
 def packed(weights: torch.Tensor) -> torch.Tensor:
@@ -65,7 +63,7 @@ def test_products_are_torchs(
 ) -> None:
     """Any number of rows for each draw, none included; any number of outputs; every level of processors."""
     torch.set_num_threads(threads)
-    stacked_linear._levels[dtype] = data.draw(st.sampled_from(levels_here(dtype)))
+    stacked_linear._levels[dtype] = data.draw(st.sampled_from(LEVELS[dtype]))
     seed, inputs = data.draw(st.integers(0, 1000)), chunks * LANES * 4 // dtype.itemsize
     x = random(sum(counts), inputs, dtype=dtype, seed=seed)
     weights = random(len(counts), outputs, inputs, dtype=dtype, seed=seed + 1)
@@ -91,7 +89,7 @@ def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> Non
     bias = random(3, 300, dtype=dtype, seed=2)
     memory = packed(weights)
     row = random(1, 256, dtype=dtype, seed=3)
-    for level in levels_here(dtype):
+    for level in LEVELS[dtype]:
         stacked_linear._levels[dtype] = level
         alone = product(row, memory[1:2], bias[1:2], 300, starts_of([1]))
         for count in (*range(1, 40), 200, 500):
@@ -102,6 +100,16 @@ def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> Non
                 others[place] = row
                 many = product(others, memory, bias, 300, starts_of([7, count, 13]))
                 assert torch.equal(many[place : place + 1], alone)
+
+
+@pytest.mark.skipif(compiled._openmp is None, reason="torch has no OpenMP team here: the pool is what all tests use")
+def test_without_torchs_team_a_pool_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weights = random(300, 128, dtype=torch.float32, seed=0), packed(random(2, 200, 128, dtype=torch.float32, seed=1))
+    monkeypatch.setattr(stacked_linear, "_SERIAL", 0)
+    torch.set_num_threads(3)
+    expected = product(x, weights, None, 200, starts_of([100, 200]))
+    monkeypatch.setattr(compiled, "_openmp", None)
+    assert torch.equal(product(x, weights, None, 200, starts_of([100, 200])), expected)
 
 
 def test_numbers_that_are_none_stay_in_their_rows() -> None:

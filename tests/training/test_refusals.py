@@ -20,6 +20,7 @@ from threepo.errors import UserError
 from threepo.models import policy
 from threepo.models.policy import load_policy
 from threepo.models.prompts import tokenized
+from threepo.rollout.ensemble import Ensemble
 from threepo.rollout.memory import GIB, bytes_per_token, choosing_bytes
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import rlvr
@@ -93,7 +94,7 @@ def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.Captur
 def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(what: str) -> None:
     write("long.jsonl", [*ROWS, LONG | {"prompt": "x" * 30}])
     model = load_policy(config().model, 0).model
-    weights = sum(p.numel() for p in model.parameters()) * 4
+    weights = Ensemble(model, torch.float32).numbers * 4
     row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
     row += choosing_bytes(model.config.vocab_size)
     memory = max(config().method.draws, 1) * (weights + row) + 1
