@@ -15,7 +15,7 @@ from threepo.rollout.cache import Decode, Prefill, RowCache
 from threepo.rollout.ensemble import Ensemble, Rows
 from threepo.rollout.sampling import choose, processed_logprobs
 
-SETTLE_BELOW = 7 / 8
+SETTLE_BELOW = 15 / 16
 """Finished rows are taken out of the batch, and waiting ones in, when fewer than this share of it is still running."""
 PREFILL_TOKENS = 1 << 14
 """Prompt tokens, padding included, read in one pass."""
