@@ -1,14 +1,13 @@
 """Many policies in one batch: contract 4 for every family, and that company changes nothing for a row."""
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import scipy.stats
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Qwen2Config
 
 from families import FAMILIES, SHAPE, policy_of
 from rollout.asking import trainer_logprobs
@@ -17,7 +16,7 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import cache, native, stacked_linear
-from threepo.rollout.ensemble import Ensemble
+from threepo.rollout.ensemble import Ensemble, Rows
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, Draw, Problem, Request
 
@@ -44,13 +43,17 @@ def numbers_of(policy: Policy) -> int:
     )
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both ways to attend, where there is a compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(cache.native, "serves", lambda k, v: False)
+@pytest.fixture(params=["compiled", "attention compiled", "products compiled", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is compiled, where there are a compiler and kernels for the processor."""
+    if request.param in ("torch", "products compiled"):
+        monkeypatch.setattr(native, "_library", None)
     elif native._library is None:
         pytest.skip("no compiled attention here")
+    if request.param in ("torch", "attention compiled"):
+        monkeypatch.setattr(stacked_linear, "_levels", {})
+    elif not stacked_linear.serves(64, torch.float32, torch.device("cpu")):
+        pytest.skip("no compiled products here")
     return request.param
 
 
@@ -70,7 +73,7 @@ def worst_differences(policy: Policy, completions: list[Completion], optimizer: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("attention")
+@pytest.mark.usefixtures("kernels")
 def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
     policy = policy_of(FAMILIES[family])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
@@ -85,7 +88,7 @@ def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo3"])
-@pytest.mark.usefixtures("attention")
+@pytest.mark.usefixtures("kernels")
 def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
     policy = policy_of(FAMILIES[family])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
@@ -105,7 +108,7 @@ def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo3"])
-@pytest.mark.usefixtures("attention")
+@pytest.mark.usefixtures("kernels")
 def test_a_row_does_not_depend_on_its_company(family: str) -> None:
     """Alone, with other draws, in a small batch that rows enter and leave, in another order: the same completion."""
     policy = policy_of(FAMILIES[family])
@@ -136,10 +139,13 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
             assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=1e-5)
 
 
-def test_draws_may_have_different_numbers_of_rows() -> None:
-    policy = policy_of(FAMILIES["qwen2"])
+@pytest.mark.parametrize("inner", [96, 88])
+def test_draws_may_have_different_numbers_of_rows(kernels: str, inner: int) -> None:
+    """Also where some layers have too odd a width for the compiled products."""
+    policy = policy_of(Qwen2Config(**SHAPE | {"intermediate_size": inner}, num_key_value_heads=2))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, EngineConfig(max_batch_rows=6))
+    assert engine._ensemble.ragged == (inner == 96 and kernels in ("compiled", "products compiled"))
     engine.load(optimizer, [None, *DRAWS[:2]], 0)
     requests = requests_for(policy, [None], 7) + requests_for(policy, [DRAWS[1]], 1)
     completions = engine.generate(requests, SAMPLING, 0)
@@ -244,7 +250,7 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
         engine.generate(requests_for(policy, list(DRAWS), 1), replace(SAMPLING, max_new_tokens=50), seed=1)
 
 
-@pytest.mark.usefixtures("attention")
+@pytest.mark.usefixtures("kernels")
 def test_lengths_at_the_borders_of_blocks() -> None:
     """Prompts of one token, of stop tokens, around multiples of 16, and up to the context, in places that change."""
     policy = policy_of(FAMILIES["qwen2 sliding"])
@@ -332,6 +338,32 @@ def test_a_policy_that_has_diverged_is_named() -> None:
     engine.load(IVON(policy.model.named_parameters()), DRAWS[:1], 0)
     with pytest.raises(UserError, match="probabilities of Draw.* are not numbers"):
         engine.generate(requests_for(policy, DRAWS[:1], 1), SAMPLING, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_policy_that_has_diverged_is_not_mistaken_for_another() -> None:
+    """Rows of another take its places in the cache, short ones beside long ones."""
+    policy = policy_of(FAMILIES["qwen2"])
+    engine = LocalEngine(policy, EngineConfig(max_batch_rows=4))
+    engine.load(IVON(policy.model.named_parameters(), ess=1e6, seed=1), DRAWS[:2], 0)
+    engine._ensemble.stacks["model.layers.0.input_layernorm.weight"].values[0] = torch.nan
+    problem, prompts = Problem(id="x", prompt="x"), [(5,) * 3, (5,) * 15]
+    requests = [Request(problem, prompts[i % 2], DRAWS[1], i) for i in range(8)]
+    requests += [Request(problem, (5,) * 20, DRAWS[0], i) for i in range(2)]
+    with pytest.raises(UserError, match=r"probabilities of Draw\(.*index=0\) are not numbers"):
+        engine.generate(requests, replace(SAMPLING, max_new_tokens=6), 0)
+
+
+def test_a_model_that_mixes_its_rows_is_found_out() -> None:
+    """Which policy they belong to is known by their place alone."""
+    if not stacked_linear.serves(64, torch.float32, torch.device("cpu")):
+        pytest.skip("no compiled products here")
+    ensemble = Ensemble(policy_of(FAMILIES["qwen2"]).model, torch.float32)
+    ensemble.resize(2)
+    linear = ensemble.deal(Rows([1, 2], torch.device("cpu"))).model.layers[0].mlp.up_proj
+    assert linear(torch.zeros(3, 5, 64)).shape == (3, 5, 96)
+    with pytest.raises(RuntimeError, match="equally many positions of 3 rows, got 7 in all"):
+        linear(torch.zeros(7, 64))
 
 
 def test_what_cannot_be_stacked_is_refused() -> None:

@@ -1,6 +1,10 @@
 """The compiled products: against torch's in float64, and a row's result is its own, to the last bit."""
 
+import mmap
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +48,11 @@ def starts_of(counts: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0)
 
 
+def by_torch(x: torch.Tensor, weights: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The products in float64."""
+    return torch.cat([rows.double() @ w.double().T for rows, w in zip(x.split(counts), weights, strict=True)])
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -71,11 +80,11 @@ def test_products_are_torchs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stacked_linear, "_SERIAL", 0)  # or products as small as these would have one thread
         y = product(x, packed(weights), bias, outputs, starts_of(counts))
-    draw = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    terms = x.double().unsqueeze(1) * weights.double()[draw]
-    expected = terms.sum(-1) + (0 if bias is None else bias.double()[draw])
+    expected = by_torch(x, weights, counts)
+    if bias is not None:
+        expected += bias.double().repeat_interleave(torch.tensor(counts), dim=0)
     error = (y.double() - expected).abs()
-    rounding = terms.abs().sum(-1) * inputs * 2.0**-24  # of float32 sums, at worst
+    rounding = by_torch(x.abs(), weights.abs(), counts) * inputs * 2.0**-24  # of float32 sums, at worst
     if dtype == torch.bfloat16:
         rounding += expected.abs() * 2.0**-8
     assert y.dtype == dtype
@@ -96,7 +105,7 @@ def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> Non
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 others = random(count + 20, 256, dtype=dtype, seed=count)
-                place = 7 + count * 5 % count
+                place = 7 + count * 5 // 8  # among the first, in the middle, among the last of a tile
                 others[place] = row
                 many = product(others, memory, bias, 300, starts_of([7, count, 13]))
                 assert torch.equal(many[place : place + 1], alone)
@@ -127,6 +136,65 @@ def test_rows_and_weights_of_two_dtypes_are_refused() -> None:
     weights = packed(random(1, 16, 64, dtype=torch.float32, seed=1))
     with pytest.raises(RuntimeError, match=r"of one dtype, got torch.bfloat16 and torch.float32"):
         product(random(2, 64, dtype=torch.bfloat16, seed=0), weights, None, 16, starts_of([2]))
+
+
+def test_rows_that_do_not_fit_the_weights_are_refused() -> None:
+    weights, rows = packed(random(2, 16, 64, dtype=torch.float32, seed=1)), torch.zeros(3, 80)
+    with pytest.raises(RuntimeError, match="rows of 64 inputs for 2 draws, got 80 for 2"):
+        product(rows, weights, None, 16, starts_of([1, 2]))
+    with pytest.raises(RuntimeError, match="rows of 64 inputs for 2 draws, got 64 for 1"):
+        product(rows[:, :64], weights, None, 16, starts_of([3]))
+
+
+def test_rows_need_not_lie_together() -> None:
+    x, weights = random(128, 9, dtype=torch.float32, seed=0).T, packed(random(2, 20, 128, dtype=torch.float32, seed=1))
+    expected = product(x.contiguous(), weights, None, 20, starts_of([4, 5]))
+    assert torch.equal(product(x, weights, None, 20, starts_of([4, 5])), expected)
+
+
+def test_inputs_in_no_whole_chunks_are_not_served() -> None:
+    assert [n for n in range(0, 65, 8) if stacked_linear.serves(n, torch.float32, CPU)] == [16, 32, 48, 64]
+    assert not any(stacked_linear.serves(n, torch.bfloat16, CPU) for n in (0, 16, 48))
+    assert not stacked_linear.serves(64, torch.float16, CPU)
+    assert not stacked_linear.serves(64, torch.float32, torch.device("meta"))
+
+
+def test_callers_in_several_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines may work at a time, each with a team of its own."""
+    monkeypatch.setattr(stacked_linear, "_SERIAL", 0)
+
+    def caller(seed: int) -> None:
+        torch.set_num_threads(2)
+        counts = [20, 20 + seed]
+        x = random(sum(counts), 128, dtype=torch.float32, seed=seed)
+        weights = random(2, 50, 128, dtype=torch.float32, seed=seed + 1)
+        y = product(x, packed(weights), None, 50, starts_of(counts))
+        assert torch.allclose(y.double(), by_torch(x, weights, counts), atol=1e-4)
+
+    with ThreadPoolExecutor(4) as callers:
+        for done in [callers.submit(caller, seed) for seed in range(40)]:
+            done.result()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says how much memory a process has")
+def test_threads_that_end_leave_no_memory_behind() -> None:
+    """What they keep for the next product goes with them."""
+    torch.set_num_threads(1)
+    x, weights = torch.ones(1, 1 << 18), torch.ones(1, 16, 1 << 18)
+
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    def once() -> None:
+        thread = threading.Thread(target=product, args=(x, weights, None, 16, starts_of([1])))
+        thread.start()
+        thread.join()
+
+    once()
+    before = pages()
+    for _ in range(20):
+        once()
+    assert (pages() - before) * mmap.PAGESIZE < 5 * x.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -86,6 +86,13 @@ class RowCache:
             )
         return self.layers[index]
 
+    def clear(self, places: Sequence[int]) -> None:
+        """Make places ready for other rows: what one of a diverged policy left is no number, times zero neither."""
+        for layer in self.layers.values():
+            if not layer.blocked:
+                layer.keys[places] = 0
+                layer.values[places] = 0
+
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of some rows from their places to others."""
         for layer in self.layers.values():

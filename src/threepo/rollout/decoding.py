@@ -150,6 +150,7 @@ class Decoding:
             sources += [-1] * new
             places += [-1] * new  # those left, when all that stay have theirs
         places = [next(free) if place < 0 else place for place in places]
+        self._cache.clear([place for place in places if place not in held])
         if moves:
             longest = int(self._batch.length.max())
             self._cache.move([before for before, _ in moves], [after for _, after in moves], longest)

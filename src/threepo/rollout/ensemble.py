@@ -114,7 +114,10 @@ class StackedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.values
         if self.weight.order == "packed":
             x2, rows = x.reshape(-1, x.shape[-1]), self.dealt()
-            starts = rows.starts(len(x2) // rows.count)
+            positions, more = divmod(len(x2), rows.count)
+            if more:
+                raise RuntimeError(f"expected equally many positions of {rows.count} rows, got {len(x2)} in all")
+            starts = rows.starts(positions)
             out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
             return out.view(*x.shape[:-1], out.shape[-1])
         x3 = x.reshape(len(self.weight.values), -1, x.shape[-1])

@@ -8,12 +8,16 @@
  * A sum runs over the inputs in their order, whatever else is in the batch: the result of a row, to the last bit, does
  * not depend on how many rows or policies there are, on its place among them, or on the number of threads.
  */
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define KERNELS 1 /* for several levels of processors, chosen at run time; elsewhere torch does the products */
+/* What follows goes into the kernels of every level, so it must not be for a higher one, whatever -march says. */
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64")
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
@@ -27,7 +31,7 @@
 
 /* Same fields, in the same order, as in stacked_linear.py. */
 typedef struct {
-    int64_t draws, in, out;
+    int64_t draws, in, out; /* a row of `in` numbers is whole chunks, one at least; `out` is at least 1 */
     const int64_t *starts; /* [draws + 1]: rows starts[n] to starts[n + 1] are those of draw n */
     const char *x;         /* [rows, in] */
     const char *weights;   /* draws times panels [ceil(out / 16), K, 16] */
@@ -119,19 +123,30 @@ static int item_of(Product *p, Cut c, Item *item)
     return 0;
 }
 
-/* Memory for the rows of an item, kept by each thread: asking anew costs more than small products. */
+static pthread_key_t of_each_thread;
+static int at_its_end; /* whether a thread's memory can be freed when it ends */
+
+static void have_it_freed(void)
+{
+    at_its_end = pthread_key_create(&of_each_thread, free) == 0;
+}
+
+/* Memory for the rows of an item, kept by each thread as long as it lives: asking anew costs more than small products. */
 static char *scratch(int64_t bytes)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     static __thread char *memory;
     static __thread int64_t size;
     if (size < bytes) {
         free(memory);
-        size = 0;
+        size = bytes;
         if (posix_memalign((void **)&memory, CHUNK, (size_t)bytes)) {
             memory = NULL;
-            return NULL;
+            size = 0;
         }
-        size = bytes;
+        pthread_once(&once, have_it_freed);
+        if (at_its_end)
+            pthread_setspecific(of_each_thread, memory);
     }
     return memory;
 }
@@ -150,6 +165,8 @@ INLINE void gather_rows(const char *x, int64_t stride, int64_t rows, int64_t til
 }
 
 #if KERNELS
+#pragma GCC pop_options
+
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define KERNEL(name) v3_##name
@@ -192,14 +209,17 @@ __attribute__((visibility("default"))) int threepo_stacked_linear_level(int bflo
 #if KERNELS
     unsigned a, b, c, d;
     int matrix_units = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1); /* AMX, for bfloat16 */
-    int v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+             __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt") &&
+             __builtin_cpu_supports("movbe");
+    int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
     if (bfloat16 && matrix_units)
         return NONE;
     if (v4)
         return bfloat16 && __builtin_cpu_supports("avx512bf16") ? V4_PAIRS : V4;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (v3)
         return V3;
 #else
     (void)bfloat16;

@@ -41,7 +41,8 @@ if _library is not None:
 
 def serves(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library multiplies weights with so many inputs, and is the better choice on this processor."""
-    return device.type == "cpu" and _levels.get(dtype, 0) != 0 and inputs * dtype.itemsize % (LANES * _WORD) == 0
+    whole = inputs > 0 and inputs * dtype.itemsize % (LANES * _WORD) == 0
+    return device.type == "cpu" and _levels.get(dtype, 0) != 0 and whole
 
 
 def padded(outputs: int) -> int:
@@ -76,6 +77,11 @@ def product(
     for other in (weights, bias):
         if other is not None and other.dtype != x.dtype:
             raise RuntimeError(f"expected rows and weights of one dtype, got {x.dtype} and {other.dtype}")
+    if x.shape[1] != weights.shape[2] or len(starts) != len(weights) + 1:
+        raise RuntimeError(
+            f"expected rows of {weights.shape[2]} inputs for {len(weights)} draws, got {x.shape[1]} for "
+            f"{len(starts) - 1}"
+        )
     x = x.contiguous()
     y = x.new_empty(len(x), outputs)
     threads = torch.get_num_threads() if x.numel() * outputs > _SERIAL else 1
