@@ -16,7 +16,7 @@ COMMON = ("-std=gnu99", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisib
 LIBRARIES = {
     Path("src/threepo/posterior/native.c"): ("_native.so", ("-ffp-contract=off",)),
     Path("src/threepo/rollout/decode_attention.c"): ("_decode_attention.so", ("-fopenmp-simd", "-Wno-psabi")),
-    Path("src/threepo/rollout/stacked_linear.c"): ("_stacked_linear.so", ("-Wno-psabi",)),
+    Path("src/threepo/rollout/stacked_linear.c"): ("_stacked_linear.so", ("-pthread", "-Wno-psabi")),
 }
 
 

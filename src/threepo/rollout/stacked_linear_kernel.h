@@ -125,7 +125,7 @@ static void KERNEL(work)(Product *p)
 {
     int64_t words = p->in * (p->bfloat16 ? 2 : 4) / WORD;
     Cut cut = cut_of(p, TILE, words);
-    char *gathered = scratch((cut.rows + TILE) * words * WORD);
+    char *gathered = scratch(cut.rows * words * WORD); /* whole tiles */
     if (!gathered) {
         __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
         return;
