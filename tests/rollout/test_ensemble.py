@@ -34,9 +34,9 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 3) ->
     ]
 
 
-def numbers_of(policy: Policy) -> int:
+def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
     """What the weights of a draw take, the tied embedding once; matrices in whole panels if products are compiled."""
-    packed = stacked_linear.serves(64, torch.float32, torch.device("cpu"))
+    packed = stacked_linear.serves(64, dtype, torch.device("cpu"))
     return sum(
         stacked_linear.padded(p.shape[0]) * p.shape[1] if packed and p.dim() == 2 else p.numel()
         for p in policy.model.parameters()
@@ -184,7 +184,7 @@ def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
     engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
     for draws in ([*DRAWS], [None]):
         engine.load(optimizer, draws, 0)
-        assert engine._ensemble.bytes == len(draws) * numbers_of(policy) * 2
+        assert engine._ensemble.bytes == len(draws) * numbers_of(policy, torch.bfloat16) * 2
     written = []
     engine._ensemble.pack = written.append
     engine.load(optimizer, DRAWS, 0)

@@ -16,8 +16,9 @@ from threepo.rollout import stacked_linear
 from threepo.rollout.stacked_linear import LANES, pack, padded, product
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
 BEST = dict(stacked_linear._levels)
+DTYPES = [dtype for dtype, level in BEST.items() if level]
+"""Processors with matrix units have no compiled products of bfloat16."""
 LEVELS = {dtype: range(1, level + 1) for dtype, level in BEST.items()}
 """As in stacked_linear.c: a processor that runs one of them runs those before it."""
 
@@ -121,10 +122,11 @@ def test_without_torchs_team_a_pool_does_the_work(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(product(x, weights, None, 200, starts_of([100, 200])), expected)
 
 
-def test_numbers_that_are_none_stay_in_their_rows() -> None:
-    x = random(20, 64, dtype=torch.bfloat16, seed=0)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_none_stay_in_their_rows(dtype: torch.dtype) -> None:
+    x = random(20, 64, dtype=dtype, seed=0)
     x[3, 5], x[11, 9] = torch.nan, torch.inf
-    weights = random(1, 40, 64, dtype=torch.bfloat16, seed=1)
+    weights = random(1, 40, 64, dtype=dtype, seed=1)
     y = product(x, packed(weights), None, 40, starts_of([20]))
     assert bool(y[3].isnan().all())
     assert not bool(y[11].isfinite().any())
@@ -134,7 +136,16 @@ def test_numbers_that_are_none_stay_in_their_rows() -> None:
 
 def test_rows_and_weights_of_two_dtypes_are_refused() -> None:
     weights = packed(random(1, 16, 64, dtype=torch.float32, seed=1))
-    with pytest.raises(RuntimeError, match=r"of one dtype, got torch.bfloat16 and torch.float32"):
+    bias = random(1, 16, dtype=torch.bfloat16, seed=2)
+    with pytest.raises(RuntimeError, match=r"of one dtype, got torch.float32 and torch.bfloat16"):
+        product(random(2, 64, dtype=torch.float32, seed=0), weights, bias, 16, starts_of([2]))
+
+
+def test_what_is_not_served_is_refused() -> None:
+    """Its result would be memory that nobody has written."""
+    stacked_linear._levels[torch.bfloat16] = 0
+    weights = packed(random(1, 16, 64, dtype=torch.bfloat16, seed=1))
+    with pytest.raises(RuntimeError, match="no compiled products of torch.bfloat16"):
         product(random(2, 64, dtype=torch.bfloat16, seed=0), weights, None, 16, starts_of([2]))
 
 

@@ -73,7 +73,8 @@ def product(
     Rows `starts[n]` to `starts[n + 1]` (int64 [N + 1]) are those of draw n. Sums are float32, in the order of the
     inputs; a row's result does not depend on what is beside it, to the last bit.
     """
-    assert _library is not None
+    if _library is None or not _levels.get(x.dtype):
+        raise RuntimeError(f"no compiled products of {x.dtype} here; `serves` says so")
     for other in (weights, bias):
         if other is not None and other.dtype != x.dtype:
             raise RuntimeError(f"expected rows and weights of one dtype, got {x.dtype} and {other.dtype}")
