@@ -118,15 +118,16 @@ def test_processes_end_with_a_parent_that_is_killed(last: str) -> None:
     assert ends(process)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts behind itself ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_a_pool_that_works() -> None:
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores it
-    try:
-        interrupted()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def interrupted() -> None:
     with WorkerPool("serving:serve", timeout_s=1000, memory_mib=300, workers=1) as pool:
         process = pool.map(["who"])[0].value
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

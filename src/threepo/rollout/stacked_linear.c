@@ -32,12 +32,12 @@
 /* Same fields, in the same order, as in stacked_linear.py. */
 typedef struct {
     int64_t draws, in, out; /* a row of `in` numbers is whole chunks, one at least; `out` is at least 1 */
-    const int64_t *starts; /* [draws + 1]: rows starts[n] to starts[n + 1] are those of draw n */
-    const char *x;         /* [rows, in] */
-    const char *weights;   /* draws times panels [ceil(out / 16), K, 16] */
-    const char *bias;      /* [draws, out] or NULL */
-    char *y;               /* [rows, out] */
-    int64_t next;          /* item of work to be taken */
+    const int64_t *starts;  /* [draws + 1]: rows starts[n] to starts[n + 1] are those of draw n */
+    const char *x;          /* [rows, in] */
+    const char *weights;    /* draws times panels [ceil(out / 16), K, 16] */
+    const char *bias;       /* [draws, out] or NULL */
+    char *y;                /* [rows, out] */
+    int64_t next;           /* item of work to be taken */
     int32_t bfloat16;
     int32_t level;   /* of the processor, from threepo_stacked_linear_level */
     int32_t threads; /* that will share the work */
@@ -63,7 +63,9 @@ INLINE uint16_t to_bfloat16(float value) /* the nearest, of two the even one */
 INLINE void load_outputs(const char *from, int64_t at, int64_t count, float *values, const int half)
 {
     for (int i = 0; i < LANES; i++)
-        values[i] = i >= count ? 0.0f : half ? from_bfloat16(((const uint16_t *)from)[at + i]) : ((const float *)from)[at + i];
+        values[i] = i >= count ? 0.0f
+                    : half     ? from_bfloat16(((const uint16_t *)from)[at + i])
+                               : ((const float *)from)[at + i];
 }
 
 INLINE void store_outputs(char *to, int64_t at, int64_t count, const float *values, const int half)
