@@ -5,8 +5,8 @@
 
 The work: one fresh model of the given shape, P prompts of 5 to 7 byte tokens, G completions each of at most
 `--new-tokens`, a reward that is the parity of the tokens' sum, one optimizer step. All contenders take turns in one
-process, so a machine that slows down slows all of them; ratios are taken within a round, and tables show medians
-with their range. The learning rate is next to nothing, so that lengths stay comparable.
+process, so a machine that slows down slows all of them; ratios are taken within a round, for each token generated
+(lengths are sampled, so that steps differ by some percent in their work), and tables show medians with their range. The learning rate is next to nothing, so that lengths stay comparable.
 
 `--lengths uniform`: the end-of-sequence token is never drawn and every row has all its tokens. `long-tailed`: it has a
 probability that is nearly a constant (within a factor of two), so that lengths are nearly geometric with a mean of a
@@ -63,6 +63,11 @@ class Timing:
     update: float
     tokens: int
     """Generated."""
+
+    @property
+    def a_token(self) -> float:
+        """Seconds for each."""
+        return self.total / self.tokens
 
 
 def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -172,7 +177,7 @@ def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rou
 def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str:
     """Medians over rounds, in Markdown."""
     ratio_to = [name for name in (TRL, "GRPO") if name in timings]
-    head = ["trainer", "s/step", "rollout", "update", "tokens/s", *(f"time to {name}'s" for name in ratio_to), "memory"]
+    head = ["trainer", "s/step", "rollout", "update", "tokens/s", *(f"time a token to {name}'s" for name in ratio_to), "memory"]
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for name, own in timings.items():
         seconds = [statistics.median(getattr(t, part) for t in own) for part in ("total", "rollout", "update")]
@@ -182,7 +187,7 @@ def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str
             f"{statistics.median(t.tokens / t.total for t in own):,.0f}",
         ]
         for other in ratio_to:
-            ratios = sorted(a.total / b.total for a, b in zip(own, timings[other], strict=True))
+            ratios = sorted(a.a_token / b.a_token for a, b in zip(own, timings[other], strict=True))
             shown = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             cells.append("1.00" if other == name else shown)
         lines.append(" | ".join([*cells, memory(name)]))

@@ -1,47 +1,33 @@
-"""Work in threads: every piece once, from several callers at a time, and nothing is left running."""
+"""Work in threads: in as many as were asked for, from several callers at a time, and nothing is left running."""
 
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from threepo.compiled import in_threads
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_work_is_done_in_so_many_threads_at_a_time(threads: int) -> None:
+    together = threading.Barrier(threads)
 
+    def work() -> None:
+        together.wait(timeout=10)
 
-def covered(count: int, unit: int, at_least: int = 1) -> None:
-    pieces: list[tuple[int, int]] = []
-
-    def work(first: int, size: int) -> int:
-        pieces.append((first, size))
-        return size
-
-    assert in_threads(count, unit, work, at_least=at_least) == count
-    assert sorted(i for first, size in pieces for i in range(first, first + size)) == list(range(count))
-    assert all(first % unit == 0 for first, _ in pieces)
-
-
-@given(st.integers(1, 100), st.integers(1, 20), st.integers(1, 40), st.sampled_from([1, 2, 3, 8]))
-def test_every_piece_is_done_once(count: int, unit: int, at_least: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    covered(count, unit, at_least)
+    in_threads(threads, work)
 
 
 def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
     def caller(seed: int) -> None:
         for i in range(100):
-            torch.set_num_threads(1 + (seed + i) % 8)  # the pool is exchanged under the other callers' feet
-            covered(1 + (7 * i + seed) % 50, 1 + i % 3)
+            threads = 2 + (seed + i) % 7  # the pool is exchanged under the other callers' feet
+            calls: list[int] = []
+            in_threads(threads, partial(calls.append, i))
+            assert len(calls) == threads
 
     with ThreadPoolExecutor(4) as callers:
         for done in [callers.submit(caller, seed) for seed in range(4)]:
@@ -49,18 +35,47 @@ def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
 
 
 def test_an_error_waits_for_the_others() -> None:
-    torch.set_num_threads(2)
-    started, finished = threading.Event(), threading.Event()
+    caller, started, finished = threading.get_ident(), threading.Event(), threading.Event()
 
-    def work(first: int, size: int) -> int:
-        if first:
+    def work() -> None:
+        if threading.get_ident() != caller:
             started.set()
             assert not finished.wait(0.05)
             finished.set()
-            return 0
+            return
         assert started.wait(10)
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        in_threads(2, 1, work)
+        in_threads(2, work)
     assert finished.is_set()
+
+
+def test_an_error_of_another_thread_is_raised_here() -> None:
+    caller = threading.get_ident()
+
+    def work() -> None:
+        if threading.get_ident() != caller:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        in_threads(2, work)
+
+
+def test_the_kernels_work_in_a_forked_process() -> None:
+    """Threads do not survive a fork: a team that was at work before must not be waited for after it."""
+    program = """
+import os, torch
+from threepo.posterior import kernels
+from threepo.types import Draw
+
+torch.set_num_threads(2)
+before = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
+child = os.fork()
+after = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
+same = bool((before.numpy() == after.numpy()).all())
+if not child:
+    os._exit(0 if same else 1)
+assert same and os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=60)

@@ -47,6 +47,15 @@ _openmp = _find_openmp()
 if _openmp is not None:
     _openmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     _openmp.restype = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def _forget_threads() -> None:
+    global _openmp, _pool
+    _openmp = _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # none survives, and a team without its threads waits forever
 
 
 def together(work: Any, job: ctypes.Structure, threads: int) -> None:
@@ -55,50 +64,32 @@ def together(work: Any, job: ctypes.Structure, threads: int) -> None:
     They are those of torch's own team where that can be had: awake between two operations, they begin within
     microseconds, and no second team competes for the cores.
     """
-    if threads == 1:
+    if threads <= 1:
         work(ctypes.byref(job))
     elif _openmp is not None:
         _openmp(work, ctypes.byref(job), threads, 0)
     else:
-        in_threads(threads, 1, lambda first, count: work(ctypes.byref(job)))
+        in_threads(threads, lambda: work(ctypes.byref(job)))
 
 
-_pool: ThreadPoolExecutor | None = None
-
-
-def _forget_pool() -> None:
+def in_threads(threads: int, work: Callable[[], object]) -> None:
+    """Call work() in so many threads at a time, this one among them, and return when all are done."""
     global _pool
-    _pool = None
-
-
-os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a fork
-
-
-def in_threads(
-    count: int, unit: int, work: Callable[[int, int], int | None], *, at_least: int = 1, serial: bool = False
-) -> int:
-    """Call work(first, size) over [0, count) in torch's number of threads; returns the sum of the results.
-
-    Pieces are whole `unit`s, but for the last; a thread is added for every `at_least` of the count.
-    """
-    global _pool
-    threads = 1 if serial else min(torch.get_num_threads(), -(-count // max(at_least, unit)))
-    if threads <= 1:
-        return work(0, count) or 0
-    if _pool is None or _pool._max_workers < threads - 1:
-        _pool = ThreadPoolExecutor(threads - 1, "threepo-kernels")
-    size = -(-count // (threads * unit)) * unit
-    others: list[Future[int | None]] = []
+    pool = _pool
+    if pool is None or pool._max_workers < threads - 1:
+        pool = _pool = ThreadPoolExecutor(threads - 1, "threepo-kernels")
+    others: list[Future[object]] = []
     try:
-        for first in range(size, count, size):
-            others.append(_pool.submit(work, first, min(size, count - first)))  # noqa: PERF401 - interrupts lose none
-        total = work(0, size) or 0
+        for _ in range(threads - 1):
+            others.append(pool.submit(work))  # noqa: PERF401 - interrupts lose none
+        work()
     finally:
         _wait_for(others)
-    return total + sum(other.result() or 0 for other in others)
+    for other in others:
+        other.result()
 
 
-def _wait_for(others: list[Future[int | None]]) -> None:
+def _wait_for(others: list[Future[object]]) -> None:
     """Until all are done, however often Ctrl-C is pressed: nobody may write into a tensor that was given back."""
     interrupt: KeyboardInterrupt | None = None
     while not all(other.done() for other in others):

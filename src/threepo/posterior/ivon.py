@@ -219,17 +219,23 @@ class IVON(torch.optim.Optimizer):
     def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        Tensors are made one at a time, in the dtype of the parameter or of the tensor in `into`.
+        Values are made in the dtype of the parameter, one at a time, or of the tensors in `into`, all at once.
         """
         self.trainable()
+        noisy = []
         for name, p, group in named_in_groups(self.param_groups):
             self._refuse_while_perturbed("weights are read")
             if draw is None or not group["noise_scale"] or not p.requires_grad:
                 yield name, p.detach()
             else:
-                value = into[name] if into else torch.empty_like(p)
-                self._write([(name, value, p, group)], draw)
-                yield name, value
+                noisy.append((name, p, group))
+        if draw is None:
+            return
+        for some in [noisy] if into else [[entry] for entry in noisy]:
+            values = [into[name] if into else torch.empty_like(p) for name, p, _ in some]
+            self._refuse_while_perturbed("weights are read")
+            self._write([(name, value, p, group) for (name, p, group), value in zip(some, values, strict=True)], draw)
+            yield from zip((name for name, *_ in some), values, strict=True)
 
     def _write(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, dict[str, Any]]], draw: Draw) -> None:
         """The weights of a draw, of each (name, where to, parameter, group)."""

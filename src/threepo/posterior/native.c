@@ -4,8 +4,9 @@
  * Plain C99. Compile with -ffp-contract=off and without -ffast-math: a fused or reordered operation would change the
  * bits. Work goes block by block (1024 elements) through buffers that stay in the first-level cache.
  *
- * Every function takes an array of jobs, a job being elements of one tensor, and does the elements [first, first + count)
- * of all jobs in a row: so that threads can share the work evenly, and small tensors need no call of their own.
+ * Every function takes an array of jobs, a job being elements of one tensor, and any number of threads may call it with
+ * the same work: they take pieces of all jobs in a row until none is left, so that they share the work evenly, and small
+ * tensors need no call of their own.
  */
 #include <math.h>
 #include <stdint.h>
@@ -13,6 +14,7 @@
 
 #define BLOCK 1024
 #define PAIRS (BLOCK / 2)
+#define PIECE (32 * BLOCK) /* of the work, that a thread takes at a time */
 #define INLINE static inline __attribute__((always_inline))
 
 /* One version for each level of x86-64, chosen when the library is loaded (GCC has that since 12); else the basic one. */
@@ -49,6 +51,14 @@ typedef struct {
     const Numbers *numbers;
     int32_t mean_dtype, out_dtype, grad_dtype, padding;
 } Job;
+
+/* Same fields, in the same order, as in native.py. */
+typedef struct {
+    const Job *jobs;
+    int64_t count;    /* elements of all jobs */
+    int64_t next;     /* the first that nobody has taken yet */
+    int64_t *clipped; /* of each job, of an update */
+} Work;
 
 INLINE float from_bits(uint32_t bits)
 {
@@ -134,6 +144,14 @@ INLINE void block_normals(Key key, uint64_t block, float *restrict z)
     }
 }
 
+/* Elements [*first, *first + *count) for the thread that asks, or 0 if none are left. */
+INLINE int take(Work *work, int64_t *first, int64_t *count)
+{
+    *first = __atomic_fetch_add(&work->next, PIECE, __ATOMIC_RELAXED);
+    *count = work->count - *first < PIECE ? work->count - *first : PIECE;
+    return *count > 0;
+}
+
 /* The job that the next elements lie in: *first is counted from `job` on, then from the one returned on. Its share of
  * the *count ends at *end, and is taken off. */
 INLINE const Job *next_job(const Job *job, int64_t *first, int64_t *count, int64_t *end)
@@ -208,84 +226,82 @@ INLINE int32_t update_part(const Job *job, const Numbers *n, int64_t first, int 
 /* Of this interface; native.py wants the same. */
 __attribute__((visibility("default"))) int threepo_version(void)
 {
-    return 2;
+    return 3;
 }
 
 /* out = z. */
-EXPORT void threepo_normal(const Job *job, int64_t first, int64_t count)
+EXPORT void threepo_normal(Work *work)
 {
     float z[BLOCK];
-    int64_t end;
-    int inside, part;
-    for (; count > 0; job++, first = 0) {
-        job = next_job(job, &first, &count, &end);
-        int64_t in_z = -1;
-        for (; first < end; first += part) {
-            part = next_part(job, first, end, z, &in_z, &inside);
-            memcpy((float *)job->out + first, z + inside, (size_t)part * sizeof(float));
+    for (int64_t first, count, end; take(work, &first, &count);)
+        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
+            job = next_job(job, &first, &count, &end);
+            int64_t in_z = -1;
+            for (int inside, part; first < end; first += part) {
+                part = next_part(job, first, end, z, &in_z, &inside);
+                memcpy((float *)job->out + first, z + inside, (size_t)part * sizeof(float));
+            }
         }
-    }
 }
 
 /* out = mean + sigma z. */
-EXPORT void threepo_perturb(const Job *job, int64_t first, int64_t count)
+EXPORT void threepo_perturb(Work *work)
 {
     float z[BLOCK], m[BLOCK];
-    int64_t end;
-    int inside, part;
-    for (; count > 0; job++, first = 0) {
-        job = next_job(job, &first, &count, &end);
-        const Numbers n = *job->numbers;
-        int64_t in_z = -1;
-        for (; first < end; first += part) {
-            part = next_part(job, first, end, z, &in_z, &inside);
-            load(m, job->mean, job->mean_dtype, first, part);
-            const float *restrict h = job->hessian + first;
-            for (int i = 0; i < part; i++)
-                m[i] = m[i] + n.noise_scale / sigma_inverse(h[i], &n) * z[inside + i];
-            store(job->out, job->out_dtype, first, m, part);
+    for (int64_t first, count, end; take(work, &first, &count);)
+        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
+            job = next_job(job, &first, &count, &end);
+            const Numbers n = *job->numbers;
+            int64_t in_z = -1;
+            for (int inside, part; first < end; first += part) {
+                part = next_part(job, first, end, z, &in_z, &inside);
+                load(m, job->mean, job->mean_dtype, first, part);
+                const float *restrict h = job->hessian + first;
+                for (int i = 0; i < part; i++)
+                    m[i] = m[i] + n.noise_scale / sigma_inverse(h[i], &n) * z[inside + i];
+                store(job->out, job->out_dtype, first, m, part);
+            }
         }
-    }
 }
 
 /* second += z * grad. */
-EXPORT void threepo_add_noise_times(const Job *job, int64_t first, int64_t count)
+EXPORT void threepo_add_noise_times(Work *work)
 {
     float z[BLOCK], x[BLOCK];
-    int64_t end;
-    int inside, part;
-    for (; count > 0; job++, first = 0) {
-        job = next_job(job, &first, &count, &end);
-        int64_t in_z = -1;
-        for (; first < end; first += part) {
-            part = next_part(job, first, end, z, &in_z, &inside);
-            load(x, job->grad, job->grad_dtype, first, part);
-            float *restrict total = job->second + first;
-            for (int i = 0; i < part; i++)
-                total[i] = total[i] + x[i] * z[inside + i];
+    for (int64_t first, count, end; take(work, &first, &count);)
+        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
+            job = next_job(job, &first, &count, &end);
+            int64_t in_z = -1;
+            for (int inside, part; first < end; first += part) {
+                part = next_part(job, first, end, z, &in_z, &inside);
+                load(x, job->grad, job->grad_dtype, first, part);
+                float *restrict total = job->second + first;
+                for (int i = 0; i < part; i++)
+                    total[i] = total[i] + x[i] * z[inside + i];
+            }
         }
-    }
 }
 
 /* One IVON step. Adds to clipped[j] how many coordinates of job j were clipped. */
-EXPORT void threepo_update(const Job *jobs, int64_t first, int64_t count, int64_t *clipped)
+EXPORT void threepo_update(Work *work)
 {
     float z[BLOCK], m[BLOCK], x[BLOCK];
-    int64_t end;
-    int inside, part;
-    for (const Job *job = jobs; count > 0; job++, first = 0) {
-        job = next_job(job, &first, &count, &end);
-        const Numbers n = *job->numbers;
-        float *noise = n.estimator == PRICE && !job->second ? z : NULL;
-        int64_t in_z = -1;
-        for (; first < end; first += part) {
-            part = next_part(job, first, end, noise, &in_z, &inside);
-            load(m, job->mean, job->mean_dtype, first, part);
-            load(x, job->grad, job->grad_dtype, first, part);
-            clipped[job - jobs] += update_part(job, &n, first, part, m, x, z + inside);
-            store(job->mean, job->mean_dtype, first, m, part);
-            if (job->out)
-                store(job->out, job->out_dtype, first, m, part);
+    for (int64_t first, count, end; take(work, &first, &count);)
+        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
+            job = next_job(job, &first, &count, &end);
+            const Numbers n = *job->numbers;
+            float *noise = n.estimator == PRICE && !job->second ? z : NULL;
+            int64_t in_z = -1, clipped = 0;
+            for (int inside, part; first < end; first += part) {
+                part = next_part(job, first, end, noise, &in_z, &inside);
+                load(m, job->mean, job->mean_dtype, first, part);
+                load(x, job->grad, job->grad_dtype, first, part);
+                clipped += update_part(job, &n, first, part, m, x, z + inside);
+                store(job->mean, job->mean_dtype, first, m, part);
+                if (job->out)
+                    store(job->out, job->out_dtype, first, m, part);
+            }
+            if (clipped)
+                __atomic_fetch_add(&work->clipped[job - work->jobs], clipped, __ATOMIC_RELAXED);
         }
-    }
 }

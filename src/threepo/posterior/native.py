@@ -5,17 +5,18 @@ The library is optional (see threepo.compiled): without it `available` is False 
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from threepo.compiled import in_threads, load_library
-from threepo.posterior.noise import BLOCK, Key
+from threepo.compiled import load_library, together
+from threepo.posterior.noise import Key
 from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Update
 from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale, StepNumbers
 
-VERSION = 2
+VERSION = 3
 """Of the interface to native.c, which has the same number."""
 LIBRARY = Path(__file__).with_name("_native.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -42,15 +43,21 @@ class _Numbers(ctypes.Structure):
     )
 
 
+class _Work(ctypes.Structure):
+    _fields_ = (
+        ("jobs", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("count", "next")),
+        ("clipped", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+
 def _load() -> ctypes.CDLL | None:
     library = load_library(LIBRARY, "threepo_version", VERSION)
     if library is None:
         return None
-    share = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
-    for function in (library.threepo_normal, library.threepo_perturb, library.threepo_add_noise_times):
-        function.argtypes, function.restype = share, None
-    library.threepo_update.argtypes = (*share, ctypes.POINTER(ctypes.c_int64))
-    library.threepo_update.restype = None
+    for name in ("normal", "perturb", "add_noise_times", "update"):
+        function = getattr(library, f"threepo_{name}")
+        function.argtypes, function.restype = (ctypes.c_void_p,), None
     return library
 
 
@@ -102,10 +109,12 @@ class _Jobs:
             self._numbers[id(of)] = (of, made, ctypes.addressof(made))
         return self._numbers[id(of)][2]
 
-    def run(self, function: Callable[..., None]) -> None:
-        """All jobs, shared out to the threads."""
-        jobs = b"".join(self.packed)
-        in_threads(self.count, BLOCK, lambda first, size: function(jobs, first, size), at_least=_SERIAL)
+    def run(self, function: Any) -> list[int]:
+        """All jobs, shared out to the threads; how many coordinates of each an update clipped."""
+        clipped = (ctypes.c_int64 * len(self.packed))()
+        work = _Work(jobs=b"".join(self.packed), count=self.count, clipped=clipped)
+        together(function, work, min(torch.get_num_threads(), -(-self.count // _SERIAL)))
+        return list(clipped)
 
 
 def _at(tensor: torch.Tensor | None) -> int:
@@ -162,16 +171,8 @@ def add_noise_times(work: Sequence[AddNoiseTimes]) -> None:
 def update(work: Sequence[Update]) -> list[torch.Tensor]:
     """See plain.update."""
     assert _library is not None
-    function, jobs = _library.threepo_update, _Jobs()
+    jobs = _Jobs()
     for state, (grad, second, key), numbers, place in work:
         tensors = {"mean": state.mean, "out": state.copy, "hessian": state.hessian, "momentum": state.momentum}
         jobs.add(grad.numel(), place, key, jobs.numbers(numbers), grad=grad, second=second, **tensors)
-    counts: list[ctypes.Array[ctypes.c_int64]] = []
-
-    def share(array: bytes, first: int, size: int) -> None:
-        clipped = (ctypes.c_int64 * len(work))()
-        function(array, first, size, clipped)
-        counts.append(clipped)  # of this thread's share
-
-    jobs.run(share)
-    return list(torch.tensor([sum(column) for column in zip(*counts, strict=True)]).unbind())
+    return list(torch.tensor(jobs.run(_library.threepo_update)).unbind())

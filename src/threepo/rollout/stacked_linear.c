@@ -166,6 +166,15 @@ INLINE void gather_rows(const char *x, int64_t stride, int64_t rows, int64_t til
         }
 }
 
+/* Weights [panels * 16, K] words, to be brought into the order that kernels read, where they are.
+ * Same fields, in the same order, as in stacked_linear.py. */
+typedef struct {
+    uint32_t *weights;
+    int64_t words, panels;
+    int64_t next; /* panel to be taken */
+    int32_t failed;
+} Packing;
+
 #if KERNELS
 #pragma GCC pop_options
 
@@ -202,7 +211,7 @@ enum { NONE, V3, V4, V4_PAIRS };
 
 __attribute__((visibility("default"))) int threepo_stacked_linear_version(void)
 {
-    return 1;
+    return 2;
 }
 
 /* The kernels for this processor; NONE where torch is faster, or nothing is known. */
@@ -242,4 +251,23 @@ __attribute__((visibility("default"))) void threepo_stacked_linear_work(Product 
 #else
     (void)p;
 #endif
+}
+
+/* Pack panels until none is left; any number of threads may call it with the same weights. */
+__attribute__((visibility("default"))) void threepo_stacked_linear_pack(Packing *p)
+{
+    int64_t stride = p->words + LANES; /* outputs a power of two apart would meet in the same places of the cache */
+    uint32_t *copy = (uint32_t *)scratch(stride * LANES * WORD);
+    if (!copy) {
+        __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int64_t i; (i = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->panels;) {
+        uint32_t *panel = p->weights + i * p->words * LANES;
+        for (int lane = 0; lane < LANES; lane++)
+            memcpy(copy + lane * stride, panel + lane * p->words, (size_t)p->words * WORD);
+        for (int64_t k = 0; k < p->words; k++)
+            for (int lane = 0; lane < LANES; lane++)
+                panel[k * LANES + lane] = copy[lane * stride + k];
+    }
 }

@@ -15,11 +15,11 @@ from threepo.compiled import load_library, together
 LANES = 16
 """Outputs in a panel, and words of 32 bits that are read at a time."""
 _WORD = 4
-_VERSION = 1
+_VERSION = 2
 _SERIAL = 1 << 18
 """Multiplications below which a second thread costs more than it brings."""
-_PACKED_AT_A_TIME = 1 << 18
-"""Words."""
+_SERIAL_PACKING = 1 << 14
+"""The same, in words to be packed."""
 
 
 class _Product(ctypes.Structure):
@@ -31,11 +31,19 @@ class _Product(ctypes.Structure):
     )
 
 
+class _Packing(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("words", "panels", "next")),
+        ("failed", ctypes.c_int32),
+    )
+
+
 _library = load_library(Path(__file__).with_name("_stacked_linear.so"), "threepo_stacked_linear_version", _VERSION)
 _levels = {torch.float32: 0, torch.bfloat16: 0}
 if _library is not None:
-    _library.threepo_stacked_linear_work.argtypes = (ctypes.c_void_p,)
-    _library.threepo_stacked_linear_work.restype = None
+    for _function in (_library.threepo_stacked_linear_work, _library.threepo_stacked_linear_pack):
+        _function.argtypes, _function.restype = (ctypes.c_void_p,), None
     _levels = {dtype: _library.threepo_stacked_linear_level(dtype == torch.bfloat16) for dtype in _levels}
 
 
@@ -58,11 +66,13 @@ def panels(weights: torch.Tensor) -> torch.Tensor:
 
 def pack(weights: torch.Tensor) -> None:
     """Bring weights [P * 16, in] of one draw into the order that products read, where they are."""
-    words = panels(weights)
-    step = max(1, _PACKED_AT_A_TIME // words[0].numel())
-    for first in range(0, len(words), step):
-        target = words[first : first + step]
-        target.copy_(target.view(len(target), LANES, -1).transpose(1, 2).contiguous())
+    assert _library is not None
+    found = panels(weights)
+    job = _Packing(weights=found.data_ptr(), words=found.shape[1], panels=len(found))
+    threads = torch.get_num_threads() if found.numel() > _SERIAL_PACKING else 1
+    together(_library.threepo_stacked_linear_pack, job, threads)
+    if job.failed:
+        raise MemoryError(f"no memory to pack weights of {weights.shape[1]} inputs")
 
 
 def product(

@@ -27,9 +27,11 @@ INLINE KERNEL(Floats) KERNEL(multiply)(KERNEL(Floats) sum, const char *x, KERNEL
     return sum + value * (KERNEL(Floats))w;
 }
 
-/* `tile` rows, of which `rows` exist, with `panels` panels from number `panel` of this draw on. */
+/* `tile` rows, of which `rows` exist, with `panels` panels from number `panel` of this draw on. `ahead`: memory shall
+ * begin to bring the panels after them. */
 INLINE void KERNEL(block)(const Product *p, const char *x, const char *weights, int64_t row, int64_t rows,
-                          int64_t draw, int64_t panel, int64_t words, const int tile, const int panels, const int half)
+                          int64_t draw, int64_t panel, int64_t words, int ahead, const int tile, const int panels,
+                          const int half)
 {
     enum { PARTS = LANES / REGISTER };
     KERNEL(Floats) sum[TILE][PANELS * PARTS];
@@ -45,8 +47,12 @@ INLINE void KERNEL(block)(const Product *p, const char *x, const char *weights, 
     for (int64_t k = 0; k < words; k += LANES, x += tile * CHUNK, w += LANES * CHUNK)
         for (int j = 0; j < LANES; j++) {
             KERNEL(Words) some[PANELS * PARTS];
-            for (int c = 0; c < panels * PARTS; c++)
-                memcpy(&some[c], w + (c / PARTS * words + j) * CHUNK + c % PARTS * sizeof *some, sizeof *some);
+            for (int c = 0; c < panels * PARTS; c++) {
+                const char *from = w + (c / PARTS * words + j) * CHUNK;
+                memcpy(&some[c], from + c % PARTS * sizeof *some, sizeof *some);
+                if (ahead && c % PARTS == 0)
+                    __builtin_prefetch(from + panels * words * CHUNK, 0, 2);
+            }
             for (int m = 0; m < tile; m++)
                 for (int c = 0; c < panels * PARTS; c++)
                     sum[m][c] = KERNEL(multiply)(sum[m][c], x + m * CHUNK + j * WORD, some[c], half);
@@ -83,7 +89,7 @@ INLINE void KERNEL(item)(const Product *p, Item item, char *gathered, int64_t wo
         for (int64_t r = 0; r < item.rows;) {
             int64_t left = item.rows - r, row = item.first_row + r, tile = KERNEL(tile_for)(left);
 #define BLOCK(tile, panels) \
-    KERNEL(block)(p, from, weights, row, left, item.draw, panel, words, tile, panels, half)
+    KERNEL(block)(p, from, weights, row, left, item.draw, panel, words, r == 0, tile, panels, half)
 #define BLOCKS(tile)                    \
     do {                                \
         if (end - panel >= PANELS)      \
