@@ -6,7 +6,8 @@
 The work: one fresh model of the given shape, P prompts of 5 to 7 byte tokens, G completions each of at most
 `--new-tokens`, a reward that is the parity of the tokens' sum, one optimizer step. All contenders take turns in one
 process, so a machine that slows down slows all of them; ratios are taken within a round, for each token generated
-(lengths are sampled, so that steps differ by some percent in their work), and tables show medians with their range. The learning rate is next to nothing, so that lengths stay comparable.
+(lengths are sampled, so that steps differ by some percent in their work), and tables show medians with their range.
+The learning rate is next to nothing, so that lengths stay comparable.
 
 `--lengths uniform`: the end-of-sequence token is never drawn and every row has all its tokens. `long-tailed`: it has a
 probability that is nearly a constant (within a factor of two), so that lengths are nearly geometric with a mean of a
@@ -177,7 +178,8 @@ def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rou
 def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str:
     """Medians over rounds, in Markdown."""
     ratio_to = [name for name in (TRL, "GRPO") if name in timings]
-    head = ["trainer", "s/step", "rollout", "update", "tokens/s", *(f"time a token to {name}'s" for name in ratio_to), "memory"]
+    ratios_to = [f"time a token to {name}'s" for name in ratio_to]
+    head = ["trainer", "s/step", "rollout", "update", "tokens/s", *ratios_to, "memory"]
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for name, own in timings.items():
         seconds = [statistics.median(getattr(t, part) for t in own) for part in ("total", "rollout", "update")]
