@@ -16,12 +16,13 @@ from transformers.utils import logging
 from threepo.analysis.report import read_run
 from threepo.config import DataConfig, EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.reader import to_plain
+from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems
 from threepo.data.source import open_heldout
 from threepo.errors import Interrupted, UserError
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.evaluate import Examination
-from threepo.evaluation.fingerprint import problems_digest, weights_digest
+from threepo.evaluation.fingerprint import weights_digest
 from threepo.evaluation.records import Origin, Records, data_label, refuse_taken
 from threepo.evaluation.scores import average, plain, score
 from threepo.files import atomic_folder

@@ -7,13 +7,14 @@ from typing import Any
 
 from threepo.errors import UserError
 
-CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, SUMMARY, CONVERSATIONS = (
+CONFIG, METRICS, COMPLETIONS, CHECKPOINTS, SUMMARY, CONVERSATIONS, PROBLEMS = (
     "config.json",
     "metrics.jsonl",
     "completions",
     "checkpoints",
     "summary.json",
     "conversations.json",
+    "problems.json",
 )
 _CHECKPOINT = re.compile(r"step-(\d+)")
 

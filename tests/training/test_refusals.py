@@ -208,6 +208,47 @@ def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(
     assert main(["train", "--resume", "../run"]) == 0
 
 
+@pytest.mark.parametrize("name", ["problems", "heldout"])
+@pytest.mark.parametrize("change", [{"prompt": "new"}, {"answer": 7}, {"hint": "column of a reward function"}])
+def test_a_run_is_not_resumed_with_other_problems(
+    name: str, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("heldout.jsonl", ROWS)
+    jobs.train(config("run.steps=2", "data.eval=heldout.jsonl", "eval.every=2", "eval.samples=1"))
+    before = Path("run/metrics.jsonl").read_bytes()
+    write(f"{name}.jsonl", [*ROWS[:-1], ROWS[-1] | change])
+    assert main(["train", "--resume", "run"]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}.jsonl have changed since the run began (6 now, 6 then); put the old ones back, or start" in said
+    assert Path("run/metrics.jsonl").read_bytes() == before
+    write(f"{name}.jsonl", ROWS)
+    assert main(["train", "--resume", "run"]) == 0
+
+
+def test_what_no_reward_and_no_policy_sees_may_change() -> None:
+    jobs.train(config("data.train=problems.jsonl", "data.too_long=drop", "run.steps=1"))
+    Path("problems.jsonl").write_text("".join(json.dumps(row, indent=None) + "\n\n" for row in [*ROWS, LONG]))
+    assert main(["train", "--resume", "run"]) == 0
+
+
+def test_a_run_without_a_record_of_its_problems_is_resumed_as_it_was_before_there_were_any() -> None:
+    jobs.train(config("run.steps=1"))
+    Path("run/problems.json").unlink()
+    write("problems.jsonl", ROWS[:-1])
+    assert main(["train", "--resume", "run"]) == 0
+    assert not Path("run/problems.json").exists(), "it would say that the run began with these"
+
+
+def test_problems_without_end_can_always_be_gone_on_with() -> None:
+    jobs.train(train_config(Path("endless"), "run.steps=1", "eval.every=1"))
+    record = json.loads(Path("endless/problems.json").read_text())
+    assert [(part, record[part]["source"], record[part]["problems"]) for part in record] == [
+        ("train", "sorting", 1),
+        ("eval", "sorting", 4),
+    ]
+    assert main(["train", "--resume", "endless"]) == 0
+
+
 def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     jobs.train(train_config(Path("m"), "run.steps=1"))
     load_model = ["eval", "m/checkpoints/step-000001"]

@@ -83,7 +83,7 @@ def test_a_new_run_that_the_user_must_mend_leaves_no_folder(tmp_path: Path) -> N
         if made:
             path.mkdir()
             (path / "notes.txt").write_text("mine")
-        with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()):
+        with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig(), {"train": {}}):
             raise UserError("mend it")
         assert path.exists() is made
     assert [p.name for p in path.iterdir()] == ["notes.txt"], "what was there before stays"

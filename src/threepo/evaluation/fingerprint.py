@@ -1,15 +1,15 @@
-"""What an evaluation depends on beside its settings, in a few hexadecimal digits each."""
+"""What an evaluation depends on beside its settings and problems, in a few hexadecimal digits."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from threepo.data.digest import digest
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
-from threepo.types import Problem
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that say where it is and who wrote it."""
@@ -21,15 +21,7 @@ def weights_digest(policy: Policy, posterior: Posterior | None) -> str:
     parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]
     if posterior is not None:
         parts += [repr(posterior.groups), repr((posterior.step, posterior.seed)), *_tensors(posterior.hessian)]
-    return _digest(parts)
-
-
-def problems_digest(problems: Sequence[Problem], prompts: Sequence[Sequence[int]]) -> str:
-    """Of problems with their answers and tests, and of the tokens that they are put in."""
-    return _digest(
-        json.dumps([problem.id, problem.answer, problem.columns, list(tokens)], sort_keys=True, default=str)
-        for problem, tokens in zip(problems, prompts, strict=True)
-    )
+    return digest(parts)
 
 
 def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -42,10 +34,3 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(line, sorted(tensors)))
-
-
-def _digest(parts: Iterable[str]) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        total.update(part.encode() + b"\0")
-    return total.hexdigest()

@@ -25,6 +25,7 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.training.asked import asked, refuse_changed
 from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
@@ -223,6 +224,9 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     examination = None
     if heldout:
         examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
+    problems = asked(data, fitted.problems, examination)
+    if folder:
+        refuse_changed(folder.path, problems)
     engine = build_engine(config.engine, policy)
     engine.prepare(max(config.method.draws, 1), max(fitted.longest, *map(len, first)) + longest)
     if examination:
@@ -230,7 +234,7 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     if folder:
         folder.forget_after(state.step or -1)
     else:
-        folder = RunFolder.create(Path(config.run.folder), config)
+        folder = RunFolder.create(Path(config.run.folder), config, problems)
     tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
     return Run(
         config, folder, policy, optimizer, engine, fitted.problems, training.grader, examination, tensorboard, state

@@ -1,6 +1,7 @@
 """A run's folder on disk: one owner, one format, nothing half written.
 
 config.json              the resolved recipe
+problems.json            what reinforcement learning asks: source, number and digest of its problems
 conversations.json       what fine-tuning was given: conversations kept and left out, and a digest of their tokens
 metrics.jsonl            a row per step: the source of truth
 completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
@@ -25,6 +26,7 @@ from threepo.runs import (
     CONFIG,
     CONVERSATIONS,
     METRICS,
+    PROBLEMS,
     SUMMARY,
     checkpoints,
     read_json,
@@ -48,11 +50,14 @@ class RunFolder:
         self._metrics: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, path: Path, config: Any) -> "RunFolder":
+    def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
         """A folder for a new run; `UserError` if there is a run in it already."""
         folder = cls(path)
         try:
             refuse_taken(path, config)
+            if problems:
+                write_text(path / PROBLEMS, json.dumps(problems, indent=2) + "\n")
+            # Last: what has a configuration is a run, and then knows of its problems too.
             write_text(path / CONFIG, json.dumps(to_plain(config), indent=2) + "\n")
         except BaseException as error:
             folder.__exit__(type(error), error)
@@ -79,7 +84,7 @@ class RunFolder:
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
             return
-        for name in (CONFIG, CONVERSATIONS, METRICS, LOCK):
+        for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
