@@ -47,18 +47,44 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("data", "list"), ("--version",), ("train", "--help")])
-def test_a_reader_that_has_enough_is_no_error(arguments: tuple[str, ...], unbuffered: str) -> None:
+@pytest.mark.parametrize("arguments", [("data", "list"), ("--version",), ("train", "--help"), ("report", "run")])
+def test_a_reader_that_has_enough_is_no_error(arguments: tuple[str, ...], unbuffered: str, tmp_path: Path) -> None:
+    if arguments[0] == "report":
+        jobs.train(train_config(tmp_path / "run", "run.steps=1"))
     command = [sys.executable, "-m", "threepo", *arguments]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == ""
-        assert process.wait() in ((0, 141) if unbuffered else (141,))  # argparse passes over what it cannot write
+        assert process.wait() == 141
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["data list", "--version", "train --help", "report run"])
+def test_output_that_cannot_be_written_is_one_line(command: str, unbuffered: str, tmp_path: Path) -> None:
+    if command.startswith("report"):
+        jobs.train(train_config(tmp_path / "run", "run.steps=1"))
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "threepo", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (1, "threepo: cannot write the output: No space left on device\n")
+
+
+def test_closed_output_is_no_error() -> None:
+    command = ["bash", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "threepo", "data", "list"]
+    assert subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr == ""
 
 
 @pytest.mark.parametrize(

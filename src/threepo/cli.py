@@ -1,15 +1,18 @@
 """The command line. Nothing heavy is imported before a command needs it, so help and mistakes answer at once.
 
-Exit status: 0 done; 2 something in the input to mend, said in one line; 128 + n stopped by signal n, state saved.
+Exit status: 0 done; 1 what was printed could not be written; 2 something in the input to mend, said in one line;
+128 + n stopped by signal n, state saved.
 """
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from threepo.errors import Interrupted, UserError
 from threepo.files import writable_folder, write_text
@@ -18,13 +21,51 @@ from threepo.files import writable_folder, write_text
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     try:
-        try:
-            return _main(arguments)
-        finally:  # also where argparse has printed help, and exits
-            print(end="", flush=True)  # so that what is wrong with the output is found here
-    except BrokenPipeError:  # whoever read it has enough, as `head` has; Python would write the rest at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a program that SIGPIPE ends
+        with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout)) if sys.stdout else None):  # None: closed
+            try:
+                return _main(arguments)
+            finally:  # also where argparse has printed help, and exits
+                print(end="", flush=True)  # so that what is wrong with the output is found here
+    except _OutputLost as lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
+        if lost.number == errno.EPIPE:  # whoever read it has enough, as `head` has
+            return 141  # as a program that SIGPIPE ends
+        print(f"threepo: cannot write the output: {os.strerror(lost.number)}", file=sys.stderr)
+        return 1
+
+
+class _OutputLost(Exception):
+    """Standard output takes no more. No `OSError`: those of files are told otherwise, and libraries pass over some."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(os.strerror(number))
+        self.number = number
+
+
+class _Output:
+    """Standard output, with `_OutputLost` for what goes wrong with it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _telling_output():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _telling_output():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _telling_output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _OutputLost(error.errno or errno.EIO) from error
 
 
 def _main(arguments: Sequence[str] | None) -> int:
