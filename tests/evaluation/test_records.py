@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,17 @@ def test_a_stopped_evaluation_goes_on_and_ends_as_if_it_never_was(number: int, s
     assert 0 < scores["gsm8k"]["pass_at"]["1"] < 1, "a judge of more than one opinion"
     assert evaluated("whole") == 0
     assert calls() == 4 + 6 - saved + 6, "a finished evaluation is only read"
+
+
+def test_parts_that_a_kill_left_beside_the_scores_go_with_the_next_start() -> None:
+    killed(signal.SIGKILL)
+    shutil.copytree("stopped/parts", "left")
+    assert evaluated("stopped") == 0
+    before, asked = contents("stopped"), calls()
+    os.rename("left", "stopped/parts")  # as a kill leaves them between the writing of the scores and their removal
+    assert evaluated("stopped") == 0
+    assert not Path("stopped/parts").exists()
+    assert (contents("stopped"), calls()) == (before, asked)
 
 
 def test_the_parts_of_an_evaluation_make_no_difference() -> None:

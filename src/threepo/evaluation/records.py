@@ -102,6 +102,8 @@ class Records:
         try:
             refuse_taken(path, origin.config, origin.fingerprint)
             self.versions = self._register(origin)
+            if self.finished:
+                self._drop_parts()  # a kill just after the scores were written left them here
         except BaseException:
             self._lock.close()
             raise
@@ -163,6 +165,9 @@ class Records:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the scores; the parts have done their service."""
         write_text(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        self._drop_parts()
+
+    def _drop_parts(self) -> None:
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
 
     def _part(self, label: str, part: int) -> Path:
