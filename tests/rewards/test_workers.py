@@ -138,6 +138,21 @@ def test_an_interrupt_leaves_a_pool_that_works() -> None:
         assert pool.map([2]) == [Outcome(2)]
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_is_heard_though_it_wakes_nobody() -> None:
+    """As one that comes just before the wait begins: here another thread gets the signal, so the wait goes on."""
+    with WorkerPool("serving:serve", timeout_s=1000, memory_mib=300, workers=1) as pool:
+        process = pool.map(["who"])[0].value
+        woken = threading.Timer(PATIENCE, os.kill, (process, signal.SIGKILL))
+        woken.start()
+        threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.map(["hang"])
+        in_time = woken.is_alive()
+        woken.cancel()
+        assert in_time, "only the end of the process has ended the wait"
+
+
 def test_threads_take_turns(pool: WorkerPool) -> None:
     results: dict[int, list[Outcome]] = {}
     threads = [

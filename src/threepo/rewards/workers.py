@@ -41,6 +41,8 @@ SPARE_MIB = 64
 """Memory that must be left to a process for its items, once it has started."""
 DYING_SECONDS = 5.0
 """How long a process that has closed its line may take to end, so that it can be told how it did."""
+LONGEST_WAIT = 1.0
+"""Seconds after which a wait begins anew."""
 _MIB = 2**20
 _MODULE = "threepo.rewards.workers"
 """This one, also where it runs as a program."""
@@ -132,7 +134,7 @@ class WorkerPool:
                 self._fail(worker, outcomes, "time-out" if isinstance(error, TimeoutError) else "")
 
     def _listen(self, outcomes: dict[int, Outcome]) -> None:
-        """Wait for whatever comes first: something that a process says, its end, or a deadline."""
+        """Wait a while for whatever comes first: something that a process says, its end, or a deadline."""
         listened_to = [worker for worker in self._workers if worker.item is not None or not worker.ready]
         if not listened_to:
             return
@@ -140,7 +142,8 @@ class WorkerPool:
         for worker in listened_to:
             poll.register(worker.connection, select.POLLIN)
         patience = max(0.0, min(worker.deadline for worker in listened_to) - time.monotonic())
-        heard = {descriptor for descriptor, _ in poll.poll(patience * 1000 + 1)}
+        # Ctrl-C just before the wait does not end it; Python raises KeyboardInterrupt after it.
+        heard = {descriptor for descriptor, _ in poll.poll(min(patience, LONGEST_WAIT) * 1000 + 1)}
         for worker in listened_to:
             if worker.connection.fileno() in heard:
                 self._hear(worker, outcomes)
