@@ -133,7 +133,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ConversationSource.open("llama-nemotron:other/copy").place == "other/copy"
     for name, message in (
         ("llama-nemotrn", "did you mean llama-nemotron?"),
-        ("xyz", "unknown; name a .jsonl or .parquet file, or llama-nemotron"),
+        ("xyz", "unknown; name a .jsonl or .jsonl.gz or .parquet file, or llama-nemotron"),
         ("b.jsonl", "b.jsonl: no such file"),
         ("llama-nemotron:", "names no place"),
         ("llama-nemotron:b.jsonl", "b.jsonl: no such file"),

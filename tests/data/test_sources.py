@@ -1,5 +1,6 @@
 """Files, reasoning-gym and demonstrations as sources of problems."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -29,11 +30,13 @@ def settings(path: Path, **fields: object) -> DataConfig:
     return DataConfig(train=str(path), **fields)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 def test_rows_become_problems(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"problems{suffix}"
-    if suffix == ".jsonl":
+    if suffix != ".parquet":
         write_jsonl(path, ROWS)
+        if suffix == ".jsonl.gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     problems = file_problems(path, settings(path)).problems
@@ -182,6 +185,11 @@ def test_missing_damaged_and_small_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(UserError, match="not a valid parquet"):
         open_training(settings(tmp_path / "bad.parquet"))
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
+    for damaged in (b"no gzip", packed[:-20], packed[:20] + b"\0\0\0\0" + packed[24:], packed[:-8] + bytes(8)):
+        (tmp_path / "bad.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"data file .*/bad.jsonl.gz: not a whole gzip file"):
+            open_training(settings(tmp_path / "bad.jsonl.gz", broken_rows="skip"))
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     with pytest.raises(UserError, match="10 problems, fewer than data.prompts_per_step = 11"):
         open_training(settings(path)).problems.batch(0, 11)

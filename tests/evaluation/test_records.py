@@ -177,6 +177,10 @@ def test_default_folders_differ_where_settings_do() -> None:
     assert folder() == folder()
     assert folder() != folder("eval.samples=4")
     assert folder(names=("amc23", "gsm8k=files/gsm8k.jsonl")).startswith("runs/eval-tiny-qwen2-amc23+gsm8k-")
+    for file in ("mine.jsonl", "mine.jsonl.gz", "mine.parquet"):
+        assert str(default_folder(load_evaluation("tiny-qwen2", "", [f"data.eval={file}"]))).startswith(
+            "runs/eval-tiny-qwen2-mine-"
+        )
     assert folder(names=("aime24", "aime25", "amc23", "gsm8k")).startswith("runs/eval-tiny-qwen2-4-benchmarks-")
 
 

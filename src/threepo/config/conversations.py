@@ -11,8 +11,9 @@ class ConversationConfig:
     """[conversations]: chats for supervised fine-tuning, of which the assistant's turns are imitated (sft.md)."""
 
     source: str
-    """A .jsonl or .parquet file with a column `messages`, or with `prompt` and `completion`; or `llama-nemotron`, the
-    paper's, of which `llama-nemotron:PLACE` is a copy: a file, a folder from the hub, or another id there."""
+    """A .jsonl, .jsonl.gz or .parquet file with a column `messages`, or with `prompt` and `completion`; or
+    `llama-nemotron`, the paper's, of which `llama-nemotron:PLACE` is a copy: a file, a folder from the hub, or another
+    id there."""
     batch_size: int = 128
     """Conversations per optimizer step."""
     epochs: int = 0
@@ -43,7 +44,7 @@ class ConversationConfig:
     def __post_init__(self) -> None:
         for name in ("source", "eval"):
             value = getattr(self, name)
-            known = "name a .jsonl or .parquet file, or llama-nemotron"
+            known = "name a .jsonl, .jsonl.gz or .parquet file, or llama-nemotron"
             require(bool(value) or name == "eval", f"conversations.{name}", value, known)
         positive(self, "conversations", "batch_size", "max_tokens")
         not_negative(self, "conversations", "epochs", "seed", "eval_rows", "eval_every")

@@ -100,8 +100,8 @@ class DataConfig:
 
     train: str
     """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., or `gsm8k:PLACE`
-    for a copy of it), or a .jsonl or .parquet file; `threepo data list` names them all. `threepo eval` does without
-    where `eval` is set."""
+    for a copy of it), or a .jsonl, .jsonl.gz or .parquet file; `threepo data list` names them all. `threepo eval`
+    does without where `eval` is set."""
     eval: str = ""
     """The same for held-out problems; empty: the held-out half that a procedural task in `train` has, or the test split
     of a published data set there."""

@@ -1,7 +1,7 @@
 """What a published data set is: where it lies, and what is made of a row of it.
 
 Its name in a recipe stands for its place on the Hugging Face hub; `NAME:PLACE` reads the same columns from a local
-.jsonl or .parquet file, from a folder that was downloaded from the hub, or from another data set there.
+.jsonl, .jsonl.gz or .parquet file, from a folder that was downloaded from the hub, or from another data set there.
 """
 
 import os

@@ -3,7 +3,9 @@
 They come as a stream, since a published data set can be a hundred times what is left of it once repetitions are gone.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from threepo.errors import UserError
 
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _BATCH = 4096
 """Rows that are turned into Python objects at a time."""
 
@@ -25,15 +27,15 @@ class BrokenRow(Exception):
 
 
 def iterate_file(path: Path) -> Iterator[Row | BrokenRow]:
-    """The rows of a .jsonl or .parquet file; lines without a row in them come as what is wrong with them.
+    """The rows of a file; lines without a row in them come as what is wrong with them.
 
     `UserError` where the file as a whole cannot be read.
     """
     if not path.is_file():
         raise UserError(f"data file {path}: no such file")
-    if path.suffix not in SUFFIXES:
+    if not path.name.endswith(SUFFIXES):
         raise UserError(f"data file {path}: must end in {' or '.join(SUFFIXES)}")
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
 def iterate_rows(source: str, split: str | None, name: str | None = None) -> Iterator[Row | BrokenRow]:
@@ -71,6 +73,11 @@ def read_hub_file(source: str, file: str) -> list[dict[str, Any]]:
             f"{first}; check the connection, or name a local {' or '.join(SUFFIXES)} file"
         ) from error
     return read_file(Path(path))
+
+
+def stem(path: str) -> str:
+    """The name of a file without its folder and suffix."""
+    return Path(path.removesuffix(".gz")).stem
 
 
 def value_at(row: Mapping[str, Any], *keys: str) -> Any:
@@ -111,16 +118,27 @@ def where(broken: BrokenRow, number: int) -> str:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row | BrokenRow]:
-    with open(path, "rb") as file:
-        # Only "\n" ends a row: JSON strings may hold the other characters that text files take for line ends.
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                yield BrokenRow(f"is no UTF-8 text ({error.reason}); save the file as UTF-8", number)
-                continue
-            if text:
-                yield _parse(text, number)
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            yield BrokenRow(f"is no UTF-8 text ({error.reason}); save the file as UTF-8", number)
+            continue
+        if text:
+            yield _parse(text, number)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Only "\\n" ends one: JSON strings may hold the other characters that text files take for line ends."""
+    if path.suffix != ".gz":
+        with open(path, "rb") as file:
+            yield from file
+        return
+    try:
+        with gzip.open(path) as unpacked:
+            yield from unpacked
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"data file {path}: not a whole gzip file: {error}; make or copy it again") from error
 
 
 def _parse(text: str, number: int) -> Row | BrokenRow:
