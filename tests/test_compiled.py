@@ -1,13 +1,20 @@
 """Work in threads: in as many as were asked for, from several callers at a time, and nothing is left running."""
 
+import itertools
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from threepo import compiled
 from threepo.compiled import in_threads
 
 
@@ -62,16 +69,62 @@ def test_an_error_of_another_thread_is_raised_here() -> None:
         in_threads(2, work)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts behind itself ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_leaves_no_work_behind_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that goes on would write into memory that was given back, or into weights that were just restored."""
+    interrupts, late = 0, []
+    for moment in itertools.count():
+        monkeypatch.setattr(compiled, "_pool", None)  # that threads must be started is part of it
+        over, left = threading.Event(), moment
+
+        def work(over: threading.Event = over) -> None:
+            main = threading.current_thread() is threading.main_thread()
+            over.wait(0.001 if main else 0.002)
+            late.append(over.is_set())
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+            return interrupt
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            in_threads(3, work)
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(before)
+            over.set()
+        if left >= 0:  # no line was left to interrupt
+            break
+    time.sleep(0.1)  # for what should not be there
+    assert interrupts == moment
+    assert not any(late)
+
+
 def test_the_kernels_work_in_a_forked_process() -> None:
     """Threads do not survive a fork: a team that was at work before must not be waited for after it."""
     program = """
-import os, torch
+import os, signal, torch
 from threepo.posterior import kernels
 from threepo.types import Draw
 
 torch.set_num_threads(2)
 before = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
 child = os.fork()
+if not child:
+    signal.alarm(30)  # whoever waits forever is not left behind
 after = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
 same = bool((before.numpy() == after.numpy()).all())
 if not child:

@@ -6,10 +6,14 @@ same is done in torch, only slower.
 
 import ctypes
 import os
+import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,23 +83,29 @@ def in_threads(threads: int, work: Callable[[], object]) -> None:
     if pool is None or pool._max_workers < threads - 1:
         pool = _pool = ThreadPoolExecutor(threads - 1, "threepo-kernels")
     others: list[Future[object]] = []
-    try:
-        for _ in range(threads - 1):
-            others.append(pool.submit(work))  # noqa: PERF401 - interrupts lose none
-        work()
-    finally:
-        _wait_for(others)
+    with _interrupts_wait():  # nobody may write into a tensor that was given back
+        try:
+            for _ in range(threads - 1):
+                others.append(pool.submit(work))  # noqa: PERF401 - an error loses none
+            work()
+        finally:
+            wait(others)
     for other in others:
         other.result()
 
 
-def _wait_for(others: list[Future[object]]) -> None:
-    """Until all are done, however often Ctrl-C is pressed: nobody may write into a tensor that was given back."""
-    interrupt: KeyboardInterrupt | None = None
-    while not all(other.done() for other in others):
-        try:
-            wait(others)
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C in the body takes effect at its end, as it does in C code; no thread but the main one is interrupted."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

@@ -223,6 +223,29 @@ def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None
         next(weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 8])
+def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
+    """In any memory order; what has no noise comes as it is, and its place stays the caller's."""
+    torch.set_num_threads(threads)
+    shapes = {"a": (300, 700), "none": (0,), "large": (1100, 1000), "frozen": (5,), "b": (7,)}
+    model = {name: nn.Parameter(torch.randn(shape), requires_grad=name != "frozen") for name, shape in shapes.items()}
+    quiet = nn.Parameter(torch.randn(9))
+    quiet_group = {"params": [("quiet", quiet)], "noise_scale": 0.0}
+    optimizer = IVON([{"params": list(model.items())}, quiet_group], ess=1.0)
+    into = {name: torch.full_like(p, torch.nan, dtype=dtype) for name, p in (*model.items(), ("quiet", quiet))}
+    into["a"] = torch.full((700, 300), torch.nan, dtype=dtype).T
+    expected, found = dict(optimizer.weights(DRAW)), dict(optimizer.weights(DRAW, into))
+    assert found.keys() == expected.keys() == into.keys()
+    for name, value in found.items():
+        if name in ("frozen", "quiet"):
+            assert into[name].isnan().all()
+            assert torch.equal(value, expected[name])
+        else:
+            assert value is into[name]
+            assert torch.equal(value, expected[name].to(dtype))
+
+
 def test_wrappers_of_a_model_do_not_change_its_noise() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     plain = dict(IVON(model.named_parameters()).weights(DRAW))

@@ -157,6 +157,27 @@ def test_rows_that_do_not_fit_the_weights_are_refused() -> None:
         product(rows[:, :64], weights, None, 16, starts_of([3]))
 
 
+def test_weights_that_do_not_lie_together_are_not_packed() -> None:
+    """Neighbours of theirs would be packed in their place."""
+    memory = random(16, 32, dtype=torch.float32, seed=0)
+    before = memory.clone()
+    with pytest.raises(RuntimeError, match=r"in one piece; these have strides \(32, 1\)"):
+        pack(memory[:, :16])
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 8])
+def test_any_number_of_panels_is_packed(dtype: torch.dtype, threads: int) -> None:
+    """More than threads and fewer, of the least rows and of long ones."""
+    torch.set_num_threads(threads)
+    for count, words in ((1, 16), (3, 1 << 12), (300, 48)):
+        weights = random(count * LANES, words * 4 // dtype.itemsize, dtype=dtype, seed=count)
+        expected = weights.view(torch.int32).view(count, LANES, words).transpose(1, 2).clone()
+        pack(weights)
+        assert torch.equal(stacked_linear.panels(weights), expected)
+
+
 def test_rows_need_not_lie_together() -> None:
     x, weights = random(128, 9, dtype=torch.float32, seed=0).T, packed(random(2, 20, 128, dtype=torch.float32, seed=1))
     expected = product(x.contiguous(), weights, None, 20, starts_of([4, 5]))
@@ -203,9 +224,10 @@ def test_threads_that_end_leave_no_memory_behind() -> None:
 
     once()
     before = pages()
-    for _ in range(20):
+    for _ in range(100):
         once()
-    assert (pages() - before) * mmap.PAGESIZE < 5 * x.nbytes
+    grown = (pages() - before) * mmap.PAGESIZE
+    assert grown < 30 * x.nbytes, "the allocator has several heaps for threads, and each may keep what was freed"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

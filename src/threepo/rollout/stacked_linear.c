@@ -133,7 +133,8 @@ static void have_it_freed(void)
     at_its_end = pthread_key_create(&of_each_thread, free) == 0;
 }
 
-/* Memory for the rows of an item, kept by each thread as long as it lives: asking anew costs more than small products. */
+/* Memory for the rows of an item or for a panel, kept by each thread as long as it lives: asking anew costs more than
+ * small products. */
 static char *scratch(int64_t bytes)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;

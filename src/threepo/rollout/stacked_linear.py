@@ -67,6 +67,8 @@ def panels(weights: torch.Tensor) -> torch.Tensor:
 def pack(weights: torch.Tensor) -> None:
     """Bring weights [P * 16, in] of one draw into the order that products read, where they are."""
     assert _library is not None
+    if not weights.is_contiguous():
+        raise RuntimeError(f"weights are packed where they are, in one piece; these have strides {weights.stride()}")
     found = panels(weights)
     job = _Packing(weights=found.data_ptr(), words=found.shape[1], panels=len(found))
     threads = torch.get_num_threads() if found.numel() > _SERIAL_PACKING else 1
