@@ -1,6 +1,8 @@
 """What all tests share: one thread where they ask for no more, no hub, and a tiny policy."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
 # Before torch: threads that spin starve each other on a busy machine.
@@ -24,6 +26,14 @@ SMALL = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_h
 @pytest.fixture(autouse=True)
 def _same_threads() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts behind itself ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

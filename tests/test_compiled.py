@@ -1,12 +1,12 @@
 """Work in threads: in as many as were asked for, from several callers at a time, and nothing is left running."""
 
+import gc
 import itertools
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
@@ -69,20 +69,16 @@ def test_an_error_of_another_thread_is_raised_here() -> None:
         in_threads(2, work)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """What a shell starts behind itself ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_leaves_no_work_behind_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_work_behind_wherever_it_comes(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Work that goes on would write into memory that was given back, or into weights that were just restored."""
     interrupts, late = 0, []
+    monkeypatch.setattr(compiled, "_pool", None)  # that threads must be started is part of it
+    request.addfinalizer(gc.enable)
+    gc.disable()  # finalizers pass over interrupts
     for moment in itertools.count():
-        monkeypatch.setattr(compiled, "_pool", None)  # that threads must be started is part of it
         over, left = threading.Event(), moment
 
         def work(over: threading.Event = over) -> None:
@@ -106,6 +102,9 @@ def test_an_interrupt_leaves_no_work_behind_wherever_it_comes(monkeypatch: pytes
         finally:
             sys.settrace(before)
             over.set()
+            if compiled._pool is not None:
+                compiled._pool.shutdown()
+                compiled._pool = None
         if left >= 0:  # no line was left to interrupt
             break
     time.sleep(0.1)  # for what should not be there

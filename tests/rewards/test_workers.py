@@ -118,14 +118,6 @@ def test_processes_end_with_a_parent_that_is_killed(last: str) -> None:
     assert ends(process)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """What a shell starts behind itself ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_a_pool_that_works() -> None:
     with WorkerPool("serving:serve", timeout_s=1000, memory_mib=300, workers=1) as pool:

@@ -232,10 +232,10 @@ class IVON(torch.optim.Optimizer):
         if draw is None:
             return
         for some in [noisy] if into else [[entry] for entry in noisy]:
-            values = [into[name] if into else torch.empty_like(p) for name, p, _ in some]
+            made = [(name, into[name] if into else torch.empty_like(p), p, group) for name, p, group in some]
             self._refuse_while_perturbed("weights are read")
-            self._write([(name, value, p, group) for (name, p, group), value in zip(some, values, strict=True)], draw)
-            yield from zip((name for name, *_ in some), values, strict=True)
+            self._write(made, draw)
+            yield from ((name, value) for name, value, *_ in made)
 
     def _write(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, dict[str, Any]]], draw: Draw) -> None:
         """The weights of a draw, of each (name, where to, parameter, group)."""
