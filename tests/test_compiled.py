@@ -21,11 +21,13 @@ from threepo.compiled import in_threads
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_work_is_done_in_so_many_threads_at_a_time(threads: int) -> None:
     together = threading.Barrier(threads)
+    places: list[int] = []
 
     def work() -> None:
-        together.wait(timeout=10)
+        places.append(together.wait(timeout=10))  # an error unless so many wait at a time
 
     in_threads(threads, work)
+    assert sorted(places) == list(range(threads))
 
 
 def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
