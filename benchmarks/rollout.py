@@ -100,7 +100,7 @@ def with_transformers(policy: Policy, models: int, options: argparse.Namespace) 
         "top_p": 1.0,
         "max_new_tokens": options.tokens,
         "eos_token_id": stops,
-        "pad_token_id": policy.pad_token,
+        "pad_token_id": policy.tokenizer.pad_token_id,
     }
 
     def measure() -> tuple[int, float]:
@@ -108,7 +108,7 @@ def with_transformers(policy: Policy, models: int, options: argparse.Namespace) 
         for model, mine in zip(copies, ids.chunk(models), strict=True):
             with torch.inference_mode():
                 out = model.generate(mine, attention_mask=torch.ones_like(mine), **settings)[:, mine.shape[1] :]
-            made += int((out != policy.pad_token).sum()) if stops else out.numel()
+            made += int((out != policy.tokenizer.pad_token_id).sum()) if stops else out.numel()
         return made, time.perf_counter() - begin
 
     return measure

@@ -1,7 +1,7 @@
 """The records that travel between the rooms of threepo. Torch appears here in annotations only.
 
-Legend: P prompts a step, N draws a step, G completions of one prompt, R rows (completions) of a micro-batch,
-T tokens, L padded length of a micro-batch in tokens.
+Legend: P prompts a step, N draws a step, G completions of one prompt; of a micro-batch, R rows, T tokens and K tokens
+that the loss counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+
+    from threepo.config import Correction
 
 FinishReason = Literal["stop", "length"]
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
@@ -141,19 +143,20 @@ class TrainingRow:
         return self.completion.prompt_tokens + self.completion.tokens
 
     @property
-    def taught(self) -> tuple[tuple[int, int], ...]:
-        """Where in `input_tokens` the completion stands, as in `SupervisedRow`."""
+    def loss_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The completion's range in `input_tokens`, as in `SupervisedRow`."""
         prompt = len(self.completion.prompt_tokens)
         return ((prompt, prompt + len(self.completion.tokens)),)
 
 
 @dataclass(frozen=True)
 class SupervisedRow:
-    """One text as fine-tuning sees it: some of its tokens are to be imitated, the others are what they answer to."""
+    """One text as fine-tuning sees it: the loss counts some of its tokens, the others are their context."""
 
     input_tokens: tuple[int, ...]
-    taught: tuple[tuple[int, int], ...]
-    """Ranges (first, one past the last) of tokens that the loss counts; never the very first, which nothing predicts.
+    loss_ranges: tuple[tuple[int, int], ...]
+    """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
+    predicts.
 
     Example: for the tokens of a prompt (5, 6, 7) and its completion (8, 9), `((3, 5),)`.
     """
@@ -177,26 +180,42 @@ class TrainingBatch:
     parts: tuple[GradientPart, ...]
     normalize: Literal["step", "part"]
     """Divide the summed loss by the token count of the whole update, or of each part (then the parts are averaged)."""
+    correction: Correction | None
+    """How rows are corrected for the policy that wrote them. None: the rollouts were cut by top-p or top-k, so their
+    log-probs cannot be compared with the trainer's: no correction, and no ratios in the log."""
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Rows padded to one length L, ready for one forward and backward pass.
+class PackedTokens:
+    """R rows one after another, without padding, as a model reads them; the loss counts K of their tokens.
 
-    Per-token tensors have shape [R, L-1]: entry t speaks of the prediction of token t+1, and is zero where that
-    token is not a completion token.
+    A row ends before its last counted token, from which nothing is predicted. Example: the prompt (5, 6, 7) with its
+    completion (8, 9), then (1,) with (2,): input_ids 5 6 7 8 1, row_lengths (4, 1), loss_positions 2 3 4,
+    targets 8 9 2, row_of 0 0 1.
     """
 
-    rows: tuple[TrainingRow, ...]
     input_ids: torch.Tensor
-    """[R, L] integer tokens, padded on the right."""
-    mask: torch.Tensor
-    """[R, L-1] bool, true where token t+1 is a completion token."""
+    """[T] integers."""
+    row_lengths: tuple[int, ...]
+    """R lengths, which add up to T."""
+    loss_positions: torch.Tensor
+    """[K]: where in `input_ids` each counted token is predicted, which is the token before it."""
+    targets: torch.Tensor
+    """[K]: the counted tokens."""
+    row_of: torch.Tensor
+    """[K]: the row of each counted token, 0 to R-1, ascending."""
+
+
+@dataclass(frozen=True)
+class MicroBatch(PackedTokens):
+    """Rows of reinforcement learning, ready for one forward and backward pass."""
+
+    rows: tuple[TrainingRow, ...]
     behaviour_logprobs: torch.Tensor
-    """[R, L-1] nats, as the rollout engine reported them."""
+    """[K] nats, as the rollout engine reported them."""
     advantages: torch.Tensor
-    """[R]."""
-    row_weights: torch.Tensor
-    """[R]."""
+    """[K]: the advantage of each token's row."""
+    weights: torch.Tensor
+    """[K]: the weight of each token's row."""

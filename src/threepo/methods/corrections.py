@@ -1,8 +1,8 @@
 """Importance corrections from the policies that wrote the rollouts to the policy whose gradient is taken (method.md 4).
 
-The log-ratio of token t is D_t = logp_gradient(t) - logp_behaviour(t), both detached, where logp_gradient is computed
-by the trainer at the weights where the gradient is taken. Sequence kinds use rho = exp(sum_t D_t): the sum, not the
-mean. Legend: R rows, T token positions.
+The log-ratio of token t is D_t = logp_gradient(t) - logp_behaviour(t), both detached; the trainer computes the first
+at the weights where the gradient is taken. The sequence ratio is rho = exp(sum_t D_t): the sum, not the mean.
+Legend: R rows, K tokens of all rows.
 """
 
 from dataclasses import dataclass
@@ -17,57 +17,55 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of the rows of a micro-batch; nothing here carries a gradient."""
+    """What a correction does to the rows of a micro-batch; nothing here carries a gradient."""
 
     weights: torch.Tensor
-    """[R, T] factor of each token's loss; 0 where dropped."""
+    """[K] factor of each token's loss; 0 where masked."""
     kept: torch.Tensor
-    """[R, T] bool: the tokens that contribute; a subset of the mask."""
+    """[K] bool: not masked."""
     rho: torch.Tensor
-    """[R] sequence ratio exp(sum D), clamped; recorded for every kind."""
+    """[R] sequence ratio exp(sum D), clamped; computed for every kind."""
     untouched: torch.Tensor
-    """[R] bool: nothing of the row was dropped or truncated."""
+    """[R] bool: no token of the row was masked or truncated."""
 
 
 @torch.no_grad()
 def correct(
-    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, settings: Correction
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, row_of: torch.Tensor, rows: int, settings: Correction
 ) -> Corrected:
-    """Weights and kept tokens for [R, T] log-probs at the gradient's weights and as the engine drew them."""
-    d = torch.where(mask, logprobs.float() - behaviour_logprobs.float(), 0.0)
-    log_rho = d.sum(dim=1)
-    rho = _exp(log_rho)
-    everything = torch.ones_like(mask)
+    """Correct tokens by their log-probs [K] at the gradient's weights and as the engine drew them.
+
+    `row_of` [K] has the row of each token, 0 to `rows` - 1; every row has at least one.
+    """
+    d = logprobs.float() - behaviour_logprobs.float()
+    log_rho = sum_by_row(d, row_of, rows)
     match settings.kind:
         case "none":
-            weights, kept = torch.ones_like(d), everything
-        case "token_tis":
-            weights, kept = _exp(d).clamp(max=settings.high), everything
-        case "token_mis":
-            weights, kept = _masked(_exp(d), settings)
-        case "seq_tis":
-            weights, kept = rho.clamp(max=settings.high).unsqueeze(1).expand_as(d), everything
-        case "seq_mis":
-            weights, kept = (x.unsqueeze(1).expand_as(d) for x in _masked(rho, settings))
+            ratio = torch.ones_like(d)
+        case "token_tis" | "token_mis":
+            ratio = _exp(d)
+        case "seq_tis" | "seq_mis":
+            ratio = _exp(log_rho)[row_of]
         case "geometric_mis":
-            mean_ratio = _exp(log_rho / mask.sum(dim=1).clamp(min=1))
-            weights, kept = (x.unsqueeze(1).expand_as(d) for x in _masked(mean_ratio, settings))
-    kept = kept & mask
-    touched = (mask & ~kept).any(dim=1)
-    if settings.kind == "token_tis":
-        touched = ((_exp(d) > settings.high) & mask).any(dim=1)
-    elif settings.kind == "seq_tis":
-        touched = rho > settings.high
-    return Corrected(torch.where(kept, weights, 0.0), kept, rho, ~touched)
+            ratio = _exp(log_rho / sum_by_row(torch.ones_like(d), row_of, rows))[row_of]
+    if settings.kind.endswith("mis"):
+        kept = (ratio >= settings.low) & (ratio <= settings.high)
+        weights = torch.where(kept, ratio if settings.weight == "ratio" else 1.0, 0.0)
+        touched = ~kept
+    else:
+        kept = torch.ones_like(ratio, dtype=torch.bool)
+        touched = (ratio > settings.high) & (settings.kind != "none")
+        weights = torch.where(touched, settings.high, ratio)
+    return Corrected(weights, kept, _exp(log_rho), sum_by_row(touched, row_of, rows) == 0)
+
+
+def sum_by_row(values: torch.Tensor, row_of: torch.Tensor, rows: int) -> torch.Tensor:
+    """Sums [R] of values [K] over the tokens of each row, in float64."""
+    return torch.zeros(rows, dtype=torch.float64, device=values.device).index_add_(0, row_of, values.double())
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-def _masked(ratio: torch.Tensor, settings: Correction) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = (ratio >= settings.low) & (ratio <= settings.high)
-    return (ratio if settings.weight == "ratio" else torch.ones_like(ratio)), kept
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().float()
 
 
 def effective_sample_share(weights: torch.Tensor) -> float:

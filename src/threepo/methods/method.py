@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Method
+from threepo.config import Correction, Method
 from threepo.methods.advantages import group_advantages, zero_variance
 from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
 
@@ -20,8 +20,12 @@ def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
 
 
 def gradient_draws(method: Method, seed: int, step: int) -> list[Draw]:
-    """Fresh draws for the gradient: addresses that no generator of this step has."""
-    return [Draw(seed, step, method.draws + index) for index in range(method.gradient_draws)]
+    """Draws for a gradient that is not taken at the generators, at addresses that no generator of this step has.
+
+    Except with one generator: then it is the first of them, so that C3PO with one draw is B3PO (paper section 5.3).
+    """
+    first = 0 if method.draws == 1 else method.draws
+    return [Draw(seed, step, first + index) for index in range(method.gradient_draws)]
 
 
 def requests(
@@ -58,8 +62,13 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
     return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)
 
 
-def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int) -> TrainingBatch:
-    """Rows with their advantages, sorted into the weights where their gradient is to be taken (method.md 3)."""
+def training_batch(
+    method: Method, groups: Sequence[Group], seed: int, step: int, *, cut: bool = False
+) -> TrainingBatch:
+    """Rows with their advantages, sorted by the weights where their gradient is to be taken (method.md 3).
+
+    `cut`: top-p or top-k cut the distributions that the rollouts were drawn from.
+    """
     values, flat_groups = advantages(method, groups)
     dropped = flat_groups.repeat_interleave(method.group_size, dim=1)
     rows = [
@@ -69,10 +78,14 @@ def training_batch(method: Method, groups: Sequence[Group], seed: int, step: int
         if not (method.advantage.zero_variance == "drop" and dropped[p, i])
     ]
     parts = tuple(_parts(method, rows, seed, step))
-    # A single part's own count is the step's; said so, M3PO with one draw is B3PO to the last bit. Fresh draws hold
-    # all rows each, and count alike however many of them a correction drops.
+    # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
+    # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
-    return TrainingBatch(parts, normalize, method.cumulative)
+    # "Fresh" is the one generator itself: rows are on-policy. A correction set with gradient_at = "generator" is the
+    # user's own, for differences between engine and trainer.
+    on_policy = method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1
+    correction = None if cut else Correction() if on_policy else method.correction
+    return TrainingBatch(parts, normalize, correction, method.cumulative)
 
 
 def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:

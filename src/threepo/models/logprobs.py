@@ -1,12 +1,11 @@
-"""Log-probabilities and entropy of given tokens, in bounded memory.
+"""Log-probabilities and entropies of the tokens that a loss counts, in bounded memory.
 
-Only the positions that are asked for go through the output head, a chunk at a time, and each chunk's logits are made
-again in the backward pass: a [rows, tokens, vocabulary] tensor never exists. Legend: R rows, L padded length, K
-positions asked for, D width, V vocabulary.
+Only the positions that predict such a token go through the output head, a chunk at a time, and the backward pass
+computes each chunk's logits again: a [tokens, vocabulary] tensor never exists. Legend: R rows, L length of the longest,
+T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,58 +13,66 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from threepo.models.attention import PackedRows, run_packed
+from threepo.types import PackedTokens
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits per chunk, K * V: 64 MiB in float32."""
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """[R, L-1] each, float32; entry t speaks of token t+1; zero outside the mask."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    """Of the whole distribution, in nats."""
-
-
 def token_logprobs(
     model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    mask: torch.Tensor,
+    packed: PackedTokens,
     temperature: float = 1.0,
     *,
     plain_head: bool = True,
     packed_rows: bool = False,
     with_entropy_gradient: bool = False,
-) -> TokenLogprobs:
-    """Log-probs and entropies of the tokens that `mask` [R, L-1] selects, under logits divided by `temperature`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [K] of `packed.targets`, and entropies [K] of the distributions they come from; nats, float32.
 
     Args:
         model: a Hugging Face causal LM.
-        input_ids: [R, L], padded on the right, so that a causal model needs no mask: nothing looks at what comes later.
-        mask: [R, L-1] bool.
-        temperature: above 0.
+        packed: rows of tokens, on the model's device.
+        temperature: divides the logits; above 0.
         plain_head: what `has_plain_head` found for this model.
         packed_rows: what `attention.takes_packed_rows` found for it.
         with_entropy_gradient: let gradients flow through the entropy (for an entropy bonus).
     """
-    selected, head = _select(model, input_ids[:, :-1], mask, plain_head, packed_rows)
-    targets = input_ids[:, 1:][mask]
+    # A model that shapes its logits after the head (soft caps, scales) gives all of them at once, which costs memory.
+    inner: Any = model.base_model if plain_head else model
+    head: Any = model.get_output_embeddings() if plain_head else torch.nn.Identity()  # type: ignore[operator]
+    states = _packed_states(inner, packed) if packed_rows else _padded_states(inner, packed)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     step = max(1, CHUNK_ELEMENTS // vocabulary)
     score = partial(_score, head, temperature=temperature, with_entropy_gradient=with_entropy_gradient)
-    pieces = [
-        checkpoint(score, selected[i : i + step], targets[i : i + step], use_reentrant=False)
-        if torch.is_grad_enabled() and len(selected) > step
-        else score(selected[i : i + step], targets[i : i + step])
-        for i in range(0, len(selected), step)
-    ]
-    logprobs = torch.zeros(mask.shape, dtype=torch.float32, device=input_ids.device)
-    entropy = torch.zeros_like(logprobs)
-    if pieces:
-        logprobs = logprobs.masked_scatter(mask, torch.cat([piece[0] for piece in pieces]))
-        entropy = entropy.masked_scatter(mask, torch.cat([piece[1] for piece in pieces]))
-    return TokenLogprobs(logprobs, entropy)
+    chunks = list(zip(torch.split(states, step), torch.split(packed.targets, step), strict=True))
+    if torch.is_grad_enabled() and len(chunks) > 1:
+        score = partial(checkpoint, score, use_reentrant=False)
+    logprobs, entropies = zip(*(score(*chunk) for chunk in chunks), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _packed_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
+    """Final hidden states [K, D], or logits [K, V], of a model that takes packed rows."""
+    rows = PackedRows(packed.row_lengths, packed.input_ids.device)
+    return _last(run_packed(inner, packed.input_ids, rows))[0].index_select(0, packed.loss_positions)
+
+
+def _padded_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
+    """The same of any other model, from its rows side by side [R, L].
+
+    Padding is on the right, where a causal model never looks from a real token, so there is no mask.
+    """
+    lengths = torch.tensor(packed.row_lengths, device=packed.input_ids.device)
+    real = torch.arange(max(packed.row_lengths), device=lengths.device) < lengths.unsqueeze(1)
+    input_ids = packed.input_ids.new_zeros(real.shape).masked_scatter(real, packed.input_ids)
+    places = real.flatten().nonzero().squeeze(1)[packed.loss_positions]
+    return _last(inner(input_ids=input_ids, use_cache=False)).flatten(0, 1).index_select(0, places)
+
+
+def _last(output: Any) -> torch.Tensor:
+    """Final hidden states of a base model's output, logits of a whole model's."""
+    return output.logits if "logits" in output else output.last_hidden_state  # type: ignore[no-any-return]
 
 
 def _score(
@@ -83,32 +90,6 @@ def _score(
     with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
     return logprobs, entropy
-
-
-def _select(
-    model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, plain_head: bool, packed_rows: bool
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Final hidden states [K, D] where `mask` [R, L] is true, row by row, and the function from those to logits.
-
-    A model that shapes its logits after the head (soft caps, scales) gives its full logits at once instead, at the
-    price of their memory.
-    """
-    inner: Any = model.base_model if plain_head else model
-    head: Any = model.get_output_embeddings() if plain_head else _identity  # type: ignore[operator]
-    if not packed_rows or not mask.any():
-        return _states(inner(input_ids=input_ids, use_cache=False), plain_head)[mask], head
-    needed = mask.flip(1).cumsum(1).flip(1) > 0  # what comes after a row's last token that is asked for is not
-    lengths = [length for length in needed.sum(dim=1).tolist() if length]
-    output = run_packed(inner, input_ids[needed], PackedRows(lengths, input_ids.device))
-    return _states(output, plain_head)[0, mask[needed]], head
-
-
-def _states(output: Any, plain_head: bool) -> torch.Tensor:
-    return output.last_hidden_state if plain_head else output.logits  # type: ignore[no-any-return]
-
-
-def _identity(logits: torch.Tensor) -> torch.Tensor:
-    return logits
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import load_pretrained, pick_device
-from threepo.models.logprobs import TokenLogprobs, has_plain_head, token_logprobs
+from threepo.models.logprobs import has_plain_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
-from threepo.types import Problem
+from threepo.types import PackedTokens, Problem
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,18 @@ class Policy:
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
     @property
-    def pad_token(self) -> int:
-        """Token id that fills up batches; what it is has no influence, since it is masked."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-
-    @property
     def context(self) -> int:
         """Most tokens, prompt and completion together, that the model was made for."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
     def logprobs(
-        self,
-        input_ids: torch.Tensor,
-        mask: torch.Tensor,
-        temperature: float = 1.0,
-        *,
-        with_entropy_gradient: bool = False,
-    ) -> TokenLogprobs:
-        """`models.logprobs.token_logprobs` of this model in its compute dtype."""
+        self, packed: PackedTokens, temperature: float = 1.0, *, with_entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [K]: `models.logprobs.token_logprobs` of this model in its compute dtype."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             return token_logprobs(
                 self.model,
-                input_ids,
-                mask,
+                packed,
                 temperature,
                 plain_head=self.plain_head,
                 packed_rows=self.packed_rows,

@@ -1,77 +1,68 @@
-"""Rows to micro-batches: similar lengths together, under a token budget. Legend: R rows, L padded length."""
+"""Rows to micro-batches: rows of similar length one after another, under a token budget."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
-from threepo.types import MicroBatch, SupervisedRow, TrainingRow
+from threepo.types import MicroBatch, PackedTokens, SupervisedRow, TrainingRow
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
 
 CPU_TOKENS, GPU_TOKENS = 4096, 16384
-"""Token budgets where none is set: on a CPU activations should stay in its caches, on a GPU its cores be busy."""
+"""Default token budgets: on a CPU, activations should stay in its caches; on a GPU, its cores should be busy."""
 
 
-def pack(
-    rows: Sequence[TrainingRow], token_budget: int, pad_token: int, device: torch.device, *, padding: bool = True
-) -> Iterator[MicroBatch]:
-    """Rows of reinforcement learning as the micro-batches of `bundles`."""
-    for bundle in bundles(rows, token_budget, device, padding=padding):
-        yield collate(bundle, pad_token, device)
+def pack(rows: Sequence[Row], token_budget: int, device: torch.device, *, padding: bool = False) -> Iterator[list[Row]]:
+    """Rows in bundles of at most `token_budget` tokens (0: the device's default); a longer single row goes alone.
 
-
-def bundles(
-    rows: Sequence[Row], token_budget: int, device: torch.device, *, padding: bool = True
-) -> Iterator[list[Row]]:
-    """Rows in micro-batches of at most `token_budget` tokens; a longer single row goes alone.
-
-    A budget of 0 stands for the device's own. Padding counts, unless the model takes packed rows, which costs it none
-    (models/attention.py). Rows are taken by length, then by their place in the step, so the result depends on nothing
-    else.
+    `padding`: count every row of a bundle as long as its longest, because the model pads them. Rows are sorted by
+    length, then by index, so the result depends on nothing else.
     """
     token_budget = token_budget or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
-    waiting: list[Row] = []
+    bundle: list[Row] = []
     tokens = 0
-    measured = [(len(row.input_tokens), row) for row in rows]
-    for length, row in sorted(measured, key=lambda pair: (pair[0], pair[1].index)):
-        tokens = (len(waiting) + 1) * length if padding else tokens + length
-        if waiting and tokens > token_budget:
-            yield waiting
-            waiting, tokens = [], length
-        waiting.append(row)
-    if waiting:
-        yield waiting
+    for row in sorted(rows, key=lambda row: (len(row.input_tokens), row.index)):
+        length = len(row.input_tokens)
+        tokens = (len(bundle) + 1) * length if padding else tokens + length
+        if bundle and tokens > token_budget:
+            yield bundle
+            bundle, tokens = [], length
+        bundle.append(row)
+    if bundle:
+        yield bundle
 
 
-def collate(rows: Sequence[TrainingRow], pad_token: int, device: torch.device) -> MicroBatch:
-    """Rows as one padded micro-batch (see `MicroBatch` for the shapes)."""
-    input_ids, mask = padded(rows, pad_token)
-    behaviour = spread([torch.tensor(row.completion.logprobs) for row in rows], mask)
+def flatten(rows: Sequence[Row], device: torch.device) -> PackedTokens:
+    """Rows as the model reads them (see `PackedTokens`)."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    row_of: list[int] = []
+    lengths: list[int] = []
+    for number, row in enumerate(rows):
+        tokens = row.input_tokens
+        for first, end in row.loss_ranges:
+            positions += range(len(input_ids) + first - 1, len(input_ids) + end - 1)
+            targets += tokens[first:end]
+            row_of += [number] * (end - first)
+        lengths.append(row.loss_ranges[-1][1] - 1)
+        input_ids += tokens[: lengths[-1]]
+    ids, at, to, of = (torch.tensor(values, device=device) for values in (input_ids, positions, targets, row_of))
+    return PackedTokens(ids, tuple(lengths), at, to, of)
+
+
+def collate(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
+    """Rows of reinforcement learning as one micro-batch."""
+    packed = flatten(rows, device)
+
+    def by_token(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=device)[packed.row_of]
+
     return MicroBatch(
+        **vars(packed),
         rows=tuple(rows),
-        input_ids=input_ids.to(device),
-        mask=mask.to(device),
-        behaviour_logprobs=behaviour.to(device),
-        advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32, device=device),
-        row_weights=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
+        behaviour_logprobs=torch.tensor([x for row in rows for x in row.completion.logprobs], device=device),
+        advantages=by_token([row.advantage for row in rows]),
+        weights=by_token([row.weight for row in rows]),
     )
-
-
-def padded(rows: Sequence[Row], pad_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [R, L], padded on the right, and a mask [R, L-1]: true at t where token t+1 is taught."""
-    tokens = [torch.tensor(row.input_tokens) for row in rows]
-    longest = max(map(len, tokens))
-    input_ids = torch.full((len(rows), longest), pad_token, dtype=torch.int64)
-    mask = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        input_ids[i, : len(tokens[i])] = tokens[i]
-        for first, end in row.taught:
-            mask[i, first - 1 : end - 1] = True
-    return input_ids, mask
-
-
-def spread(values: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """One value per completion token of each row, laid out as [R, L-1] with zeros outside the mask."""
-    flat = torch.cat([value.to(mask.device, torch.float32) for value in values])
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from threepo.config import Correction, Method
+from threepo.config import Method
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
 from threepo.training.update import RowRecord, UpdateRecord
@@ -48,20 +48,27 @@ def _share_of(detail: str) -> str:
 
 
 def update_metrics(record: UpdateRecord) -> Metrics:
-    """The loss, and how the gradient's policy stands to the old one and to the rollouts' generators."""
+    """The loss, and the ratios of the gradient's policy to the old one and to the rollouts' generators."""
     if not record.rows:
         return {}
-    tokens, rows = record.tokens, record.rows
-    rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
+    tokens = record.tokens
     metrics = {
         "policy/loss": _mean(record.minimised) if record.minimised else 0.0,
         "policy/entropy": record.entropy / tokens,
         "policy/ratio_mean": record.ratio / tokens,
         "policy/clipped_low_share": record.clipped_low / tokens,
         "policy/clipped_high_share": record.clipped_high / tokens,
-        "correction/kl": record.kl / tokens,
+    }
+    return metrics if record.correction is None else metrics | _correction_metrics(record)
+
+
+def _correction_metrics(record: UpdateRecord) -> Metrics:
+    rows = record.rows
+    rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
+    metrics = {
+        "correction/kl": record.kl / record.tokens,
         "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
-        "correction/kept_token_share": sum(row.kept_tokens for row in rows) / tokens,
+        "correction/kept_token_share": sum(row.kept_tokens for row in rows) / record.tokens,
         "correction/untouched_share": _mean([row.untouched for row in rows]),
         "correction/effective_sample_share": effective_sample_share(torch.tensor([row.weight for row in rows])),
     }
@@ -81,9 +88,10 @@ def _kept_by_length(rows: list[RowRecord]) -> Metrics:
     }
 
 
-def corrects_nothing(correction: Correction, record: UpdateRecord) -> bool:
-    """Whether a correction is set, there were rows, and it left every one as it was."""
-    return correction.kind != "none" and bool(record.rows) and all(row.untouched for row in record.rows)
+def corrects_nothing(record: UpdateRecord) -> bool:
+    """Whether the update had a correction and rows, and the correction left every row as it was."""
+    active = record.correction is not None and record.correction.kind != "none"
+    return active and bool(record.rows) and all(row.untouched for row in record.rows)
 
 
 def _verdict(completion: Completion) -> Verdict:

@@ -36,7 +36,7 @@ from threepo.training.progress import progress
 from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
-from threepo.training.update import RowRecord, UpdateRecord, UpdateSettings, update_policy
+from threepo.training.update import UpdateRecord, UpdateSettings, update_policy
 from threepo.types import Group
 
 
@@ -80,7 +80,7 @@ def train(run: Run) -> None:
             if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= evaluate(run, step + 1)
                 clock.lap("time/eval")
-            run.folder.write_completions(step, completion_rows(step, groups, record.rows))
+            run.folder.write_completions(step, completion_rows(step, groups, record))
             clock.lap("time/log")
             tokens = sum(len(c.tokens) for group in groups for c in group.completions)
             metrics |= clock.times | {
@@ -130,11 +130,12 @@ def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
 
 def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
-    config, method = run.config, run.config.method
-    batch = lattice.training_batch(method, groups, config.run.seed, step)
-    # Greedy rollouts are recorded at temperature 1, whatever the recipe's is (method.md 3.5).
-    temperature = 1.0 if method.greedy else config.sampling.temperature or 1.0
-    settings = UpdateSettings(config.objective, method.correction, temperature, config.batching.tokens)
+    config, method, sampling = run.config, run.config.method, run.config.sampling
+    cut = not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
+    batch = lattice.training_batch(method, groups, config.run.seed, step, cut=cut)
+    # The log-probs of greedy rollouts are those of temperature 1, uncut, whatever the recipe says (method.md 3.5).
+    temperature = 1.0 if method.greedy else sampling.temperature or 1.0
+    settings = UpdateSettings(config.objective, temperature, config.batching.tokens)
     record = update_policy(run.policy, run.optimizer, batch, settings)
     clock.lap("time/update")
     return record
@@ -154,12 +155,12 @@ def optimizer_metrics(run: Run) -> Metrics:
 
 def advance(run: Run, step: int, record: UpdateRecord, metrics: Metrics) -> TrainState:
     """The state after a step; warns when the correction has not acted for long (it may be wired to nothing)."""
-    correction = run.config.method.correction
-    acted = bool(record.rows) and not corrects_nothing(correction, record)
-    quiet = 0 if acted or correction.kind == "none" else run.state.quiet_steps + bool(record.rows)
-    if quiet and quiet == correction.warn_after:
+    quiet, correction = run.state.quiet_steps, record.correction
+    if record.rows:
+        quiet = quiet + 1 if corrects_nothing(record) else 0
+    if correction and quiet and quiet == correction.warn_after:
         warnings.warn(
-            f"the {correction.kind} correction has dropped or truncated nothing for {quiet} steps: the draws may be "
+            f"the {correction.kind} correction has masked or truncated nothing for {quiet} steps: the draws may be "
             f"too close together to matter (lower optimizer.ess), or the log-probs of the rollouts are wrong",
             ThreepoWarning,
             stacklevel=2,
@@ -174,18 +175,18 @@ def advance(run: Run, step: int, record: UpdateRecord, metrics: Metrics) -> Trai
     )
 
 
-def completion_rows(step: int, groups: list[Group], records: list[RowRecord]) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update made of it; dropped rows have no update to tell of."""
-    seen = {record.index: record for record in records}
+def completion_rows(step: int, groups: list[Group], record: UpdateRecord) -> list[dict[str, Any]]:
+    """Every completion of the step with what the update saw of it; the update knows nothing of dropped rows."""
+    seen = {row.index: row for row in record.rows}
     rows = []
     for index, completion in enumerate(c for group in groups for c in group.completions):
-        record = seen.get(index)
+        row = seen.get(index)
         rows.append(
             completion_row(step, completion)
             | {
-                "gradient_logprob_sum": record.logprob_sum if record else None,
-                "rho": record.rho if record else None,
-                "correction_weight": record.weight if record else None,
+                "gradient_logprob_sum": row.logprob_sum if row else None,
+                "rho": row.rho if row and record.correction else None,
+                "correction_weight": row.weight if row else None,
             }
         )
     return rows

@@ -24,7 +24,7 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.runs import CONVERSATIONS, read_json
-from threepo.training.batching import bundles, padded
+from threepo.training.batching import flatten, pack
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
@@ -94,7 +94,7 @@ def fine_tune(run: FineTuning) -> None:
                 group["lr"] = config.optimizer.lr * factor(step, steps, config.schedule)
             rows = run.material.source.rows(step)
             draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
-            tokens = taught_tokens(rows)
+            tokens = loss_tokens(rows)
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens)
             run.optimizer.observe(draw)
@@ -109,7 +109,7 @@ def fine_tune(run: FineTuning) -> None:
                 heldout = run.material.heldout
                 with torch.no_grad():
                     loss = cross_entropy(run.policy, heldout, config.batching.tokens)
-                metrics["sft/eval_loss"] = loss / taught_tokens(heldout)
+                metrics["sft/eval_loss"] = loss / loss_tokens(heldout)
                 clock.lap("time/eval")
             run.folder.log({"step": step, **metrics, **clock.times})
             stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
@@ -133,20 +133,20 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Supe
 
 
 def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: int) -> float:
-    """Cross-entropy in nats, summed over taught tokens; accumulates its gradient where gradients are enabled."""
+    """Cross-entropy in nats, summed over the counted tokens; accumulates its gradient where gradients are enabled."""
     total = 0.0
-    for bundle in bundles(rows, token_budget, policy.device, padding=not policy.packed_rows):
-        input_ids, mask = padded(bundle, policy.pad_token)
-        loss = -policy.logprobs(input_ids.to(policy.device), mask.to(policy.device)).logprobs.sum()
+    for bundle in pack(rows, token_budget, policy.device, padding=not policy.packed_rows):
+        logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
+        loss = -logprobs.sum()
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
 
 
-def taught_tokens(rows: Sequence[SupervisedRow]) -> int:
+def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
     """How many tokens the loss of these rows counts."""
-    return sum(end - first for row in rows for first, end in row.taught)
+    return sum(end - first for row in rows for first, end in row.loss_ranges)
 
 
 def start(config: SFTConfig) -> FineTuning:

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
-from threepo.methods.corrections import Corrected, correct
+from threepo.methods.corrections import Corrected, correct, sum_by_row
 from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
 from threepo.objectives.aggregate import Aggregation, weigh_rows
-from threepo.objectives.policy_loss import LossSums, policy_loss
+from threepo.objectives.policy_loss import LossInputs, LossSums, policy_loss, split_by_gradient, terms_of
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.training.batching import pack, spread
+from threepo.training.batching import collate, pack
 from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
 
 OldLogprobs = dict[tuple[Draw | None, int], torch.Tensor]
-"""Log-probs of a row's tokens at a draw, before the first of several updates."""
+"""Log-probs of a row's tokens at a draw, before the first of several updates; by draw and row index."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RowRecord:
     rho: float
     """Sequence ratio of the gradient's policy to the row's generator."""
     weight: float
-    """Mean correction weight over the row's tokens; 0 where dropped."""
+    """Mean correction weight over the row's tokens; a masked token counts as 0."""
     kept_tokens: int
     untouched: bool
 
@@ -43,6 +43,8 @@ class RowRecord:
 class UpdateRecord:
     """Sums over all tokens of an update."""
 
+    correction: Correction | None
+    """That of the batch; None: the rollouts were cut, so `kl` and the rows' `rho` have no meaning."""
     minimised: list[float] = field(default_factory=list)
     """For each optimizer step, the loss as it was divided."""
     loss: float = 0.0
@@ -55,20 +57,21 @@ class UpdateRecord:
     ratio: float = 0.0
     rows: list[RowRecord] = field(default_factory=list)
 
-    def add(self, micro: MicroBatch, sums: LossSums, logprobs: torch.Tensor, entropy: float, fix: Corrected) -> None:
-        """Take in one micro-batch; `logprobs` [R, L-1] are those before the first update, detached."""
-        mask = micro.mask
+    def add(self, micro: MicroBatch, inputs: LossInputs, sums: LossSums, corrected: Corrected) -> None:
+        """Add one micro-batch."""
+        logprobs = inputs.old_logprobs
         self.loss += float(sums.loss.detach())
         self.normalizer += sums.normalizer
-        self.tokens += int(mask.sum())
-        self.entropy += entropy
-        d = torch.where(mask, logprobs - micro.behaviour_logprobs, 0.0).double()
+        self.tokens += len(logprobs)
+        self.entropy += float(inputs.entropy.detach().sum())
+        d = (logprobs - micro.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
         self.clipped_low += sums.clipped_low
         self.clipped_high += sums.clipped_high
         self.ratio += sums.ratio
-        counts, kept = mask.sum(dim=1), fix.kept.sum(dim=1)
-        columns = (counts, logprobs.sum(dim=1), fix.rho, fix.weights.sum(dim=1) / counts, kept, fix.untouched)
+        by_token = (torch.ones_like(logprobs), logprobs, corrected.weights, corrected.kept)
+        tokens, logprob, weight, kept = (sum_by_row(x, micro.row_of, len(micro.rows)) for x in by_token)
+        columns = (tokens.int(), logprob, corrected.rho, weight / tokens, kept.int(), corrected.untouched)
         for row, values in zip(micro.rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 
@@ -78,7 +81,6 @@ class UpdateSettings:
     """The settings that an update obeys."""
 
     objective: ObjectiveConfig
-    correction: Correction
     temperature: float
     """Divides the trainer's logits, as it divided the engine's."""
     token_budget: int
@@ -88,7 +90,7 @@ def update_policy(
     policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them."""
-    record = UpdateRecord()
+    record = UpdateRecord(batch.correction)
     old = old_logprobs(policy, optimizer, batch, settings) if settings.objective.mini_batches > 1 else None
     for mini_batch in split_batch(batch, settings.objective.mini_batches):
         losses, counts = [], []
@@ -103,7 +105,7 @@ def update_policy(
             elif counts[-1] > 0:
                 optimizer.observe(part.draw, counts[-1], cumulative=batch.cumulative)
         if sum(counts) == 0:
-            optimizer.discard()  # nothing to learn from: every row was dropped
+            optimizer.discard()  # nothing to learn from: every row was masked
             continue
         if batch.normalize == "step":
             record.minimised.append(sum(losses) / sum(counts))
@@ -116,7 +118,7 @@ def update_policy(
 
 
 def _weighed(batch: TrainingBatch, aggregation: Aggregation) -> list[GradientPart]:
-    """The parts that have rows, with row weights made over all rows that share a divisor."""
+    """The parts that have rows, with row weights computed over all rows that share a divisor."""
     parts = [part for part in batch.parts if part.rows]
     if batch.normalize == "part":
         return [replace(part, rows=weigh_rows(part.rows, aggregation)) for part in parts]
@@ -129,61 +131,28 @@ def _backward(
     policy: Policy, part: GradientPart, old: OldLogprobs | None, settings: UpdateSettings, record: UpdateRecord
 ) -> None:
     """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now."""
-    teaching, rest = _by_gradient(part.rows, settings.objective)
-    for rows, teaches in ((teaching, True), (rest, False)):
-        for micro in _packed(policy, rows, settings):
-            with torch.set_grad_enabled(teaches):
-                _score(policy, part.draw, micro, old, settings, record)
+    with_gradient, without = split_by_gradient(part.rows, settings.objective)
+    of_entropy = any(term.of_entropy for term in terms_of(settings.objective))
+    correction = record.correction or Correction()
+    for rows, enabled in ((with_gradient, True), (without, False)):
+        for micro in _micro_batches(policy, rows, settings):
+            with torch.set_grad_enabled(enabled):
+                logprobs, entropy = policy.logprobs(micro, settings.temperature, with_entropy_gradient=of_entropy)
+                before = logprobs.detach()
+                if old is not None:
+                    before = torch.cat([old[part.draw, row.index] for row in micro.rows])
+                fix = correct(before, micro.behaviour_logprobs, micro.row_of, len(micro.rows), correction)
+                counted = fix.kept if correction.normalizer == "kept" else torch.ones_like(fix.kept)
+                inputs = LossInputs(logprobs, before, entropy, micro.advantages, fix.weights, counted, micro.weights)
+                sums = policy_loss(inputs, settings.objective)
+            if enabled:
+                sums.loss.backward()  # type: ignore[no-untyped-call]
+            record.add(micro, inputs, sums, fix)
 
 
-def _packed(policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings) -> Iterator[MicroBatch]:
-    padding = not policy.packed_rows
-    return pack(rows, settings.token_budget, policy.pad_token, policy.device, padding=padding)
-
-
-def _by_gradient(
-    rows: Sequence[TrainingRow], objective: ObjectiveConfig
-) -> tuple[Sequence[TrainingRow], Sequence[TrainingRow]]:
-    """Rows that have a gradient, and those whose is 0 because their advantage is: to be scored and counted only.
-
-    One row at least is among the first, since the optimizer wants a gradient to observe, if one of zeros.
-    """
-    if objective.entropy_coefficient:
-        return rows, ()
-    teaching = [row for row in rows if row.advantage != 0]
-    rest = [row for row in rows if row.advantage == 0]
-    return (teaching, rest) if teaching else (rest[:1], rest[1:])
-
-
-def _score(
-    policy: Policy,
-    draw: Draw | None,
-    micro: MicroBatch,
-    old: OldLogprobs | None,
-    settings: UpdateSettings,
-    record: UpdateRecord,
-) -> None:
-    """Forward pass and record of one micro-batch; backward pass too where gradients are enabled."""
-    bonus = settings.objective.entropy_coefficient > 0
-    scored = policy.logprobs(micro.input_ids, micro.mask, settings.temperature, with_entropy_gradient=bonus)
-    before = scored.logprobs.detach()
-    if old is not None:
-        before = spread([old[draw, row.index] for row in micro.rows], micro.mask)
-    fix = correct(before, micro.behaviour_logprobs, micro.mask, settings.correction)
-    sums = policy_loss(
-        scored.logprobs,
-        before,
-        scored.entropy,
-        micro.advantages,
-        micro.mask,
-        correction_weights=fix.weights,
-        counted=fix.kept if settings.correction.normalizer == "kept" else micro.mask,
-        row_weights=micro.row_weights,
-        settings=settings.objective,
-    )
-    if sums.loss.requires_grad:
-        sums.loss.backward()  # type: ignore[no-untyped-call]
-    record.add(micro, sums, before, float(scored.entropy.detach().sum()), fix)
+def _micro_batches(policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings) -> Iterator[MicroBatch]:
+    for bundle in pack(rows, settings.token_budget, policy.device, padding=not policy.packed_rows):
+        yield collate(bundle, policy.device)
 
 
 @torch.no_grad()
@@ -194,10 +163,9 @@ def old_logprobs(
     old: OldLogprobs = {}
     for part in batch.parts:
         with optimizer.at(part.draw):
-            for micro in pack(
-                part.rows, settings.token_budget, policy.pad_token, policy.device, padding=not policy.packed_rows
-            ):
-                scored = policy.logprobs(micro.input_ids, micro.mask, settings.temperature)
-                for i, row in enumerate(micro.rows):
-                    old[part.draw, row.index] = scored.logprobs[i][micro.mask[i]]
+            for micro in _micro_batches(policy, part.rows, settings):
+                logprobs, _ = policy.logprobs(micro, settings.temperature)
+                lengths = [len(row.completion.tokens) for row in micro.rows]
+                for row, own in zip(micro.rows, torch.split(logprobs, lengths), strict=True):
+                    old[part.draw, row.index] = own
     return old
