@@ -134,8 +134,6 @@ class TrainingRow:
     index: int
     """Position among all rows of the step, prompt-major."""
     advantage: float
-    weight: float = 1.0
-    """Factor of the row's token losses, from the choice of aggregation (objectives.aggregate)."""
 
     @property
     def input_tokens(self) -> tuple[int, ...]:
@@ -218,4 +216,4 @@ class MicroBatch(PackedTokens):
     advantages: torch.Tensor
     """[K]: the advantage of each token's row."""
     weights: torch.Tensor
-    """[K]: the weight of each token's row."""
+    """[K]: the weight of each token's row (objectives.aggregate)."""

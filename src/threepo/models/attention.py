@@ -1,20 +1,19 @@
-"""Attention for the training passes: over rows that lie one behind the other, without padding between them.
+"""Attention over packed rows: rows one after another, without padding between them.
 
-What costs most of a pass, the products of tokens and weights, then has real tokens only, and rows of very different
-lengths share one pass. Attention alone needs rows side by side: it takes them in tiles of rows of similar length,
+Most of a pass is the products of tokens and weights; these then see real tokens only, and rows of very different
+lengths share one pass. Attention alone needs rows side by side. It takes them in tiles of rows of similar length,
 padded on the right, where causal attention never looks from a real token.
 
-On a CPU under autocast to bfloat16, attention stays in float32 besides. torch's fused CPU attention is slow in bfloat16
-for sequences of some hundred tokens, above all backward: at 70 tokens it takes two and a half times as long as in
-float32 (docs/performance.md), which is more exact too.
+On a CPU under autocast to bfloat16, attention stays in float32. torch's fused CPU attention is slow in bfloat16 for
+sequences of a few hundred tokens, above all in the backward pass: at 70 tokens it takes two and a half times as long
+as in float32 (docs/performance.md), which is also more exact.
 
-Entered into transformers' registry of attention functions under a name of its own; for whoever calls the model without
-`rows` it is transformers' "sdpa" unchanged. Legend: R rows, L padded length, T tokens of all rows, H heads, D width of
-a head.
+The function is registered with transformers under a name of its own. A caller that passes no `rows` gets transformers'
+"sdpa" unchanged. Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a head.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,39 +24,51 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "threepo_sdpa"
 LONGEST = 512
-"""Tokens up to which float32 is the faster one under autocast on a CPU."""
+"""Tokens up to which float32 is faster under autocast on a CPU."""
 TILE_PADDING = 1 / 3
-"""Padding of a tile, at most, beside its real tokens."""
+"""Most padding of a tile, as a share of its real tokens."""
 SMALL_TILE = 512
 """Tokens, padding included, up to which a tile takes rows of any lengths: one more tile would cost as much."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""What models and their configurations call the most tokens that one token sees."""
+"""Names under which models and their configurations keep the number of tokens that one token sees."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows that attention takes side by side."""
+    """Consecutive rows that attention takes side by side."""
 
     begin: int
-    """Of its tokens among all."""
+    """First of its tokens among all T."""
     end: int
     rows: int
     longest: int
-    places: torch.Tensor | None
-    """Where each of its tokens stands in [rows * longest]; None where there is no padding."""
+    slots: torch.Tensor | None
+    """Index of each of its tokens in [rows * longest]; None where there is no padding."""
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """The tile's tokens of [T, H, D] as [R, L, H, D], with zeros as padding."""
+        x = x[self.begin : self.end]
+        if self.slots is not None:
+            x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.reshape(self.rows, self.longest, *x.shape[1:])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The real tokens of [R, L, H, D], one row after another."""
+        x = x.flatten(0, 1)
+        return x if self.slots is None else _Take.apply(x, self.slots)  # type: ignore[no-untyped-call]
 
 
 class PackedRows:
-    """Rows one behind the other: what a model needs to know of them."""
+    """What a model needs to know of rows that lie one after another."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Rows of so many tokens each, at least one; best in the order of their lengths."""
-        counts = torch.tensor(lengths)
-        starts = counts.cumsum(0) - counts
-        tokens = torch.arange(int(counts.sum())) - starts.repeat_interleave(counts)
-        self.position_ids = tokens.unsqueeze(0).to(device)
+    def __init__(self, row_lengths: Sequence[int], device: torch.device) -> None:
+        """Rows of these lengths, each at least 1; sorted lengths give the least padding."""
+        lengths = torch.tensor(row_lengths)
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        self.position_ids = positions.unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
-        self.tiles = [_tile(lengths[a:b], int(starts[a]), device) for a, b in _tiled(lengths)]
+        self.tiles = [_tile(row_lengths[a:b], int(starts[a]), device) for a, b in _tile_bounds(row_lengths)]
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
@@ -67,9 +78,9 @@ class PackedRows:
         window = settings.get("sliding_window") or 0
         outputs = []
         for tile in self.tiles:
-            q, k, v = (_spread(x, tile).transpose(1, 2) for x in tokens)
-            mask = _windowed(tile.longest, window, query.device) if 0 < window < tile.longest else None
-            outputs.append(_gather(_sdpa(module, q, k, v, mask, **settings), tile))
+            q, k, v = (tile.spread(x).transpose(1, 2) for x in tokens)
+            mask = _window_mask(tile.longest, window, query.device) if 0 < window < tile.longest else None
+            outputs.append(tile.gather(_sdpa(module, q, k, v, mask, **settings)))
         return torch.cat(outputs).unsqueeze(0)
 
 
@@ -84,7 +95,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' `sdpa_attention_forward`: [R, L, H, D] from query [R, H, L, D], key and value [R, Hkv, L, D].
 
-    With `rows`, see `PackedRows.attend`; they come from the caller of the model, and the mask says nothing.
+    With `rows`, which the caller of the model passes, it is `PackedRows.attend`, and the mask is not read.
     """
     if rows is not None:
         return rows.attend(module, query, key, value, **settings), None
@@ -93,12 +104,12 @@ def attend(
 
 def run_packed(model: Any, input_ids: torch.Tensor, rows: PackedRows) -> Any:
     """The output of a model, for which `takes_packed_rows` is true, on tokens [T] of packed rows."""
-    # A mask of four dimensions is handed on as it is: transformers makes none of its own, which would be [T, T].
-    handed_on = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=input_ids.device)
+    # transformers passes a mask of four dimensions through and makes none of its own, which would be [T, T].
+    no_mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=input_ids.device)
     return model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=rows.position_ids,
-        attention_mask=handed_on,
+        attention_mask=no_mask,
         use_cache=False,
         rows=rows,
     )
@@ -106,11 +117,11 @@ def run_packed(model: Any, input_ids: torch.Tensor, rows: PackedRows) -> Any:
 
 @torch.no_grad()
 def takes_packed_rows(model: Any) -> bool:
-    """Have the model use this attention if it can; whether rows then stay apart, found by trying it.
+    """Switch the model to this attention if it can; return whether rows then stay apart, found by trying it.
 
-    They do not where tokens also meet outside attention, as in convolutions and recurrent layers: other neighbours
-    then change a row. Nor are they scored right where a window is in the model's masks alone, which it does not hand
-    to attention otherwise. A model that fails is run on padded rows, with the same results.
+    They do not where tokens also meet outside attention, as in convolutions and recurrent layers: there a row changes
+    with its neighbours. Rows are also scored wrongly if the model keeps a window in its masks alone and does not pass
+    it to attention. Such models, and models that raise an error, are run on padded rows, with the same results.
     """
     if model.config._attn_implementation not in ("sdpa", NAME) or not getattr(
         model, "_supports_attention_backend", False
@@ -124,7 +135,7 @@ def takes_packed_rows(model: Any) -> bool:
     with _narrow_windows(model):
         try:
             first, second = (run_packed(model, torch.cat([x, row, x]), rows).logits[0, 4:8] for x in (row, row.flip(0)))
-        except Exception:  # whatever a model raises at a mask without content, or at what it does not know
+        except Exception:  # anything that a model raises at a mask without content, or at an argument it does not know
             model.set_attn_implementation("sdpa")
             return False
         alone = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
@@ -134,7 +145,7 @@ def takes_packed_rows(model: Any) -> bool:
 
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[None]:
-    """The model with windows of two tokens where it has any, so that a row of a few tokens meets them."""
+    """The model with windows of two tokens where it has any, so that a row of four tokens exceeds them."""
     holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
     sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _WINDOWS]
     windows = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and size > 2]
@@ -155,15 +166,15 @@ def _sdpa(
     mask: torch.Tensor | None,
     **settings: Any,
 ) -> torch.Tensor:
-    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or key.shape[2] > LONGEST:
-        return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]  # type: ignore[no-any-return]
-    with torch.autocast("cpu", enabled=False):
-        query, key, value = query.float(), key.float(), value.float()
+    short = query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and key.shape[2] <= LONGEST
+    with torch.autocast("cpu", enabled=False) if short else nullcontext():
+        if short:
+            query, key, value = query.float(), key.float(), value.float()
         return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]  # type: ignore[no-any-return]
 
 
-def _tiled(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last row, the latter not included, of each tile."""
+def _tile_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """First row and one past the last row of each tile."""
     bounds, begin, longest, tokens = [], 0, 0, 0
     for row, length in enumerate(lengths):
         padded = max(longest, length) * (row + 1 - begin)
@@ -176,43 +187,33 @@ def _tiled(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 def _tile(lengths: Sequence[int], begin: int, device: torch.device) -> Tile:
     longest, tokens = max(lengths), sum(lengths)
-    if tokens == longest * len(lengths):
-        return Tile(begin, begin + tokens, len(lengths), longest, None)
-    real = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)
-    return Tile(begin, begin + tokens, len(lengths), longest, real.flatten().nonzero().squeeze(1).to(device))
+    slots = padded_slots(lengths, device) if tokens < longest * len(lengths) else None
+    return Tile(begin, begin + tokens, len(lengths), longest, slots)
 
 
-def _spread(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The tile's tokens of [T, H, D] as [R, L, H, D], zeros where there is none."""
-    x = x[tile.begin : tile.end]
-    if tile.places is not None:
-        x = x.new_zeros(tile.rows * tile.longest, *x.shape[1:]).index_copy(0, tile.places, x)
-    return x.reshape(tile.rows, tile.longest, *x.shape[1:])
-
-
-def _gather(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The real tokens of [R, L, H, D], one behind the other."""
-    x = x.flatten(0, 1)
-    return x if tile.places is None else _Take.apply(x, tile.places)  # type: ignore[no-untyped-call]
+def padded_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[T]: where each token of rows of these lengths stands in [R * L], if the rows are padded on the right."""
+    real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    return real.flatten().nonzero().squeeze(1).to(device)
 
 
 class _Take(torch.autograd.Function):
-    """`index_select` of different rows: its gradient is a copy, where torch has to add."""
+    """`index_select` of different rows: its gradient is a copy, where torch's own has to add."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
         ctx.rows = len(x)
-        return x.index_select(0, places)
+        return x.index_select(0, slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,), (places,) = gradients, ctx.saved_tensors
-        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+        (gradient,), (slots,) = gradients, ctx.saved_tensors
+        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, slots, gradient), None
 
 
-def _windowed(length: int, window: int, device: torch.device) -> torch.Tensor:
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
     """[L, L], true where a token sees another: itself and the `window` - 1 before it."""
-    place = torch.arange(length, device=device)
-    distance = place.unsqueeze(1) - place
+    position = torch.arange(length, device=device)
+    distance = position.unsqueeze(1) - position
     return (distance >= 0) & (distance < window)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from threepo.models.attention import PackedRows, run_packed
+from threepo.models.attention import PackedRows, padded_slots, run_packed
 from threepo.types import PackedTokens
 
 CHUNK_ELEMENTS = 1 << 24
@@ -63,11 +63,10 @@ def _padded_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
 
     Padding is on the right, where a causal model never looks from a real token, so there is no mask.
     """
-    lengths = torch.tensor(packed.row_lengths, device=packed.input_ids.device)
-    real = torch.arange(max(packed.row_lengths), device=lengths.device) < lengths.unsqueeze(1)
-    input_ids = packed.input_ids.new_zeros(real.shape).masked_scatter(real, packed.input_ids)
-    places = real.flatten().nonzero().squeeze(1)[packed.loss_positions]
-    return _last(inner(input_ids=input_ids, use_cache=False)).flatten(0, 1).index_select(0, places)
+    slots = padded_slots(packed.row_lengths, packed.input_ids.device)
+    padded = packed.input_ids.new_zeros(len(packed.row_lengths), max(packed.row_lengths))
+    padded.view(-1)[slots] = packed.input_ids
+    return _last(inner(input_ids=padded, use_cache=False)).flatten(0, 1).index_select(0, slots[packed.loss_positions])
 
 
 def _last(output: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Rows to micro-batches: rows of similar length one after another, under a token budget."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -52,8 +52,8 @@ def flatten(rows: Sequence[Row], device: torch.device) -> PackedTokens:
     return PackedTokens(ids, tuple(lengths), at, to, of)
 
 
-def collate(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
-    """Rows of reinforcement learning as one micro-batch."""
+def collate(rows: Sequence[TrainingRow], weights: Mapping[int, float], device: torch.device) -> MicroBatch:
+    """Rows of reinforcement learning as one micro-batch; `weights` by row index."""
     packed = flatten(rows, device)
 
     def by_token(values: list[float]) -> torch.Tensor:
@@ -64,5 +64,5 @@ def collate(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
         rows=tuple(rows),
         behaviour_logprobs=torch.tensor([x for row in rows for x in row.completion.logprobs], device=device),
         advantages=by_token([row.advantage for row in rows]),
-        weights=by_token([row.weight for row in rows]),
+        weights=by_token([weights[row.index] for row in rows]),
     )

@@ -51,14 +51,8 @@ def update_metrics(record: UpdateRecord) -> Metrics:
     """The loss, and the ratios of the gradient's policy to the old one and to the rollouts' generators."""
     if not record.rows:
         return {}
-    tokens = record.tokens
-    metrics = {
-        "policy/loss": _mean(record.minimised) if record.minimised else 0.0,
-        "policy/entropy": record.entropy / tokens,
-        "policy/ratio_mean": record.ratio / tokens,
-        "policy/clipped_low_share": record.clipped_low / tokens,
-        "policy/clipped_high_share": record.clipped_high / tokens,
-    }
+    metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0}
+    metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
     return metrics if record.correction is None else metrics | _correction_metrics(record)
 
 

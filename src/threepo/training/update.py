@@ -4,8 +4,9 @@ The code obeys the fields of the batch and never asks which method made it. Loss
 once, in the optimizer, by the count that the batch asks for: the result does not depend on the micro-batches.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,10 +14,10 @@ from threepo.config import Correction, ObjectiveConfig
 from threepo.methods.corrections import Corrected, correct, sum_by_row
 from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
-from threepo.objectives.aggregate import Aggregation, weigh_rows
-from threepo.objectives.policy_loss import LossInputs, LossSums, policy_loss, split_by_gradient, terms_of
+from threepo.objectives.aggregate import row_weights
+from threepo.objectives.policy_loss import LossInputs, clip_statistics, split_by_gradient, terms_of, token_losses
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.training.batching import collate, pack
+from threepo.training.batching import collate, flatten, pack
 from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
 
 OldLogprobs = dict[tuple[Draw | None, int], torch.Tensor]
@@ -50,25 +51,19 @@ class UpdateRecord:
     loss: float = 0.0
     normalizer: float = 0.0
     tokens: int = 0
-    entropy: float = 0.0
     kl: float = 0.0
-    clipped_low: float = 0.0
-    clipped_high: float = 0.0
-    ratio: float = 0.0
+    policy: dict[str, float] = field(default_factory=dict)
+    """Metrics `policy/<name>`, as sums over tokens."""
     rows: list[RowRecord] = field(default_factory=list)
 
-    def add(self, micro: MicroBatch, inputs: LossInputs, sums: LossSums, corrected: Corrected) -> None:
-        """Add one micro-batch."""
+    def add(self, micro: MicroBatch, inputs: LossInputs, corrected: Corrected, statistics: dict[str, float]) -> None:
+        """Add what the log says about a micro-batch."""
         logprobs = inputs.old_logprobs
-        self.loss += float(sums.loss.detach())
-        self.normalizer += sums.normalizer
         self.tokens += len(logprobs)
-        self.entropy += float(inputs.entropy.detach().sum())
+        for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum())}).items():
+            self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - micro.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        self.clipped_low += sums.clipped_low
-        self.clipped_high += sums.clipped_high
-        self.ratio += sums.ratio
         by_token = (torch.ones_like(logprobs), logprobs, corrected.weights, corrected.kept)
         tokens, logprob, weight, kept = (sum_by_row(x, micro.row_of, len(micro.rows)) for x in by_token)
         columns = (tokens.int(), logprob, corrected.rho, weight / tokens, kept.int(), corrected.untouched)
@@ -93,66 +88,71 @@ def update_policy(
     record = UpdateRecord(batch.correction)
     old = old_logprobs(policy, optimizer, batch, settings) if settings.objective.mini_batches > 1 else None
     for mini_batch in split_batch(batch, settings.objective.mini_batches):
-        losses, counts = [], []
-        for part in _weighed(mini_batch, settings.objective.aggregation):
-            loss_before, count_before = record.loss, record.normalizer
+        parts = [part for part in mini_batch.parts if part.rows]
+        sums = []
+        for part in parts:
+            sharing = parts if batch.normalize == "step" else [part]
+            weights = row_weights([row for p in sharing for row in p.rows], settings.objective.aggregation)
             with optimizer.at(part.draw):
-                _backward(policy, part, old, settings, record)
-            losses.append(record.loss - loss_before)
-            counts.append(record.normalizer - count_before)
+                loss, count = _backward(policy, part, weights, old, settings, record)
+            sums.append((loss, count))
             if batch.normalize == "step":
                 optimizer.observe(part.draw, cumulative=batch.cumulative)
-            elif counts[-1] > 0:
-                optimizer.observe(part.draw, counts[-1], cumulative=batch.cumulative)
-        if sum(counts) == 0:
+            elif count > 0:
+                optimizer.observe(part.draw, count, cumulative=batch.cumulative)
+        losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
+        record.loss += losses
+        record.normalizer += counts
+        if counts == 0:
             optimizer.discard()  # nothing to learn from: every row was masked
-            continue
-        if batch.normalize == "step":
-            record.minimised.append(sum(losses) / sum(counts))
-            optimizer.step(divisor=sum(counts))
+        elif batch.normalize == "step":
+            record.minimised.append(losses / counts)
+            optimizer.step(divisor=counts)
         else:
-            means = [loss / count for loss, count in zip(losses, counts, strict=True) if count > 0]
+            means = [loss / count for loss, count in sums if count > 0]
             record.minimised.append(sum(means) / len(means))
             optimizer.step()
     return record
 
 
-def _weighed(batch: TrainingBatch, aggregation: Aggregation) -> list[GradientPart]:
-    """The parts that have rows, with row weights computed over all rows that share a divisor."""
-    parts = [part for part in batch.parts if part.rows]
-    if batch.normalize == "part":
-        return [replace(part, rows=weigh_rows(part.rows, aggregation)) for part in parts]
-    together = {row.index: row for part in parts for row in part.rows}
-    weighed = {row.index: row for row in weigh_rows(list(together.values()), aggregation)}
-    return [replace(part, rows=tuple(weighed[row.index] for row in part.rows)) for part in parts]
-
-
 def _backward(
-    policy: Policy, part: GradientPart, old: OldLogprobs | None, settings: UpdateSettings, record: UpdateRecord
-) -> None:
-    """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now."""
-    with_gradient, without = split_by_gradient(part.rows, settings.objective)
-    of_entropy = any(term.of_entropy for term in terms_of(settings.objective))
+    policy: Policy,
+    part: GradientPart,
+    weights: Mapping[int, float],
+    old: OldLogprobs | None,
+    settings: UpdateSettings,
+    record: UpdateRecord,
+) -> tuple[float, float]:
+    """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now.
+
+    Returns that sum, and the count to divide it by.
+    """
+    total, count, objective = 0.0, 0.0, settings.objective
+    with_gradient, without = split_by_gradient(part.rows, objective)
+    of_entropy = any(term.of_entropy for term in terms_of(objective))
     correction = record.correction or Correction()
     for rows, enabled in ((with_gradient, True), (without, False)):
-        for micro in _micro_batches(policy, rows, settings):
+        for bundle in _bundles(policy, rows, settings):
+            micro = collate(bundle, weights, policy.device)
             with torch.set_grad_enabled(enabled):
                 logprobs, entropy = policy.logprobs(micro, settings.temperature, with_entropy_gradient=of_entropy)
                 before = logprobs.detach()
                 if old is not None:
-                    before = torch.cat([old[part.draw, row.index] for row in micro.rows])
-                fix = correct(before, micro.behaviour_logprobs, micro.row_of, len(micro.rows), correction)
-                counted = fix.kept if correction.normalizer == "kept" else torch.ones_like(fix.kept)
-                inputs = LossInputs(logprobs, before, entropy, micro.advantages, fix.weights, counted, micro.weights)
-                sums = policy_loss(inputs, settings.objective)
+                    before = torch.cat([old[part.draw, row.index] for row in bundle])
+                corrected = correct(before, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
+                counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
+                inputs = LossInputs(logprobs, before, entropy, micro.advantages, corrected.weights, counted)
+                loss = (token_losses(inputs, objective) * micro.weights).sum()
             if enabled:
-                sums.loss.backward()  # type: ignore[no-untyped-call]
-            record.add(micro, inputs, sums, fix)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            count += float((counted * micro.weights).sum(dtype=torch.float64))
+            record.add(micro, inputs, corrected, clip_statistics(inputs, objective))
+    return total, count
 
 
-def _micro_batches(policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings) -> Iterator[MicroBatch]:
-    for bundle in pack(rows, settings.token_budget, policy.device, padding=not policy.packed_rows):
-        yield collate(bundle, policy.device)
+def _bundles(policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings) -> Iterator[list[TrainingRow]]:
+    return pack(rows, settings.token_budget, policy.device, padding=not policy.packed_rows)
 
 
 @torch.no_grad()
@@ -163,9 +163,9 @@ def old_logprobs(
     old: OldLogprobs = {}
     for part in batch.parts:
         with optimizer.at(part.draw):
-            for micro in _micro_batches(policy, part.rows, settings):
-                logprobs, _ = policy.logprobs(micro, settings.temperature)
-                lengths = [len(row.completion.tokens) for row in micro.rows]
-                for row, own in zip(micro.rows, torch.split(logprobs, lengths), strict=True):
+            for bundle in _bundles(policy, part.rows, settings):
+                logprobs, _ = policy.logprobs(flatten(bundle, policy.device), settings.temperature)
+                lengths = [len(row.completion.tokens) for row in bundle]
+                for row, own in zip(bundle, torch.split(logprobs, lengths), strict=True):
                     old[part.draw, row.index] = own
     return old
