@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from threepo.types import Completion, Draw, Problem, TrainingRow, Verdict
+import torch
+
+from threepo.training.batching import flatten
+from threepo.types import Completion, Draw, PackedTokens, Problem, SupervisedRow, TrainingRow, Verdict
 
 
 def completion(
@@ -32,6 +35,15 @@ def completion(
     )
 
 
-def row(index: int = 0, advantage: float = 1.0, weight: float = 1.0, **fields: object) -> TrainingRow:
+def row(index: int = 0, advantage: float = 1.0, **fields: object) -> TrainingRow:
     """A training row around a completion with these fields."""
-    return TrainingRow(completion(**fields), index, advantage, weight)  # type: ignore[arg-type]
+    return TrainingRow(completion(**fields), index, advantage)  # type: ignore[arg-type]
+
+
+def packed(tokens: torch.Tensor, mask: torch.Tensor) -> PackedTokens:
+    """Rows of tokens [R, L], padded on the right; the loss counts token t + 1 where `mask` [R, L-1] is true at t."""
+    rows = []
+    for index, (ids, counted) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
+        ranges = tuple((t + 1, t + 2) for t, is_counted in enumerate(counted) if is_counted)
+        rows.append(SupervisedRow(tuple(ids[: ranges[-1][1]]), ranges, index))
+    return flatten(rows, tokens.device)

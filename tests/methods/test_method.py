@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from factories import completion
-from threepo.config import Advantage, Method
+from threepo.config import Advantage, Correction, Method
 from threepo.errors import UserError
 from threepo.methods.method import (
     advantages,
@@ -108,10 +108,25 @@ def test_where_the_gradient_is_taken() -> None:
     assert draws_of(B3PO) == [(Draw(1, 2, 0), 48)]
     assert draws_of(C3PO) == [(Draw(1, 2, 4), 48)]
     assert draws_of(replace(C3PO, gradient_draws=2)) == [(Draw(1, 2, 4), 48), (Draw(1, 2, 5), 48)]
+    # With one generator, the first gradient draw is that generator (paper section 5.3).
+    assert draws_of(replace(C3PO, draws=1)) == draws_of(B3PO)
+    assert draws_of(replace(C3PO, draws=1, gradient_draws=2)) == [(Draw(1, 2, 0), 48), (Draw(1, 2, 1), 48)]
     for method in (M3PO, C3PO_REPLAY):
         assert draws_of(method) == [(Draw(1, 2, i), 12) for i in range(4)]
         for part in training_batch(method, groups_of(method), 1, 2).parts:
             assert {row.completion.draw for row in part.rows} == {part.draw}
+
+
+def test_the_batch_carries_the_correction_that_applies() -> None:
+    def correction_of(method: Method, **settings: bool) -> Correction | None:
+        return training_batch(method, groups_of(method), 1, 2, **settings).correction
+
+    assert correction_of(C3PO) == C3PO.correction
+    assert correction_of(replace(C3PO, draws=1)) == Correction(), "the generator's own gradient is on-policy"
+    assert correction_of(replace(C3PO, draws=1, gradient_draws=2)) == C3PO.correction
+    for_the_engine = replace(B3PO, correction=Correction(kind="token_tis"))
+    assert correction_of(for_the_engine) == for_the_engine.correction, "the engine's log-probs may differ all the same"
+    assert correction_of(replace(C3PO, correction=Correction()), cut=True) is None
 
 
 def test_rows_are_numbered_prompt_major() -> None:

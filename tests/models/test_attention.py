@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Lfm2Config, NemotronConfig, PhimoeConfig
 
+from factories import packed
 from families import FAMILIES, policy_of
 from families import SHAPE as FAMILY_SHAPE
 from threepo.config import ModelConfig, TinyConfig
 from threepo.models import attention
-from threepo.models.logprobs import TokenLogprobs, token_logprobs
+from threepo.models.logprobs import token_logprobs
 from threepo.models.policy import Policy, load_policy
+from threepo.types import PackedTokens
 
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
 
@@ -52,7 +55,8 @@ def test_short_attention_is_in_float32_under_autocast(
     expected: torch.dtype,
 ) -> None:
     monkeypatch.setattr(attention, "LONGEST", longest)
-    half.logprobs(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool()).logprobs.sum().backward()
+    logprobs, _ = half.logprobs(packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool()))
+    logprobs.sum().backward()
     assert dtypes == [expected] * SHAPE.layers
 
 
@@ -83,26 +87,27 @@ def test_models_with_attention_of_another_kind_keep_it() -> None:
 
 # Packed rows
 
-LENGTHS = [1, 2, 3, 9, 9, 20, 33]
+LENGTHS = [2, 3, 4, 9, 9, 20, 33]
 
 
-def rows_of(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [R, L] with noise where there is no row, and a mask [R, L-1] with gaps, of rows of so many tokens."""
+def rows_of(lengths: Sequence[int]) -> PackedTokens:
+    """Rows of so many tokens, of which the loss counts some, and the last."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 100, (len(lengths), max(lengths)), generator=generator)
     mask = torch.rand(len(lengths), max(lengths) - 1, generator=generator) < 0.7
     for row, length in enumerate(lengths):
         mask[row, length - 1 :] = False
-        if length > 1:
-            mask[row, length - 2] = True
-    return ids, mask
+        mask[row, length - 2] = True
+    return packed(ids, mask)
 
 
-def scored(model: Any, ids: torch.Tensor, mask: torch.Tensor, packed: bool) -> tuple[TokenLogprobs, list[torch.Tensor]]:
-    """Log-probs, and the gradients of a sum of them with weights."""
+def scored(
+    model: Any, rows: PackedTokens, *, packed_rows: bool
+) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+    """Log-probs and entropies, and the gradients of a weighted sum of the log-probs."""
     model.zero_grad()
-    result = token_logprobs(model, ids, mask, 0.8, packed_rows=packed)
-    (result.logprobs * torch.linspace(-1, 1, mask.numel()).view(mask.shape)).sum().backward()
+    result = token_logprobs(model, rows, 0.8, packed_rows=packed_rows)
+    (result[0] * torch.linspace(-1, 1, len(result[0]))).sum().backward()
     return result, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -111,12 +116,10 @@ def scored(model: Any, ids: torch.Tensor, mask: torch.Tensor, packed: bool) -> t
 def test_packed_rows_are_scored_as_padded_ones(family: str, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SMALL_TILE", small)
     model = policy_of(FAMILIES[family]).model
-    ids, mask = rows_of(LENGTHS)
-    expected, gradients = scored(model, ids, mask, packed=False)
+    expected, gradients = scored(model, rows_of(LENGTHS), packed_rows=False)
     assert attention.takes_packed_rows(model)
-    found, ours = scored(model, ids, mask, packed=True)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-5, atol=2e-5)
+    found, ours = scored(model, rows_of(LENGTHS), packed_rows=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
     for a, b in zip(ours, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
@@ -130,28 +133,27 @@ def test_tiles_have_every_row_once_and_little_padding(lengths: list[int]) -> Non
     for tile in rows.tiles:
         padded, real = tile.rows * tile.longest, tile.end - tile.begin
         assert padded <= max(attention.SMALL_TILE, (1 + attention.TILE_PADDING) * real)
-        assert (tile.places is None) == (padded == real)
+        assert (tile.slots is None) == (padded == real)
 
 
-def test_a_pass_takes_the_tokens_that_are_asked_for_and_no_others() -> None:
+@pytest.mark.parametrize("packed_rows", [True, False])
+def test_a_pass_reads_no_token_after_the_last_prediction(packed_rows: bool) -> None:
     policy = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE))
     seen: list[int] = []
     policy.model.base_model.register_forward_pre_hook(
         lambda _, __, settings: seen.append(settings["input_ids"].numel()), with_kwargs=True
     )
-    ids, mask = rows_of(LENGTHS)
-    policy.logprobs(ids, mask)
-    assert seen == [sum(LENGTHS) - len(LENGTHS)]
+    replace(policy, packed_rows=packed_rows).logprobs(rows_of(LENGTHS))
+    assert seen == [sum(LENGTHS) - len(LENGTHS) if packed_rows else len(LENGTHS) * (max(LENGTHS) - 1)]
 
 
 def test_packed_rows_with_recomputed_activations() -> None:
     """The layers run again in the backward pass, where they must find the same rows."""
     plain = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE), seed=1)
     again = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE, gradient_checkpointing=True), seed=1)
-    ids, mask = rows_of(LENGTHS)
-    expected, gradients = scored(plain.model, ids, mask, packed=True)
-    found, ours = scored(again.model, ids, mask, packed=True)
-    assert torch.equal(found.logprobs, expected.logprobs)
+    (expected, _), gradients = scored(plain.model, rows_of(LENGTHS), packed_rows=True)
+    (found, _), ours = scored(again.model, rows_of(LENGTHS), packed_rows=True)
+    assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients, strict=True))
 
 
@@ -163,9 +165,8 @@ def test_models_whose_tokens_meet_outside_attention_are_found_out() -> None:
         for p in policy.model.parameters():
             p.mul_(4)  # what runs over should be more than noise
     assert not attention.takes_packed_rows(policy.model)
-    ids, mask = rows_of(LENGTHS)
-    padded, packed = (token_logprobs(policy.model, ids, mask, packed_rows=kind).logprobs for kind in (False, True))
-    assert (padded - packed).abs().max() > 1e-3, "the probe would be pointless"
+    padded, joined = (token_logprobs(policy.model, rows_of(LENGTHS), packed_rows=kind)[0] for kind in (False, True))
+    assert (padded - joined).abs().max() > 1e-3, "the probe would be pointless"
 
 
 def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
@@ -174,15 +175,13 @@ def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
     policy = policy_of(config)
     assert not attention.takes_packed_rows(policy.model)
     assert policy.model.config.sliding_window == 8, "as it was before the trial"
-    ids, mask = rows_of(LENGTHS)
-    padded, packed = (token_logprobs(policy.model, ids, mask, packed_rows=kind).logprobs for kind in (False, True))
-    assert (padded - packed).abs().max() > 1e-3, "the probe would be pointless"
+    padded, joined = (token_logprobs(policy.model, rows_of(LENGTHS), packed_rows=kind)[0] for kind in (False, True))
+    assert (padded - joined).abs().max() > 1e-3, "the probe would be pointless"
 
 
 def test_models_that_fail_on_packed_rows_are_run_on_padded_ones() -> None:
     """Nemotron slices the mask that it is handed, and adds it."""
     policy = policy_of(NemotronConfig(**FAMILY_SHAPE, num_key_value_heads=2))
-    ids, mask = rows_of(LENGTHS)
-    expected = token_logprobs(policy.model, ids, mask).logprobs
+    expected, _ = token_logprobs(policy.model, rows_of(LENGTHS))
     assert not attention.takes_packed_rows(policy.model)
-    assert torch.equal(token_logprobs(policy.model, ids, mask).logprobs, expected)
+    assert torch.equal(token_logprobs(policy.model, rows_of(LENGTHS))[0], expected)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from factories import packed
 from threepo.models import logprobs as module
 from threepo.models.logprobs import has_plain_head, token_logprobs
 from threepo.models.policy import Policy
@@ -21,12 +22,12 @@ def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def plain(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor, temperature: float):
-    """The textbook computation, with all logits at once."""
+    """The textbook computation, with all logits at once; log-probs and entropies where `mask` is true, row by row."""
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
     all_logprobs = logits.log_softmax(-1)
     chosen = all_logprobs.gather(2, ids[:, 1:, None]).squeeze(2)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return torch.where(mask, chosen, 0.0), torch.where(mask, entropy, 0.0)
+    return chosen[mask], entropy[mask]
 
 
 def gemma() -> torch.nn.Module:
@@ -53,7 +54,7 @@ def test_equals_the_plain_computation(
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)  # 600 elements: two positions a chunk
     ids, attention, mask = batch(len(policy.tokenizer))
-    weights = torch.randn(mask.shape)
+    weights = torch.randn(int(mask.sum()))
 
     def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
         policy.model.zero_grad()
@@ -61,13 +62,12 @@ def test_equals_the_plain_computation(
         loss.backward()
         return [p.grad.clone() for p in policy.model.parameters()]
 
-    ours = token_logprobs(policy.model, ids, mask, temperature, with_entropy_gradient=entropy_gradient)
+    ours = token_logprobs(policy.model, packed(ids, mask), temperature, with_entropy_gradient=entropy_gradient)
     expected = plain(policy.model, ids, attention, mask, temperature)
-    torch.testing.assert_close(ours.logprobs, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.entropy, expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     if not entropy_gradient:
-        assert not ours.entropy.requires_grad
-    for a, b in zip(gradients(ours.logprobs, ours.entropy), gradients(*expected), strict=True):
+        assert not ours[1].requires_grad
+    for a, b in zip(gradients(*ours), gradients(*expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -76,14 +76,7 @@ def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     assert not has_plain_head(model)
     ids, attention, mask = batch(60)
     expected, _ = plain(model, ids, attention, mask, 1.0)
-    ours = token_logprobs(model, ids, mask, plain_head=False)
-    torch.testing.assert_close(ours.logprobs, expected, rtol=1e-5, atol=1e-5)
-    wrong = token_logprobs(model, ids, mask, plain_head=True)
-    assert (wrong.logprobs - expected).abs().max() > 1e-3, "the probe would be pointless"
-
-
-def test_nothing_asked_for_is_zero_everywhere(policy: Policy) -> None:
-    ids, _, mask = batch(len(policy.tokenizer))
-    result = token_logprobs(policy.model, ids, torch.zeros_like(mask))
-    assert result.logprobs.eq(0).all()
-    assert result.entropy.eq(0).all()
+    ours, _ = token_logprobs(model, packed(ids, mask), plain_head=False)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    wrong, _ = token_logprobs(model, packed(ids, mask), plain_head=True)
+    assert (wrong - expected).abs().max() > 1e-3, "the probe would be pointless"

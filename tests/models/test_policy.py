@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from factories import packed
 from threepo.config import DataConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
@@ -34,7 +35,7 @@ def test_a_saved_policy_is_the_same_policy(kind: str, tied: bool, tmp_path: Path
         tokens = policy.tokenizer(text)["input_ids"]
         assert loaded.tokenizer(text)["input_ids"] == tokens
         assert loaded.tokenizer.decode(tokens, skip_special_tokens=True) == text
-    assert (loaded.stop_tokens, loaded.pad_token, loaded.context) == (policy.stop_tokens, policy.pad_token, 512)
+    assert (loaded.stop_tokens, loaded.context) == (policy.stop_tokens, 512)
 
 
 def test_a_plain_tokenizer_in_a_qwen2_folder_is_not_replaced_by_the_familys(policy: Policy, tmp_path: Path) -> None:
@@ -67,11 +68,10 @@ def test_the_same_seed_makes_the_same_tiny_model_and_leaves_the_global_generator
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) -> None:
-    ids = torch.randint(2, 200, (2, 20))
-    mask = torch.ones(2, 19).bool()
-    exact = policy.logprobs(ids, mask).logprobs
+    rows = packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool())
+    exact, _ = policy.logprobs(rows)
     half = Policy(policy.model, policy.tokenizer, policy.plain_head, torch.bfloat16)
-    rounded = half.logprobs(ids, mask).logprobs
+    rounded, _ = half.logprobs(rows)
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.05
 

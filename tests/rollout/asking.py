@@ -3,7 +3,8 @@
 import torch
 
 from threepo.models.policy import Policy
-from threepo.types import Completion, Draw, Problem, Request
+from threepo.training.batching import flatten
+from threepo.types import Completion, Draw, Problem, Request, TrainingRow
 
 PROMPTS = [
     "a",
@@ -26,9 +27,5 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 2) ->
 
 def trainer_logprobs(policy: Policy, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs [T] of a completion by the trainer's forward pass, at the weights that the model holds now."""
-    prompt = len(completion.prompt_tokens)
-    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
-    mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
-    mask[0, prompt - 1 :] = True
     with torch.no_grad():
-        return policy.logprobs(ids, mask, temperature).logprobs[0, prompt - 1 :]
+        return policy.logprobs(flatten([TrainingRow(completion, 0, 0.0)], policy.device), temperature)[0]

@@ -62,35 +62,37 @@ def test_a_schedule_stays_between_nothing_and_one(steps: int, warmup: float, flo
 def test_packing_loses_nothing_and_keeps_the_budget(lengths: list[int], budget: int) -> None:
     rows = [row(i, tokens=range(1, n + 1), prompt_tokens=(7, 8)) for i, n in enumerate(lengths)]
     for padding in (True, False):
-        micros = list(pack(rows, budget, 0, CPU, padding=padding))
-        assert sorted(r.index for micro in micros for r in micro.rows) == list(range(len(rows)))
-        for micro in micros:
-            real = sum(lengths[r.index] + 2 for r in micro.rows)
-            assert (micro.input_ids.numel() if padding else real) <= budget or len(micro.rows) == 1
+        bundles = list(pack(rows, budget, CPU, padding=padding))
+        assert sorted(r.index for bundle in bundles for r in bundle) == list(range(len(rows)))
+        for bundle in bundles:
+            tokens = [lengths[r.index] + 2 for r in bundle]
+            assert (max(tokens) * len(tokens) if padding else sum(tokens)) <= budget or len(bundle) == 1
 
 
 def test_without_a_budget_the_device_has_its_own() -> None:
     rows = [row(i, tokens=range(1, 99), prompt_tokens=(7, 8)) for i in range(50)]
-    assert [len(micro.rows) for micro in pack(rows, 0, 0, CPU)] == [40, 10]  # 4096 // 100
+    assert [len(bundle) for bundle in pack(rows, 0, CPU)] == [40, 10]  # 4096 // 100
 
 
 def test_padding_counts_only_where_it_costs() -> None:
     rows = [row(0, tokens=range(1, 99), prompt_tokens=(7, 8)), *(row(i, tokens=(1,)) for i in range(1, 40))]
-    assert len(list(pack(rows, 300, 0, CPU, padding=False))) == 1
-    assert [len(micro.rows) for micro in pack(rows, 300, 0, CPU)] == [39, 1]
+    assert len(list(pack(rows, 300, CPU))) == 1
+    assert [len(bundle) for bundle in pack(rows, 300, CPU, padding=True)] == [39, 1]
 
 
 def test_a_micro_batch_by_hand() -> None:
     rows = [
-        row(0, 0.5, 2.0, prompt_tokens=(1, 2), tokens=(3, 4), logprobs=(-0.1, -0.2)),
-        row(1, -1.0, 1.0, prompt_tokens=(5,), tokens=(6,), logprobs=(-0.3,)),
+        row(7, 0.5, prompt_tokens=(5, 6, 7), tokens=(8, 9), logprobs=(-0.1, -0.2)),
+        row(8, -1.0, prompt_tokens=(1,), tokens=(2,), logprobs=(-0.3,)),
     ]
-    micro = collate(rows, pad_token=9, device=CPU)
-    assert micro.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
-    assert micro.mask.tolist() == [[False, True, True], [True, False, False]]
-    assert micro.behaviour_logprobs.tolist() == [pytest.approx([0, -0.1, -0.2]), pytest.approx([-0.3, 0, 0])]
-    assert micro.advantages.tolist() == [0.5, -1.0]
-    assert micro.row_weights.tolist() == [2.0, 1.0]
+    micro = collate(rows, {7: 2.0, 8: 1.0}, CPU)
+    assert (micro.input_ids.tolist(), micro.row_lengths) == ([5, 6, 7, 8, 1], (4, 1))
+    assert micro.loss_positions.tolist() == [2, 3, 4]
+    assert micro.targets.tolist() == [8, 9, 2]
+    assert micro.row_of.tolist() == [0, 0, 1]
+    assert micro.behaviour_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert micro.advantages.tolist() == [0.5, 0.5, -1.0]
+    assert micro.weights.tolist() == [2.0, 2.0, 1.0]
 
 
 # Metrics
@@ -141,9 +143,9 @@ def test_outcomes_of_programs_are_counted_apart() -> None:
     assert "reward/format_ok_share" not in rollout_metrics(GRPO, [group("a", [1] * 16)])
 
 
-def record_of(rows: list[RowRecord]) -> UpdateRecord:
+def record_of(rows: list[RowRecord], kind: str = "seq_mis") -> UpdateRecord:
     return UpdateRecord(
-        [-0.25, -0.75], loss=-3.0, normalizer=6.0, tokens=10, entropy=5.0, kl=0.1, ratio=10.0, rows=rows
+        Correction(kind=kind), [-0.25, -0.75], -3.0, 6.0, tokens=10, kl=0.1, policy={"entropy": 5.0}, rows=rows
     )
 
 
@@ -158,10 +160,18 @@ def test_correction_metrics_by_hand() -> None:
     assert metrics["correction/effective_sample_share"] == 0.5
     assert metrics["correction/rho_p50"] == pytest.approx(2.25)
     assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
-    assert not corrects_nothing(Correction(kind="seq_mis"), record_of([kept, dropped]))
-    assert corrects_nothing(Correction(kind="seq_mis"), record_of([kept]))
-    assert not corrects_nothing(Correction(kind="none"), record_of([kept]))
-    assert not corrects_nothing(Correction(kind="seq_mis"), record_of([])), "a step without rows says nothing"
+    assert not corrects_nothing(record_of([kept, dropped]))
+    assert corrects_nothing(record_of([kept]))
+    assert not corrects_nothing(record_of([kept], kind="none"))
+    assert not corrects_nothing(record_of([])), "a step without rows says nothing"
+
+
+def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
+    """Their log-probs are of the renormalised rest of a distribution, the trainer's of all of it."""
+    row = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
+    record = replace(record_of([row]), correction=None)
+    assert set(update_metrics(record)) == {"policy/loss", "policy/entropy"}
+    assert not corrects_nothing(record)
 
 
 # Checkpoints

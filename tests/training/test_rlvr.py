@@ -81,6 +81,26 @@ def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) 
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
 
 
+def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:
+    """Weights, posterior, metrics and completions of a whole run."""
+    common = [*learnable, "run.steps=3", "optimizer.lr=1e3", "optimizer.ess=1e6"]
+    jobs.train(train_config(tmp_path / "b3po", "method.preset=b3po", *common))
+    jobs.train(train_config(tmp_path / "c3po", "method.preset=c3po", "method.draws=1", *common))
+    assert outcome(tmp_path / "c3po") == outcome(tmp_path / "b3po")
+
+
+@pytest.mark.parametrize("cut", ["sampling.top_p=0.9", "sampling.top_k=5"])
+def test_rollouts_cut_by_top_p_or_top_k_have_no_ratios(cut: str, tmp_path: Path) -> None:
+    """Engine and trainer have the same weights here, so every true ratio is 1; the ratios of the log-probs are not."""
+    jobs.train(train_config(tmp_path / "run", "run.steps=1", cut))
+    row = read_metrics(tmp_path / "run")[-1]
+    assert not [name for name in row if name.startswith("correction/")]
+    assert row["policy/ratio_mean"] == 1
+    for completion in outcome(tmp_path / "run")["completions"]["step-000000.parquet"]:
+        assert completion["rho"] is None
+        assert completion["correction_weight"] == 1
+
+
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a SIGTERM in the middle of training step `step`."""
     inner = rlvr.rollout
@@ -248,7 +268,7 @@ def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
 def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
     with pytest.warns(
-        ThreepoWarning, match="seq_mis correction has dropped or truncated nothing for 3 steps"
+        ThreepoWarning, match="seq_mis correction has masked or truncated nothing for 3 steps"
     ) as caught:
         jobs.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1

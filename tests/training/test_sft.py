@@ -17,7 +17,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.batching import padded
+from threepo.training.batching import flatten
 from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 from threepo.types import SupervisedRow
@@ -40,7 +40,7 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
     policy.model.zero_grad()
     expected = torch.zeros(())
     for row, demonstration in zip(rows, shown, strict=True):
-        ((first, end),) = row.taught
+        ((first, end),) = row.loss_ranges
         assert end == len(row.input_tokens)
         assert row.input_tokens[-1] == policy.tokenizer.eos_token_id
         assert policy.tokenizer.decode(row.input_tokens[:first]) == demonstration.problem.prompt
@@ -55,15 +55,17 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
         torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_the_loss_counts_the_taught_tokens_of_every_turn(policy: Policy) -> None:
+def test_the_loss_counts_the_chosen_tokens_of_every_turn(policy: Policy) -> None:
     rows = [
         SupervisedRow((10, 11, 12, 13, 14, 15, 16), ((2, 4), (5, 7)), 0),
         SupervisedRow((20, 21, 22, 23), ((1, 2),), 1),
     ]
-    input_ids, mask = padded(rows, pad_token=9)
-    assert input_ids.tolist() == [[10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 9, 9, 9]]
-    assert mask.int().tolist() == [[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]]
-    assert sft.taught_tokens(rows) == 5
+    packed = flatten(rows, policy.device)
+    assert (packed.input_ids.tolist(), packed.row_lengths) == ([10, 11, 12, 13, 14, 15, 20], (6, 1))
+    assert packed.loss_positions.tolist() == [1, 2, 4, 5, 6]
+    assert packed.targets.tolist() == [12, 13, 15, 16, 21]
+    assert packed.row_of.tolist() == [0, 0, 0, 0, 1]
+    assert sft.loss_tokens(rows) == 5
     expected = 0.0
     for row, labels in zip(rows, ([-100, -100, 12, 13, -100, 15, 16], [-100, 21, -100, -100]), strict=True):
         with torch.no_grad():

@@ -73,7 +73,7 @@ def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str
     run = run_of([*base, "run.steps=1"])
     run.folder.close()
     for row in run.material.source.rows(0):
-        ((first, end),) = row.taught
+        ((first, end),) = row.loss_ranges
         decode = run.policy.tokenizer.decode
         question = decode(row.input_tokens[:first])
         answer = question.removeprefix("user\nsay ").removesuffix("<|endoftext|>\nassistant\n")
@@ -270,7 +270,7 @@ def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str
     assert len(run.material.heldout) == 2
     nats = tokens = 0.0
     for row in run.material.heldout:
-        ((first, end),) = row.taught
+        ((first, end),) = row.loss_ranges
         logits = run.policy.model(torch.tensor([row.input_tokens])).logits[0].detach().log_softmax(-1)
         nats -= sum(float(logits[t - 1, row.input_tokens[t]]) for t in range(first, end))
         tokens += end - first
