@@ -267,9 +267,7 @@ def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
 
 def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
-    with pytest.warns(
-        ThreepoWarning, match="seq_mis correction has masked or truncated nothing for 3 steps"
-    ) as caught:
+    with pytest.warns(ThreepoWarning, match="seq_mis correction has masked or truncated nothing for 3 steps") as caught:
         jobs.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 

@@ -1,8 +1,8 @@
 """What a run would take, from its recipe and the model's shape alone: no weights are loaded and nothing is written.
 
-FLOPs follow the paper's count (appendix on compute; spec 12): two a weight and token forward, six forward and backward.
-What that count leaves out is given beside it. Legend: W weights, P prompts a step, G completions of a prompt over all
-draws, N draws that generate.
+FLOPs follow the paper's count (appendix on compute): per weight and token, two forward and six forward and backward.
+What that count leaves out is listed next to it. Legend: W weights, P prompts a step, G completions of a prompt over all
+draws, N draws that generate, K draws at which the gradient of every row is taken.
 """
 
 from dataclasses import dataclass
@@ -35,29 +35,36 @@ class StepFlops:
 
 
 def step_flops(
-    weights: float, prompts: int, rollouts: int, prefills: int, prompt_tokens: float, response_tokens: float
+    weights: float,
+    prompts: int,
+    rollouts: int,
+    prefills: int,
+    prompt_tokens: float,
+    response_tokens: float,
+    gradient_draws: int = 1,
 ) -> StepFlops:
-    """The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G (prompt + response) for training.
+    """The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G K (prompt + response) for training.
 
     Args:
         weights: W.
         prompts: P.
         rollouts: G, over all draws.
-        prefills: S, times that each prompt is read: once for each draw, which shares it among its completions.
+        prefills: S, how often each prompt is read: once for each draw, which shares it among its completions.
         prompt_tokens: mean tokens of a prompt.
         response_tokens: mean tokens of a completion.
+        gradient_draws: K, how often each row is trained on.
     """
     return StepFlops(
         prefill=2 * weights * prompts * prefills * prompt_tokens,
         decode=2 * weights * prompts * rollouts * response_tokens,
-        training=6 * weights * prompts * rollouts * (prompt_tokens + response_tokens),
+        training=6 * weights * prompts * rollouts * gradient_draws * (prompt_tokens + response_tokens),
     )
 
 
 def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0) -> list[tuple[str, str]]:
-    """What the run would load, hold and compute, as labels with values; an empty label goes on with the one above.
+    """What the run would load, hold and compute, as labels with values; an empty label continues the one above.
 
-    Tokens are the means to reckon with; 0 stands for the longest that the recipe allows.
+    `prompt_tokens` and `response_tokens` are means; 0 stands for the longest that the recipe allows.
     """
     model = model_to_come(config.model)
     shape, weights = model_shape(model)
@@ -80,7 +87,13 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
         *_engine_memory(config, shape, weights, rows, draws, prompt_tokens + sampling.max_new_tokens),
     ]
     flops = step_flops(
-        weights, config.data.prompts_per_step, method.rollouts_per_prompt, draws, prompt_tokens, response_tokens
+        weights,
+        config.data.prompts_per_step,
+        method.rollouts_per_prompt,
+        draws,
+        prompt_tokens,
+        response_tokens,
+        method.gradient_draws,
     )
     return [
         *lines,
@@ -152,17 +165,21 @@ def _engine_memory(
 def _uncounted(
     config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int
 ) -> list[tuple[str, str]]:
-    """What the paper's count leaves out of computing (spec 12.3), of rows of `length` tokens."""
+    """The computing that the paper's count leaves out, for rows of `length` tokens."""
     text = shape.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    # One forward pass, in which every token sees all before it.
-    attention = 2 * length**2 * width * text.num_hidden_layers * rows
-    lines = [("not counted", f"{_tera(4 * attention)} TFLOP of attention between tokens, if no window bounds it")]
-    once = _tera(2 * weights * rows * length)
-    if isinstance(config, TrainConfig) and config.objective.mini_batches > 1:
-        lines.append(("", f"{once} TFLOP for log-probs before the first of several updates"))
-    if config.model.gradient_checkpointing:
-        lines.append(("", f"{once} TFLOP to recompute activations"))
+    rollouts, draws, old = 0, 1, False
+    if isinstance(config, TrainConfig):
+        rollouts, draws, old = 1, config.method.gradient_draws, config.objective.mini_batches > 1
+    recomputed = config.model.gradient_checkpointing
+    # Each token attends to all before it, half a square of tokens. A backward pass costs as much as two forward passes.
+    attention = 2 * length**2 * width * text.num_hidden_layers * rows * (rollouts + draws * (3 + old + recomputed))
+    lines = [("not counted", f"{_tera(attention)} TFLOP of attention between tokens, if no window bounds it")]
+    forward = _tera(2 * weights * rows * length * draws)
+    if old:
+        lines.append(("", f"{forward} TFLOP for log-probs before the first of several updates"))
+    if recomputed:
+        lines.append(("", f"{forward} TFLOP to recompute activations"))
     return lines
 
 
