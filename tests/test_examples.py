@@ -1,11 +1,24 @@
-"""The examples run as they are, and learn."""
+"""The examples run as they are, and learn; the step that is written out agrees with the library's."""
 
+import copy
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+from threepo.config import ObjectiveConfig
+from threepo.methods.method import training_batch
+from threepo.methods.presets import C3PO
+from threepo.models.attention import takes_packed_rows
+from threepo.models.logprobs import has_plain_head
+from threepo.models.policy import Policy
+from threepo.training.update import UpdateSettings, update_policy
+from threepo.types import Completion, Draw, Group, Problem, Verdict
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -16,12 +29,75 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     command = [sys.executable, *launcher, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    losses = re.search(r"loss before ([\d.]+).*, after ([\d.]+)", done.stdout)
-    assert losses, done.stdout
-    assert float(losses[2]) < float(losses[1]) / 5
+    measured = re.search(r"(loss|reward) before ([\d.]+).*, after ([\d.]+)", done.stdout)
+    assert measured, done.stdout
+    before, after = float(measured[2]), float(measured[3])
+    if measured[1] == "loss":
+        assert after < before / 5
+    else:
+        assert before < 0.15
+        assert after > 0.6  # 0.86 or more with each of ten seeds
     assert "False" not in done.stdout
     assert not list(tmp_path.iterdir()), "an example leaves nothing where it is run"
 
 
 def test_there_are_examples() -> None:
-    assert {example.stem for example in EXAMPLES} == {"fsdp2", "plain_pytorch", "trainer"}
+    assert {example.stem for example in EXAMPLES} == {"fsdp2", "plain_pytorch", "rl_loop", "trainer"}
+
+
+@pytest.fixture
+def rl_loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    specification = importlib.util.spec_from_file_location("rl_loop", EXAMPLES[0].parent / "rl_loop.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "rl_loop", module)  # where dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> None:
+    """The same rollouts give the same advantages, ratios, masks, gradient, posterior and mean."""
+    torch.manual_seed(3)
+    theirs = rl_loop.make_model()
+    ours = copy.deepcopy(theirs)
+    their_optimizer, our_optimizer = rl_loop.make_optimizer(theirs, 5), rl_loop.make_optimizer(ours, 5)
+    prompts = ["a", "c", "e"]
+    rollouts = rl_loop.collect(theirs, their_optimizer, prompts, step=2)
+    texts = rollouts.texts()
+    rewards = torch.tensor([rl_loop.reward(prompts[row // 16], text) for row, text in enumerate(texts)]).view(3, 16)
+    assert rewards.std(dim=1).gt(0).sum() >= 2, "two prompts have something to teach"
+    seen = rl_loop.learn(theirs, their_optimizer, rollouts, rewards, step=2)
+
+    def completion(row: int) -> Completion:
+        mask, prompt = rollouts.mask_R_T[row], prompts[row // 16]
+        return Completion(
+            problem=Problem(id=prompt, prompt=prompt),
+            prompt_tokens=tuple(rl_loop.encode(prompt)),
+            tokens=tuple(rl_loop.encode(texts[row])),
+            logprobs=tuple(rollouts.logprobs_R_T[row, mask].tolist()),
+            text=texts[row],
+            finish_reason="stop",
+            draw=Draw(5, 2, row % 16 // 4),
+            rollout=row % 16,
+            policy_step=2,
+            verdict=Verdict(False, "wrong", None, float(rewards[row // 16, row % 16])),
+        )
+
+    completions = [completion(row) for row in range(48)]
+    groups = [Group(completions[i].problem, tuple(completions[i : i + 16])) for i in range(0, 48, 16)]
+    policy = Policy(ours.eval(), None, has_plain_head(ours), packed_rows=takes_packed_rows(ours))
+    batch = training_batch(C3PO, groups, seed=5, step=2)
+    record = update_policy(policy, our_optimizer, batch, UpdateSettings(ObjectiveConfig(), 1.0, 10_000))
+
+    advantages = torch.tensor([row.advantage for row in batch.parts[0].rows])
+    torch.testing.assert_close(rl_loop.group_advantages(rewards).flatten(), advantages, rtol=1e-4, atol=1e-5)
+    rho = [row.rho for row in record.rows]
+    assert (seen["rho min"], seen["rho max"]) == pytest.approx((min(rho), max(rho)), rel=1e-4)
+    assert 0 < seen["kept"] == sum(row.kept_tokens > 0 for row in record.rows) / 48 < 1
+    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+        for name in ("momentum", "hessian"):
+            expected = our_optimizer.state[q][name]
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(their_optimizer.state[p][name], expected, rtol=1e-3, atol=1e-5 * scale)
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)

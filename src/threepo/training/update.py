@@ -60,7 +60,7 @@ class UpdateRecord:
         """Add what the log says about a micro-batch."""
         logprobs = inputs.old_logprobs
         self.tokens += len(logprobs)
-        for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum())}).items():
+        for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - micro.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
@@ -142,7 +142,7 @@ def _backward(
                 corrected = correct(before, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
                 counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
                 inputs = LossInputs(logprobs, before, entropy, micro.advantages, corrected.weights, counted)
-                loss = (token_losses(inputs, objective) * micro.weights).sum()
+                loss = (token_losses(inputs, objective) * micro.weights).sum(dtype=torch.float64)
             if enabled:
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
