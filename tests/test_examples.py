@@ -11,13 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from threepo.config import ObjectiveConfig
+from threepo.config import ObjectiveConfig, SamplingConfig
 from threepo.methods.method import training_batch
 from threepo.methods.presets import C3PO
 from threepo.models.attention import takes_packed_rows
 from threepo.models.logprobs import has_plain_head
 from threepo.models.policy import Policy
-from threepo.training.update import UpdateSettings, update_policy
+from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Group, Problem, Verdict
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
@@ -87,8 +87,8 @@ def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> N
     completions = [completion(row) for row in range(48)]
     groups = [Group(completions[i].problem, tuple(completions[i : i + 16])) for i in range(0, 48, 16)]
     policy = Policy(ours.eval(), None, has_plain_head(ours), packed_rows=takes_packed_rows(ours))
-    batch = training_batch(C3PO, groups, seed=5, step=2)
-    record = update_policy(policy, our_optimizer, batch, UpdateSettings(ObjectiveConfig(), 1.0, 10_000))
+    batch = training_batch(C3PO, SamplingConfig(), groups, seed=5, step=2)
+    record = update_policy(policy, our_optimizer, batch, ObjectiveConfig())
 
     advantages = torch.tensor([row.advantage for row in batch.parts[0].rows])
     torch.testing.assert_close(rl_loop.group_advantages(rewards).flatten(), advantages, rtol=1e-4, atol=1e-5)

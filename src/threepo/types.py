@@ -181,6 +181,8 @@ class TrainingBatch:
     correction: Correction | None
     """How rows are corrected for the policy that wrote them. None: the rollouts were cut by top-p or top-k, so their
     log-probs cannot be compared with the trainer's: no correction, and no ratios in the log."""
+    temperature: float
+    """Divides the trainer's logits, as it divided the engine's."""
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from factories import completion
-from threepo.config import Advantage, Correction, Method
+from threepo.config import Advantage, Correction, Method, SamplingConfig
 from threepo.errors import UserError
 from threepo.methods.method import (
     advantages,
@@ -19,6 +19,7 @@ from threepo.methods.method import (
 from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, PRESETS, THOMPSON
 from threepo.types import Draw, Group, Problem
 
+SAMPLING = SamplingConfig()
 PROBLEMS = [(Problem(id=f"p{i}", prompt=f"p{i}"), (1, 2, i)) for i in range(3)]
 
 
@@ -101,7 +102,7 @@ def test_pooled_advantages_compare_across_draws_and_separate_ones_do_not() -> No
 
 def test_where_the_gradient_is_taken() -> None:
     def draws_of(method: Method) -> list[tuple[Draw | None, int]]:
-        batch = training_batch(method, groups_of(method), 1, 2)
+        batch = training_batch(method, SAMPLING, groups_of(method), 1, 2)
         return [(part.draw, len(part.rows)) for part in batch.parts]
 
     assert draws_of(GRPO) == [(None, 48)]
@@ -113,31 +114,39 @@ def test_where_the_gradient_is_taken() -> None:
     assert draws_of(replace(C3PO, draws=1, gradient_draws=2)) == [(Draw(1, 2, 0), 48), (Draw(1, 2, 1), 48)]
     for method in (M3PO, C3PO_REPLAY):
         assert draws_of(method) == [(Draw(1, 2, i), 12) for i in range(4)]
-        for part in training_batch(method, groups_of(method), 1, 2).parts:
+        for part in training_batch(method, SAMPLING, groups_of(method), 1, 2).parts:
             assert {row.completion.draw for row in part.rows} == {part.draw}
 
 
 def test_the_batch_carries_the_correction_that_applies() -> None:
-    def correction_of(method: Method, **settings: bool) -> Correction | None:
-        return training_batch(method, groups_of(method), 1, 2, **settings).correction
+    def correction_of(method: Method, sampling: SamplingConfig = SAMPLING) -> Correction | None:
+        return training_batch(method, sampling, groups_of(method), 1, 2).correction
 
     assert correction_of(C3PO) == C3PO.correction
     assert correction_of(replace(C3PO, draws=1)) == Correction(), "the generator's own gradient is on-policy"
     assert correction_of(replace(C3PO, draws=1, gradient_draws=2)) == C3PO.correction
     for_the_engine = replace(B3PO, correction=Correction(kind="token_tis"))
     assert correction_of(for_the_engine) == for_the_engine.correction, "the engine's log-probs may differ all the same"
-    assert correction_of(replace(C3PO, correction=Correction()), cut=True) is None
+    for cut in (SamplingConfig(top_p=0.9), SamplingConfig(top_k=5)):
+        assert correction_of(replace(C3PO, correction=Correction()), cut) is None
+        assert correction_of(THOMPSON, cut) == Correction(), "greedy decoding cuts nothing"
+
+
+def test_the_trainer_has_the_temperature_of_the_rollouts() -> None:
+    warm = SamplingConfig(temperature=1.4)
+    assert training_batch(GRPO, warm, groups_of(GRPO), 1, 2).temperature == 1.4
+    assert training_batch(THOMPSON, warm, groups_of(THOMPSON), 1, 2).temperature == 1, "of greedy rollouts: 1"
 
 
 def test_rows_are_numbered_prompt_major() -> None:
-    batch = training_batch(C3PO_REPLAY, groups_of(C3PO_REPLAY), 1, 2)
+    batch = training_batch(C3PO_REPLAY, SAMPLING, groups_of(C3PO_REPLAY), 1, 2)
     for part in batch.parts:
         for row in part.rows:
             assert row.index == int(row.completion.problem.id[1:]) * 16 + row.completion.rollout
 
 
 def test_fewer_prompts_than_mini_batches_make_a_mini_batch_each() -> None:
-    batch = training_batch(GRPO, groups_of(GRPO), seed=0, step=0)
+    batch = training_batch(GRPO, SAMPLING, groups_of(GRPO), seed=0, step=0)
     assert [len(piece.parts[0].rows) for piece in split_batch(batch, 8)] == [GRPO.rollouts_per_prompt] * 3
     nothing = replace(batch, parts=(replace(batch.parts[0], rows=()),))
     assert split_batch(nothing, 8) == [nothing]
@@ -145,24 +154,24 @@ def test_fewer_prompts_than_mini_batches_make_a_mini_batch_each() -> None:
 
 def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
     method = replace(C3PO, gradient_draws=2)
-    assert training_batch(method, groups_of(method), seed=0, step=0).normalize == "part"
-    assert training_batch(C3PO, groups_of(C3PO), seed=0, step=0).normalize == "step"
+    assert training_batch(method, SAMPLING, groups_of(method), seed=0, step=0).normalize == "part"
+    assert training_batch(C3PO, SAMPLING, groups_of(C3PO), seed=0, step=0).normalize == "step"
 
 
 def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
     rewards = {(1, 3): 1.0}
-    kept = training_batch(GRPO, groups_of(GRPO, rewards), 1, 2)
+    kept = training_batch(GRPO, SAMPLING, groups_of(GRPO, rewards), 1, 2)
     assert len(kept.parts[0].rows) == 48
     assert sum(row.advantage != 0 for row in kept.parts[0].rows) == 16
     method = replace(GRPO, advantage=Advantage(zero_variance="drop"))
-    dropped = training_batch(method, groups_of(method, rewards), 1, 2)
+    dropped = training_batch(method, SAMPLING, groups_of(method, rewards), 1, 2)
     assert {row.completion.problem.id for row in dropped.parts[0].rows} == {"p1"}
 
 
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pieces: int) -> None:
-    batch = training_batch(method, groups_of(method), 1, 2)
+    batch = training_batch(method, SAMPLING, groups_of(method), 1, 2)
     minis = split_batch(batch, pieces)
     assert len(minis) == pieces
     prompts = [{row.completion.problem.id for part in mini.parts for row in part.rows} for mini in minis]

@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from threepo.config import Advantage, Correction, Method, ObjectiveConfig
+from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
 from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
 from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.training.batching import flatten, pack
-from threepo.training.update import UpdateRecord, UpdateSettings, update_policy
+from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
-PLAIN = UpdateSettings(ObjectiveConfig(), temperature=1.0, token_budget=10_000)
+SAMPLING = SamplingConfig()
+PLAIN = ObjectiveConfig()
 PROMPTS = 3
-every_aggregation = pytest.mark.parametrize("aggregation", ["token", "group", "sequence"])
-
-
-def aggregated(aggregation: str) -> UpdateSettings:
-    return replace(PLAIN, objective=ObjectiveConfig(aggregation=aggregation))
+every_aggregation = pytest.mark.parametrize(
+    "objective",
+    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
+    ids=lambda o: o.aggregation,
+)
 
 
 def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: bool = True) -> list[Group]:
@@ -73,7 +74,9 @@ def gradient_of(
     method: Method,
     groups: list[Group] | None = None,
     *,
-    settings: UpdateSettings = PLAIN,
+    objective: ObjectiveConfig = PLAIN,
+    sampling: SamplingConfig = SAMPLING,
+    token_budget: int = 10_000,
     noise_scale: float = 0.0,
     ess: float = 1e6,
 ) -> tuple[UpdateRecord, dict[str, torch.Tensor], IVON]:
@@ -81,8 +84,8 @@ def gradient_of(
     optimizer = Spy(policy.model.named_parameters(), noise_scale=noise_scale, ess=ess)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     groups = groups or rollouts(policy, method, optimizer)
-    batch = training_batch(method, groups, 0, 0)
-    record = update_policy(policy, optimizer, batch, settings)
+    batch = training_batch(method, sampling, groups, 0, 0)
+    record = update_policy(policy, optimizer, batch, objective, token_budget)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
             p.copy_(before[name])
@@ -111,13 +114,15 @@ def relabelled(groups: list[Group], method: Method) -> list[Group]:
 @pytest.mark.parametrize(
     "method", [B3PO, C3PO, replace(C3PO, correction=Correction(kind="token_tis")), replace(C3PO, draws=16)]
 )
-def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, method: Method, aggregation: str) -> None:
+def test_without_noise_every_pooled_method_is_grpo_bitwise(
+    policy: Policy, method: Method, objective: ObjectiveConfig
+) -> None:
     optimizer = IVON(policy.model.named_parameters(), noise_scale=0.0)
     groups = rollouts(policy, GRPO, optimizer, by_trainer=False)
     # The engine's log-probs are the trainer's own, as in a batch of the same shape, so every ratio is exactly one.
     groups = with_the_trainers_logprobs(policy, groups)
-    expected, grad, _ = gradient_of(policy, GRPO, groups, settings=aggregated(aggregation))
-    record, other, _ = gradient_of(policy, method, relabelled(groups, method), settings=aggregated(aggregation))
+    expected, grad, _ = gradient_of(policy, GRPO, groups, objective=objective)
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method), objective=objective)
     assert record.loss == expected.loss
     assert record.normalizer == expected.normalizer
     assert_bitwise(other, grad)
@@ -126,7 +131,7 @@ def test_without_noise_every_pooled_method_is_grpo_bitwise(policy: Policy, metho
 def with_the_trainers_logprobs(policy: Policy, groups: list[Group]) -> list[Group]:
     rows = [TrainingRow(c, i, 0.0) for i, c in enumerate(c for group in groups for c in group.completions)]
     found = {}
-    for bundle in pack(rows, PLAIN.token_budget, policy.device):
+    for bundle in pack(rows, 0, policy.device):
         with torch.no_grad():
             logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
         for row, own in zip(bundle, logprobs.split([len(row.completion.tokens) for row in bundle]), strict=True):
@@ -139,12 +144,14 @@ def with_the_trainers_logprobs(policy: Policy, groups: list[Group]) -> list[Grou
 
 @every_aggregation
 @pytest.mark.parametrize("draws", [2, 4])
-def test_without_noise_replay_is_grpo_taken_in_as_many_parts(policy: Policy, draws: int, aggregation: str) -> None:
+def test_without_noise_replay_is_grpo_taken_in_as_many_parts(
+    policy: Policy, draws: int, objective: ObjectiveConfig
+) -> None:
     """The parts' sums are added in another order than one batch would add them, and nothing else differs."""
     method = replace(C3PO_REPLAY, draws=draws)
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
-    expected, grad, _ = gradient_of(policy, GRPO, groups, settings=aggregated(aggregation))
-    record, other, _ = gradient_of(policy, method, relabelled(groups, method), settings=aggregated(aggregation))
+    expected, grad, _ = gradient_of(policy, GRPO, groups, objective=objective)
+    record, other, _ = gradient_of(policy, method, relabelled(groups, method), objective=objective)
     assert record.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)  # by sequence, advantages sum to nothing
     assert record.normalizer == pytest.approx(expected.normalizer, rel=1e-12)
     for name in grad:
@@ -152,16 +159,18 @@ def test_without_noise_replay_is_grpo_taken_in_as_many_parts(policy: Policy, dra
 
 
 @every_aggregation
-def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(policy: Policy, aggregation: str) -> None:
+def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(
+    policy: Policy, objective: ObjectiveConfig
+) -> None:
     """Each draw's rollouts are a GRPO problem of their own with G = 4; their gradients are averaged."""
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
     groups = relabelled(groups, M3PO)
-    _, together, _ = gradient_of(policy, M3PO, groups, settings=aggregated(aggregation))
+    _, together, _ = gradient_of(policy, M3PO, groups, objective=objective)
     total: dict[str, torch.Tensor] = {}
     small = replace(GRPO, rollouts_per_prompt=4)
     for draw in rollout_draws(M3PO, 0, 0):
         mine = [replace(g, completions=tuple(c for c in g.completions if c.draw == draw)) for g in groups]
-        _, grad, _ = gradient_of(policy, small, mine, settings=aggregated(aggregation))
+        _, grad, _ = gradient_of(policy, small, mine, objective=objective)
         for name in grad:
             total[name] = total[name] + grad[name] if name in total else grad[name]
     assert_bitwise(together, {name: grad / 4 for name, grad in total.items()})
@@ -169,10 +178,9 @@ def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(policy: P
 
 @every_aggregation
 @pytest.mark.parametrize("method", [replace(m, draws=1) for m in (M3PO, C3PO_REPLAY, C3PO)], ids=lambda m: m.name)
-def test_with_one_draw_every_method_is_b3po_bitwise(policy: Policy, method: Method, aggregation: str) -> None:
-    settings = aggregated(aggregation)
-    _, expected, one = gradient_of(policy, B3PO, settings=settings, noise_scale=1.0)
-    _, grad, other = gradient_of(policy, method, settings=settings, noise_scale=1.0)
+def test_with_one_draw_every_method_is_b3po_bitwise(policy: Policy, method: Method, objective: ObjectiveConfig) -> None:
+    _, expected, one = gradient_of(policy, B3PO, objective=objective, noise_scale=1.0)
+    _, grad, other = gradient_of(policy, method, objective=objective, noise_scale=1.0)
     assert_bitwise(grad, expected)
     for p in policy.model.parameters():
         assert torch.equal(one.state[p]["hessian"], other.state[p]["hessian"])
@@ -184,13 +192,12 @@ def test_with_one_draw_every_method_is_b3po_bitwise(policy: Policy, method: Meth
 
 @every_aggregation
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
-def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, method: Method, aggregation: str) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batches(
+    policy: Policy, method: Method, objective: ObjectiveConfig
+) -> None:
     noise = 0.0 if method.draws == 0 else 1.0
-    objective = ObjectiveConfig(aggregation=aggregation)
     results = [
-        gradient_of(
-            policy, method, settings=replace(PLAIN, objective=objective, token_budget=budget), noise_scale=noise
-        )
+        gradient_of(policy, method, objective=objective, token_budget=budget, noise_scale=noise)
         for budget in (10_000, 50, 1)
     ]
     for record, grad, _ in results[1:]:
@@ -287,7 +294,7 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
     method = replace(C3PO, correction=Correction(kind="seq_mis", low=1e6, high=1e7))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
     record = update_policy(policy, optimizer, batch, PLAIN)
     assert record.normalizer == 0
     assert optimizer.skipped_steps == 1
@@ -307,7 +314,7 @@ def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None
         replace(g, completions=tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in g.completions))
         for g in groups
     ]
-    batch = training_batch(method, groups, 0, 0)
+    batch = training_batch(method, SAMPLING, groups, 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     p = next(policy.model.parameters())
     if zero_variance == "keep":
@@ -323,7 +330,7 @@ def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: 
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
 
@@ -334,9 +341,8 @@ def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: 
 @pytest.mark.parametrize("method", [GRPO, C3PO, M3PO], ids=lambda m: m.name)
 def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy, method: Method) -> None:
     optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e6)  # large steps, so that ratios move
-    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
-    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3))
-    record = update_policy(policy, optimizer, batch, settings)
+    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert optimizer.param_groups[0]["step"] == 3
     assert len(record.rows) == PROMPTS * 16
     assert record.policy["ratio_mean"] / record.tokens != 1.0
@@ -348,9 +354,8 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
     """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, rollouts(policy, method, optimizer), 0, 0)
-    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3))
-    record = update_policy(policy, optimizer, batch, settings)
+    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
     assert record.policy["clipped_low_share"] + record.policy["clipped_high_share"] == 0
 
@@ -361,8 +366,8 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
     groups = rollouts(policy, C3PO, optimizer)
     once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
     expected = {row.index: row for row in once.rows}
-    settings = replace(PLAIN, objective=ObjectiveConfig(mini_batches=3))
-    record = update_policy(policy, optimizer, training_batch(C3PO, groups, 0, 0), settings)
+    batch = training_batch(C3PO, SAMPLING, groups, 0, 0)
+    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert {row.kept_tokens > 0 for row in record.rows} == {True, False}
     assert abs(record.policy["ratio_mean"] / record.tokens - 1) > 0.01
     for row in record.rows:
@@ -377,7 +382,7 @@ def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: 
     method = replace(method, cumulative=True)
     groups = rollouts(policy, method, IVON(policy.model.named_parameters(), ess=1e6))
     record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
-    batch = training_batch(method, groups, 0, 0)
+    batch = training_batch(method, SAMPLING, groups, 0, 0)
     total: dict[str, torch.Tensor] = {}
     for times, part in zip((4, 3, 2, 1), batch.parts, strict=True):
         spy = Spy(policy.model.named_parameters(), ess=1e6)
@@ -395,8 +400,8 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
     optimizer = Spy(policy.model.named_parameters(), noise_scale=0.0)
     optimizer.param_groups[0]["lr"] = 0.0
     groups = rollouts(policy, GRPO, optimizer)
-    batch = training_batch(GRPO, groups, 0, 0)
-    update_policy(policy, optimizer, batch, replace(PLAIN, objective=ObjectiveConfig(mini_batches=3)))
+    batch = training_batch(GRPO, SAMPLING, groups, 0, 0)
+    update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     last = dict(optimizer.mean_grad)
     _, alone, _ = gradient_of(policy, GRPO, groups[2:])
     for name in alone:
@@ -409,7 +414,7 @@ def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     groups = rollouts(policy, two, optimizer)
     _, together, _ = gradient_of(policy, two, groups, noise_scale=1.0)
-    batch = training_batch(two, groups, 0, 0)
+    batch = training_batch(two, SAMPLING, groups, 0, 0)
     total: dict[str, torch.Tensor] = {}
     for part in batch.parts:
         spy = Spy(policy.model.named_parameters(), ess=1e6)
@@ -426,10 +431,9 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
         optimizer = IVON(policy.model.named_parameters(), lr=100.0, noise_scale=0.0)
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         groups = rollouts(policy, GRPO, optimizer)
-        batch = training_batch(GRPO, groups, 0, 0)
-        settings = replace(PLAIN, objective=ObjectiveConfig(entropy_coefficient=coefficient))
+        batch = training_batch(GRPO, SAMPLING, groups, 0, 0)
         for _ in range(3):
-            record = update_policy(policy, optimizer, batch, settings)
+            record = update_policy(policy, optimizer, batch, ObjectiveConfig(entropy_coefficient=coefficient))
         with torch.no_grad():
             for name, p in policy.model.named_parameters():
                 p.copy_(before[name])
@@ -443,7 +447,7 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
 
 def test_temperature_divides_the_trainers_logits_too(policy: Policy) -> None:
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
-    cold, _, _ = gradient_of(policy, GRPO, groups, settings=replace(PLAIN, temperature=0.5))
+    cold, _, _ = gradient_of(policy, GRPO, groups, sampling=SamplingConfig(temperature=0.5))
     warm, _, _ = gradient_of(policy, GRPO, groups)
     assert cold.policy["entropy"] < warm.policy["entropy"]
     assert cold.kl > 1e-4 > warm.kl

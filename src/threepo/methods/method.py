@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Correction, Method
+from threepo.config import Correction, Method, SamplingConfig
 from threepo.methods.advantages import group_advantages, zero_variance
 from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
 
@@ -63,11 +63,11 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
 
 
 def training_batch(
-    method: Method, groups: Sequence[Group], seed: int, step: int, *, cut: bool = False
+    method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int
 ) -> TrainingBatch:
     """Rows with their advantages, sorted by the weights where their gradient is to be taken (method.md 3).
 
-    `cut`: top-p or top-k cut the distributions that the rollouts were drawn from.
+    `sampling`: how the rollouts were decoded.
     """
     values, flat_groups = advantages(method, groups)
     dropped = flat_groups.repeat_interleave(method.group_size, dim=1)
@@ -81,11 +81,14 @@ def training_batch(
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
-    # "Fresh" is the one generator itself: rows are on-policy. A correction set with gradient_at = "generator" is the
-    # user's own, for differences between engine and trainer.
-    on_policy = method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1
-    correction = None if cut else Correction() if on_policy else method.correction
-    return TrainingBatch(parts, normalize, correction, method.cumulative)
+    correction: Correction | None = method.correction
+    if method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
+        correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy
+    if not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0):
+        correction = None
+    # The log-probs of greedy rollouts are those of temperature 1, uncut, whatever the recipe says (method.md 3.5).
+    temperature = 1.0 if method.greedy else sampling.temperature
+    return TrainingBatch(parts, normalize, correction, temperature, method.cumulative)
 
 
 def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:

@@ -55,7 +55,7 @@ class Tile:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The real tokens of [R, L, H, D], one row after another."""
         x = x.flatten(0, 1)
-        return x if self.slots is None else _Take.apply(x, self.slots)  # type: ignore[no-untyped-call]
+        return x if self.slots is None else x.index_select(0, self.slots)
 
 
 class PackedRows:
@@ -195,21 +195,6 @@ def padded_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """[T]: where each token of rows of these lengths stands in [R * L], if the rows are padded on the right."""
     real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     return real.flatten().nonzero().squeeze(1).to(device)
-
-
-class _Take(torch.autograd.Function):
-    """`index_select` of different rows: its gradient is a copy, where torch's own has to add."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        ctx.rows = len(x)
-        return x.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,), (slots,) = gradients, ctx.saved_tensors
-        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy_(0, slots, gradient), None
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:

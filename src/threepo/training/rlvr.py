@@ -36,7 +36,7 @@ from threepo.training.progress import progress
 from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
-from threepo.training.update import UpdateRecord, UpdateSettings, update_policy
+from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group
 
 
@@ -130,13 +130,9 @@ def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
 
 def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
-    config, method, sampling = run.config, run.config.method, run.config.sampling
-    cut = not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
-    batch = lattice.training_batch(method, groups, config.run.seed, step, cut=cut)
-    # The log-probs of greedy rollouts are those of temperature 1, uncut, whatever the recipe says (method.md 3.5).
-    temperature = 1.0 if method.greedy else sampling.temperature or 1.0
-    settings = UpdateSettings(config.objective, temperature, config.batching.tokens)
-    record = update_policy(run.policy, run.optimizer, batch, settings)
+    config = run.config
+    batch = lattice.training_batch(config.method, config.sampling, groups, config.run.seed, step)
+    record = update_policy(run.policy, run.optimizer, batch, config.objective, config.batching.tokens)
     clock.lap("time/update")
     return record
 

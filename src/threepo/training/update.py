@@ -20,9 +20,6 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.training.batching import collate, flatten, pack
 from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
 
-OldLogprobs = dict[tuple[Draw | None, int], torch.Tensor]
-"""Log-probs of a row's tokens at a draw, before the first of several updates; by draw and row index."""
-
 
 @dataclass
 class RowRecord:
@@ -71,35 +68,30 @@ class UpdateRecord:
             self.rows.append(RowRecord(row.index, *values))
 
 
-@dataclass(frozen=True)
-class UpdateSettings:
-    """The settings that an update obeys."""
-
-    objective: ObjectiveConfig
-    temperature: float
-    """Divides the trainer's logits, as it divided the engine's."""
-    token_budget: int
-
-
 def update_policy(
-    policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    batch: TrainingBatch,
+    objective: ObjectiveConfig,
+    token_budget: int = 0,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them."""
-    record = UpdateRecord(batch.correction)
-    old = old_logprobs(policy, optimizer, batch, settings) if settings.objective.mini_batches > 1 else None
-    for mini_batch in split_batch(batch, settings.objective.mini_batches):
+    update = _Update(policy, batch, objective, token_budget, UpdateRecord(batch.correction))
+    record = update.record
+    if objective.mini_batches > 1:
+        update.score_first(optimizer)
+    for mini_batch in split_batch(batch, objective.mini_batches):
         parts = [part for part in mini_batch.parts if part.rows]
         sums = []
         for part in parts:
             sharing = parts if batch.normalize == "step" else [part]
-            weights = row_weights([row for p in sharing for row in p.rows], settings.objective.aggregation)
+            weights = row_weights([row for p in sharing for row in p.rows], objective.aggregation)
             with optimizer.at(part.draw):
-                loss, count = _backward(policy, part, weights, old, settings, record)
+                loss, count = update.backward(part, weights)
             sums.append((loss, count))
-            if batch.normalize == "step":
-                optimizer.observe(part.draw, cumulative=batch.cumulative)
-            elif count > 0:
-                optimizer.observe(part.draw, count, cumulative=batch.cumulative)
+            divisor = 1.0 if batch.normalize == "step" else count
+            if divisor > 0:
+                optimizer.observe(part.draw, divisor, cumulative=batch.cumulative)
         losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
         record.loss += losses
         record.normalizer += counts
@@ -115,57 +107,60 @@ def update_policy(
     return record
 
 
-def _backward(
-    policy: Policy,
-    part: GradientPart,
-    weights: Mapping[int, float],
-    old: OldLogprobs | None,
-    settings: UpdateSettings,
-    record: UpdateRecord,
-) -> tuple[float, float]:
-    """Accumulate the gradient of the summed loss of a part's rows, at the weights that the model holds now.
+@dataclass
+class _Update:
+    """What the passes of one policy update share."""
 
-    Returns that sum, and the count to divide it by.
-    """
-    total, count, objective = 0.0, 0.0, settings.objective
-    with_gradient, without = split_by_gradient(part.rows, objective)
-    of_entropy = any(term.of_entropy for term in terms_of(objective))
-    correction = record.correction or Correction()
-    for rows, enabled in ((with_gradient, True), (without, False)):
-        for bundle in _bundles(policy, rows, settings):
-            micro = collate(bundle, weights, policy.device)
-            with torch.set_grad_enabled(enabled):
-                logprobs, entropy = policy.logprobs(micro, settings.temperature, with_entropy_gradient=of_entropy)
-                before = logprobs.detach()
-                if old is not None:
-                    before = torch.cat([old[part.draw, row.index] for row in bundle])
-                corrected = correct(before, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
-                counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
-                inputs = LossInputs(logprobs, before, entropy, micro.advantages, corrected.weights, counted)
-                loss = (token_losses(inputs, objective) * micro.weights).sum(dtype=torch.float64)
-            if enabled:
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            count += float((counted * micro.weights).sum(dtype=torch.float64))
-            record.add(micro, inputs, corrected, clip_statistics(inputs, objective))
-    return total, count
+    policy: Policy
+    batch: TrainingBatch
+    objective: ObjectiveConfig
+    token_budget: int
+    record: UpdateRecord
+    first_logprobs: dict[tuple[Draw | None, int], torch.Tensor] = field(default_factory=dict)
+    """By draw and row index: log-probs of the row's tokens before the first of several updates; else empty."""
 
+    @torch.no_grad()
+    def score_first(self, optimizer: PolicyOptimizer) -> None:
+        """Fill `first_logprobs` at the weights where each row's gradient will be taken (method.md 2.2)."""
+        for part in self.batch.parts:
+            with optimizer.at(part.draw):
+                for bundle in self.bundles(part.rows):
+                    packed = flatten(bundle, self.policy.device)
+                    logprobs, _ = self.policy.logprobs(packed, self.batch.temperature)
+                    by_row = torch.split(logprobs, [len(row.completion.tokens) for row in bundle])
+                    for row, own in zip(bundle, by_row, strict=True):
+                        self.first_logprobs[part.draw, row.index] = own
 
-def _bundles(policy: Policy, rows: Sequence[TrainingRow], settings: UpdateSettings) -> Iterator[list[TrainingRow]]:
-    return pack(rows, settings.token_budget, policy.device, padding=not policy.packed_rows)
+    def backward(self, part: GradientPart, weights: Mapping[int, float]) -> tuple[float, float]:
+        """Accumulate the gradient of the part's summed loss at the weights that the model holds now.
 
+        `weights`: of rows, by index. Returns the summed loss, and the count to divide it by.
+        """
+        total = count = 0.0
+        of_entropy = any(term.of_entropy for term in terms_of(self.objective))
+        correction = self.batch.correction or Correction()
+        with_gradient, without = split_by_gradient(part.rows, self.objective)
+        for rows, enabled in ((with_gradient, True), (without, False)):
+            for bundle in self.bundles(rows):
+                micro = collate(bundle, weights, self.policy.device)
+                with torch.set_grad_enabled(enabled):
+                    logprobs, entropy = self.policy.logprobs(
+                        micro, self.batch.temperature, with_entropy_gradient=of_entropy
+                    )
+                    first = logprobs.detach()
+                    if self.first_logprobs:
+                        first = torch.cat([self.first_logprobs[part.draw, row.index] for row in bundle])
+                    corrected = correct(first, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
+                    counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
+                    inputs = LossInputs(logprobs, first, entropy, micro.advantages, corrected.weights, counted)
+                    loss = (token_losses(inputs, self.objective) * micro.weights).sum(dtype=torch.float64)
+                if enabled:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+                count += float((counted * micro.weights).sum(dtype=torch.float64))
+                self.record.add(micro, inputs, corrected, clip_statistics(inputs, self.objective))
+        return total, count
 
-@torch.no_grad()
-def old_logprobs(
-    policy: Policy, optimizer: PolicyOptimizer, batch: TrainingBatch, settings: UpdateSettings
-) -> OldLogprobs:
-    """Log-probs of every row where its gradient will be taken, before the first update (method.md 2.2)."""
-    old: OldLogprobs = {}
-    for part in batch.parts:
-        with optimizer.at(part.draw):
-            for bundle in _bundles(policy, part.rows, settings):
-                logprobs, _ = policy.logprobs(flatten(bundle, policy.device), settings.temperature)
-                lengths = [len(row.completion.tokens) for row in bundle]
-                for row, own in zip(bundle, torch.split(logprobs, lengths), strict=True):
-                    old[part.draw, row.index] = own
-    return old
+    def bundles(self, rows: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
+        """Rows that go through the model together."""
+        return pack(rows, self.token_budget, self.policy.device, padding=not self.policy.packed_rows)
