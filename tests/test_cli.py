@@ -198,7 +198,7 @@ def test_a_file_size_limit_is_one_line(blocks: int, tmp_path: Path) -> None:
 def test_the_same_from_a_process(tmp_path: Path) -> None:
     result = run("train", "demo/c3po", "run.steps=no", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == "threepo: run.steps = 'no': must be a whole number, not text\n"
+    assert result.stderr == "threepo: run.steps = 'no': must be a valid integer\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,9 +14,9 @@ from runs import sft_config, train_config
 from threepo import jobs
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TinyConfig
+from threepo.config.recipes import load
 from threepo.models.policy import load_policy
 from threepo.runs import read_metrics
-from threepo.training.recipe import load
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

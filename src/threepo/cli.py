@@ -198,13 +198,12 @@ def _sft(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, record: type) -> int:
     """Start or resume a training run of either kind."""
-    from threepo.config import TrainConfig
-    from threepo.config.reader import build
-    from threepo.training import recipe
+    from threepo.config import TrainConfig, recipes
+    from threepo.config.records import build
     from threepo.training.run_folder import RunFolder
 
     if options.list:
-        print("\n".join(recipe.shipped_recipes()))
+        print("\n".join(recipes.shipped_recipes()))
         return 0
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
@@ -222,7 +221,7 @@ def _run(options: argparse.Namespace, record: type) -> int:
     else:
         if not options.recipe and not options.settings:
             raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
-        config = recipe.load(record, options.recipe, options.settings)
+        config = recipes.load(record, options.recipe, options.settings)
         if options.dry_run:
             return _dry_run(config, options)
         if not config.run.folder:
@@ -254,8 +253,7 @@ def _dry_run(config: Any, options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from threepo.config import EvaluationConfig
-    from threepo.training import recipe
+    from threepo.config import EvaluationConfig, recipes
 
     if options.compare:
         return _compare(options)
@@ -266,7 +264,7 @@ def _eval(options: argparse.Namespace) -> int:
         benchmarks["names"] = options.benchmarks.split(",")
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
-    config = recipe.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
+    config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
     assert isinstance(config, EvaluationConfig)
     from threepo import jobs
     from threepo.evaluation.records import default_folder

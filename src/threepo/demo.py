@@ -16,10 +16,10 @@ from rich.console import Console
 from threepo import jobs
 from threepo.analysis.report import plot, read_run, table
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.reader import build
+from threepo.config.recipes import load
+from threepo.config.records import build
 from threepo.files import write_text
 from threepo.runs import CONFIG, SUMMARY, read_json
-from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 
 METHODS = ("grpo", "b3po", "m3po", "c3po")

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from threepo.analysis.report import read_run
 from threepo.config import DataConfig, EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
-from threepo.config.reader import to_plain
+from threepo.config.records import to_plain
 from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems
 from threepo.data.source import open_heldout

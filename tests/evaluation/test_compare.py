@@ -10,9 +10,9 @@ from scipy import stats
 from runs import TINY
 from threepo import jobs
 from threepo.cli import main
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.compare import compare, paired, sign_flip_p
-from threepo.training.recipe import load_evaluation
 
 SMALL = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=2", "eval.max_new_tokens=2")
 

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from runs import train_config
 from threepo import jobs
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import FIRST_EVAL_DRAW
 from threepo.models.policy import Policy
 from threepo.runs import checkpoints, read_metrics
-from threepo.training.recipe import load_evaluation
 
 
 @pytest.fixture

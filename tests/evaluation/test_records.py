@@ -15,11 +15,11 @@ from runs import TINY, train_config
 from threepo import jobs
 from threepo.cli import main
 from threepo.config import DataConfig, EvalConfig, ModelConfig, RewardConfig, TinyConfig
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.records import default_folder
 from threepo.files import lock
 from threepo.models.policy import load_policy
-from threepo.training.recipe import load_evaluation
 
 JUDGE = """
 import os

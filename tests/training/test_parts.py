@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from factories import completion, row
 from threepo.config import Correction, RunConfig, ScheduleConfig
+from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
-from threepo.methods.presets import GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW

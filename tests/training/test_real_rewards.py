@@ -14,8 +14,8 @@ import pytest
 from rewards.contained import why_not
 from threepo import jobs
 from threepo.config import SFTConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.runs import read_metrics
-from threepo.training.recipe import load
 
 SHAPE = [
     f"model.tiny.{name}" for name in ("hidden_size=48", "intermediate_size=96", "layers=2", "heads=2", "kv_heads=1")

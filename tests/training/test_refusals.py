@@ -16,6 +16,7 @@ from runs import TINY, train_config
 from threepo import jobs
 from threepo.cli import main
 from threepo.config import TrainConfig
+from threepo.config.recipes import load, load_evaluation
 from threepo.errors import UserError
 from threepo.models import policy
 from threepo.models.policy import load_policy
@@ -24,7 +25,6 @@ from threepo.rollout.ensemble import Ensemble
 from threepo.rollout.memory import GIB, bytes_per_token, choosing_bytes
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import rlvr
-from threepo.training.recipe import load, load_evaluation
 from threepo.types import Problem
 
 SETTINGS = (

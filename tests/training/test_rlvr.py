@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from runs import outcome, train_config
 from threepo import jobs
 from threepo.config import IVONConfig, TrainConfig
+from threepo.config.method import PRESETS
+from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.methods.presets import PRESETS
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.training.build import build_optimizer, load_prior
-from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
@@ -121,7 +121,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 
 
 def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
-    from threepo.config.reader import build
+    from threepo.config.records import build
 
     folder, plain = RunFolder.open(path)
     return folder, build(TrainConfig, plain)

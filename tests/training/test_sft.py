@@ -10,7 +10,8 @@ import torch
 from runs import outcome, sft_config
 from threepo import jobs
 from threepo.config import SFTConfig
-from threepo.config.reader import build
+from threepo.config.recipes import load
+from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
@@ -18,7 +19,6 @@ from threepo.posterior.ivon import IVON
 from threepo.runs import checkpoints, read_metrics
 from threepo.training import sft
 from threepo.training.batching import padded
-from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 from threepo.types import SupervisedRow
 

@@ -15,14 +15,14 @@ from runs import RLVR, TINY, outcome
 from threepo import jobs
 from threepo.cli import main
 from threepo.config import DataConfig, ModelConfig, SFTConfig
-from threepo.config.reader import build
+from threepo.config.recipes import load
+from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.runs import checkpoints, read_json, read_metrics
 from threepo.training import sft
 from threepo.training.conversations import ConversationBatches, prepare
-from threepo.training.recipe import load
 from threepo.training.run_folder import RunFolder
 from threepo.types import Problem
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from threepo.config.reader import differences
+from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.pass_at_k import ks_up_to, pass_at_k
 from threepo.evaluation.records import EVALUATION, set_name

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from threepo.config import DataConfig, EvaluationConfig
-from threepo.config.reader import first_difference, to_plain
+from threepo.config.records import first_difference, to_plain
 from threepo.data.rows import SUFFIXES, stem
 from threepo.errors import UserError
 from threepo.evaluation.scores import Mark

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from threepo.config.reader import first_difference, to_plain
+from threepo.config.records import first_difference, to_plain
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, lock, write_text
 from threepo.runs import (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from threepo.config import AdamWConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.errors import UserError
-from threepo.training.recipe import load
 
 MODELS = {"olmo3_7b": ("allenai/Olmo-3-1025-7B", 1e9), "qwen25_math_7b": ("Qwen/Qwen2.5-Math-7B", 1e10)}
 METHODS = {
