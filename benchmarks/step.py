@@ -139,7 +139,7 @@ class Ours:
             f"method.preset={method.name}",
             *options.set,
         ]
-        self._run = rlvr.start(replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method))
+        self._run = rlvr.assemble(replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method))
         self._now = CLOCKS[options.clock]
         self._step = 0
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
-from threepo.runs import checkpoints, read_metrics
+from threepo.run_folder import checkpoints, read_metrics
 
 TINY = (
     "model.path=tiny-qwen2",

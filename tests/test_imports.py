@@ -11,7 +11,7 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-GROUND = {"types", "config", "errors", "files", "runs", "answers", "compiled"}
+GROUND = {"types", "config", "errors", "files", "run_folder", "answers", "compiled"}
 """Read by everyone; they import only each other."""
 LEVELS = [
     {"posterior", "objectives"},
@@ -20,7 +20,7 @@ LEVELS = [
     {"rollout"},
     {"evaluation"},
     {"training", "analysis"},
-    {"jobs", "catalogue"},
+    {"api", "catalogue"},
     {"demo"},
     {"cli", "integrations"},
     {"__main__"},

@@ -47,6 +47,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("threepo")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'threepo' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

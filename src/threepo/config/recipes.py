@@ -18,7 +18,8 @@ from threepo.config.method import PRESETS
 from threepo.config.records import RECORDS, build, require, shown, to_plain
 from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
-from threepo.runs import CHECKPOINTS, CONFIG, read_json
+from threepo.files import read_json
+from threepo.run_folder import CHECKPOINTS, CONFIG
 
 Table = dict[str, Any]
 Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
