@@ -41,11 +41,11 @@ from pathlib import Path
 import torch
 
 from threepo.config import Method, TinyConfig, TrainConfig
-from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
+from threepo.config.recipes import load
 from threepo.models.tiny import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.clock import Clock
-from threepo.training.recipe import load
 
 TRL = "TRL GRPOTrainer"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -139,7 +139,7 @@ class Ours:
             f"method.preset={method.name}",
             *options.set,
         ]
-        self._run = rlvr.start(replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method))
+        self._run = rlvr.assemble(replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method))
         self._now = CLOCKS[options.clock]
         self._step = 0
 

@@ -5,16 +5,14 @@
 A test fails when the page is not what this would write.
 """
 
-import ast
-import inspect
 import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from threepo import config
-from threepo.config.reader import to_plain
-from threepo.methods.presets import PRESETS
+from threepo.config.method import PRESETS
+from threepo.config.records import RECORDS, shown
 
 PAGE = Path(__file__).parent / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -26,71 +24,63 @@ begin with `extends = "other.toml"` and then holds only what differs. On the com
 a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and what is no TOML value is taken as text. The resolved
 configuration is written to `config.json` in the run folder.
 
-Commands and their tables:
+Where a default differs between commands, both are given.
 
 """
-COMMANDS = {
-    "threepo train": config.TrainConfig,
-    "threepo sft": config.SFTConfig,
-    "threepo eval": config.EvaluationConfig,
-}
-
-
-def field_texts(record: type) -> dict[str, str]:
-    """The text under each field of a record, from its source."""
-    definition = ast.parse(inspect.getsource(record)).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for node, following in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(node.target, ast.Name)
-            assert isinstance(following.value, ast.Constant), f"{record.__name__}.{node.target.id} has no text"
-            texts[node.target.id] = " ".join(str(following.value.value).split())
-    return texts
+COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
+TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
 def type_name(hint: Any) -> str:
     """A field's type in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
     if origin is typing.Literal:
         return " or ".join(f"`{value!r}`" for value in arguments).replace("'", '"')
     if origin is tuple:
         return f"list of {type_name(arguments[0])}s"
-    if origin is not None:
-        return "table of names and numbers"
-    return {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}[hint]
+    return TYPES.get(hint, "table of names and numbers")
 
 
-def default_text(f: Field[Any]) -> str:
-    """A field's default as TOML."""
-    value = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
-    plain = to_plain(value)
-    if isinstance(plain, bool):
-        return f"`{str(plain).lower()}`"
-    if isinstance(plain, dict):
-        return "`{ " + ", ".join(f"{key} = {item}" for key, item in plain.items()) + " }`"
-    return f"`{plain!r}`".replace("'", '"')
+def default_of(f: Field[Any]) -> Any:
+    """A field's default; MISSING where it is required."""
+    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-def render_table(name: str, record: type) -> list[str]:
-    """One table of a recipe as a section, with its sub-tables after it."""
-    heading = f"## [{name}]"
-    kind = getattr(record, "kind", None)
-    lines = [heading + (f' with kind = "{kind}"' if kind and name == "optimizer" else ""), ""]
-    lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    hints, texts, below = typing.get_type_hints(record), field_texts(record), []
-    for f in fields(record):  # type: ignore[arg-type]  # every record is a dataclass
-        if is_dataclass(hints[f.name]):
-            below += render_table(f"{name}.{f.name}", hints[f.name])  # type: ignore[arg-type]
-            continue
-        required = f.default is MISSING and f.default_factory is MISSING
-        default = "*required*" if required else default_text(f)
-        lines.append(
-            f"| `{f.name}` | {type_name(hints[f.name])} | {default} | {texts[f.name].replace('|', chr(92) + '|')} |"
-        )
-    if name == "method":
+def default_text(value: Any) -> str:
+    """A default as TOML."""
+    return "*required*" if value is MISSING else f"`{shown(value)}`".replace("'", '"')
+
+
+def defaults(table: str, key: str) -> str:
+    """The default of a key, with the commands in which it differs."""
+    head, *rest = table.split(".")
+    found: dict[str, list[str]] = {}
+    for command, record in COMMANDS.items():
+        value: Any = next((default_of(f) for f in fields(record) if f.name == head), None)
+        for name in (*rest, key):
+            value = getattr(value, name, MISSING)
+        if value is not MISSING:
+            found.setdefault(default_text(value), []).append(command)
+    if len(found) <= 1:
+        return ""
+    return "; ".join(f"{text} in `threepo {'`, `threepo '.join(commands)}`" for text, commands in found.items())
+
+
+def render_table(table: str, record: Any) -> list[str]:
+    """One table of a recipe as a section."""
+    kind = f' with kind = "{record.kind}"' if len(RECORDS[table]) > 1 else ""
+    lines = [f"## [{table}]{kind}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    hints = typing.get_type_hints(record, include_extras=True)
+    for f in fields(record):
+        if not is_dataclass(hints[f.name]):
+            text = " ".join(str(record.__pydantic_fields__[f.name].description).split()).replace("|", "\\|")
+            default = ("" if kind else defaults(table, f.name)) or default_text(default_of(f))
+            lines.append(f"| `{f.name}` | {type_name(hints[f.name])} | {default} | {text} |")
+    if table == "method":
         lines += ["", "`preset` fills in the axes of a named method:", "", *render_presets()]
-    return [*lines, "", *below]
+    return [*lines, ""]
 
 
 def render_presets() -> list[str]:
@@ -98,24 +88,23 @@ def render_presets() -> list[str]:
     axes = ("draws", "advantages", "gradient_at", "normalize", "greedy", "optimizer")
     lines = ["| preset | " + " | ".join(axes) + " | correction |", "| --- " * (len(axes) + 2) + "|"]
     for name, method in PRESETS.items():
-        cells = [str(to_plain(getattr(method, axis))) for axis in axes]
+        cells = [str(getattr(method, axis)) for axis in axes]
         lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {method.correction.kind} |")
     return lines
 
 
 def render() -> str:
     """The whole page."""
-    text = INTRODUCTION
-    tables: dict[str, list[type]] = {}
+    rows = ["| command | tables | optimizer without a `kind` |", "| --- | --- | --- |"]
+    order: dict[str, None] = {}
     for command, record in COMMANDS.items():
-        hints = typing.get_type_hints(record)
-        text += f"- `{command}`: {', '.join(f'[{f.name}]' for f in fields(record))}\n"
-        for f in fields(record):
-            for table in filter(is_dataclass, typing.get_args(hints[f.name]) or (hints[f.name],)):
-                if table not in tables.setdefault(f.name, []):
-                    tables[f.name].append(table)
-    lines = [line for name, records in tables.items() for record in records for line in render_table(name, record)]
-    return text + "\n" + "\n".join(lines).rstrip() + "\n"
+        names = [f.name for f in fields(record)]
+        kind = next((default_of(f).kind for f in fields(record) if f.name == "optimizer"), "")
+        rows.append(f"| `threepo {command}` | {', '.join(f'[{name}]' for name in names)} | {kind} |")
+        for name in names:
+            order |= dict.fromkeys(table for table in sorted(RECORDS) if table.partition(".")[0] == name)
+    lines = [line for table in order for record in RECORDS[table].values() for line in render_table(table, record)]
+    return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import pyarrow.parquet
 from safetensors.torch import load_file
 
 from threepo.config import SFTConfig, TrainConfig
-from threepo.runs import checkpoints, read_metrics
-from threepo.training.recipe import load
+from threepo.config.recipes import load
+from threepo.run_folder import checkpoints, read_metrics
 
 TINY = (
     "model.path=tiny-qwen2",

@@ -11,12 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from runs import sft_config, train_config
-from threepo import jobs
+from threepo import api
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TinyConfig
+from threepo.config.recipes import load
 from threepo.models.policy import load_policy
-from threepo.runs import read_metrics
-from threepo.training.recipe import load
+from threepo.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -112,14 +112,14 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
         ("grpo", train_config(tmp_path / "grpo", *settings)),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "model.tiny.tied=false")),
     ):
-        jobs.train(config)
+        api.train(config)
         logged |= {key for row in read_metrics(tmp_path / name) for key in row}
-    jobs.fine_tune(sft_config(tmp_path / "sft", "run.steps=1"))
+    api.fine_tune(sft_config(tmp_path / "sft", "run.steps=1"))
     logged |= {key for row in read_metrics(tmp_path / "sft") for key in row}
     monkeypatch.chdir(ROOT)
     chats = ["conversations.eval=examples/conversations.jsonl", f"conversations.cache={tmp_path / 'cache'}"]
     chats += [f"run.folder={tmp_path / 'chats'}", "conversations.epochs=1", "conversations.batch_size=12"]
-    jobs.fine_tune(load(SFTConfig, "examples/conversations.toml", chats))
+    api.fine_tune(load(SFTConfig, "examples/conversations.toml", chats))
     logged |= {key for row in read_metrics(tmp_path / "chats") for key in row}
     logged.discard("step")
     text, _, completions = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Completions")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from threepo.config import ObjectiveConfig, SamplingConfig
+from threepo.config.method import C3PO
 from threepo.methods.method import training_batch
-from threepo.methods.presets import C3PO
 from threepo.models.attention import takes_packed_rows
 from threepo.models.logprobs import has_plain_head
 from threepo.models.policy import Policy

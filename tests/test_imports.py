@@ -11,7 +11,7 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-GROUND = {"types", "config", "errors", "files", "runs", "answers", "compiled"}
+GROUND = {"types", "config", "errors", "files", "run_folder", "answers", "compiled"}
 """Read by everyone; they import only each other."""
 LEVELS = [
     {"posterior", "objectives"},
@@ -20,7 +20,7 @@ LEVELS = [
     {"rollout"},
     {"evaluation"},
     {"training", "analysis"},
-    {"jobs", "catalogue"},
+    {"api", "catalogue"},
     {"demo"},
     {"cli", "integrations"},
     {"__main__"},
@@ -123,7 +123,7 @@ def test_the_hugging_face_trainer_is_imported_in_one_file() -> None:
         "import threepo",
         "import threepo; threepo.Method, threepo.C3PO, threepo.Draw, dir(threepo)",
         "from threepo.cli import build_parser; build_parser().format_help()",
-        "import threepo.config as c; from threepo.training.recipe import load; load(c.TrainConfig, 'demo/c3po')",
+        "import threepo.config as c; from threepo.config.recipes import load; load(c.TrainConfig, 'demo/c3po')",
         "from threepo.data.source import open_training; from threepo.rewards.grading import load_grader",
     ],
 )

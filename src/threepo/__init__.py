@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from threepo.config import Advantage, Correction, Method
+    from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
     from threepo.errors import UserError
     from threepo.evaluation.pass_at_k import pass_at_k
-    from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
     from threepo.posterior.gaussian import Posterior
     from threepo.posterior.ivon import IVON
     from threepo.types import Draw, Problem, Verdict
@@ -38,7 +38,7 @@ _HOMES = {
     "threepo.config": ("Advantage", "Correction", "Method"),
     "threepo.errors": ("UserError",),
     "threepo.evaluation.pass_at_k": ("pass_at_k",),
-    "threepo.methods.presets": ("B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON"),
+    "threepo.config.method": ("B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON"),
     "threepo.posterior.gaussian": ("Posterior",),
     "threepo.posterior.ivon": ("IVON",),
     "threepo.types": ("Draw", "Problem", "Verdict"),
@@ -47,6 +47,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("threepo")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'threepo' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from threepo.config import DataConfig
-from threepo.config.reader import build, parse_overrides
+from threepo.config.recipes import parse_overrides
+from threepo.config.records import build
 from threepo.data.finite import FiniteProblems
 from threepo.data.published import PUBLISHED
 from threepo.data.rows import SUFFIXES

@@ -1,18 +1,16 @@
 """The command line. Nothing heavy is imported before a command needs it, so help and mistakes answer at once.
 
-Exit status: 0 done; 1 what was printed could not be written; 2 something in the input to mend, said in one line;
-128 + n stopped by signal n, state saved.
+Exit status: 0 done; 2 something in the input to fix, said in one line; 128 + n stopped by signal n, state saved.
 """
 
 import argparse
-import contextlib
-import errno
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from threepo.errors import Interrupted, UserError
 from threepo.files import writable_folder, write_text
@@ -20,59 +18,11 @@ from threepo.files import writable_folder, write_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    options = _parse(build_parser(), arguments)
     try:
-        with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout)) if sys.stdout else None):  # None: closed
-            try:
-                return _main(arguments)
-            finally:  # also where argparse has printed help, and exits
-                print(end="", flush=True)  # so that what is wrong with the output is found here
-    except _OutputLost as lost:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
-        if lost.number == errno.EPIPE:  # whoever read it has enough, as `head` has
-            return 141  # as a program that SIGPIPE ends
-        print(f"threepo: cannot write the output: {os.strerror(lost.number)}", file=sys.stderr)
-        return 1
-
-
-class _OutputLost(Exception):
-    """Standard output takes no more. No `OSError`: those of files are told otherwise, and libraries pass over some."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(os.strerror(number))
-        self.number = number
-
-
-class _Output:
-    """Standard output, with `_OutputLost` for what goes wrong with it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with _telling_output():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _telling_output():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextlib.contextmanager
-def _telling_output() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _OutputLost(error.errno or errno.EIO) from error
-
-
-def _main(arguments: Sequence[str] | None) -> int:
-    parser = build_parser()
-    options = _parse(parser, arguments)
-    try:
-        return int(options.command(options))
+        status = int(options.command(options))
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"threepo: {error}", file=sys.stderr)
         return 2
@@ -81,11 +31,14 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 128 + stop.signal_number
     except KeyboardInterrupt:
         print("threepo: interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
+        return 128 + signal.SIGPIPE
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments in any order: argparse itself takes no further ones of a list once an option stood in between."""
+    """Arguments in any order: argparse itself takes no more words of a list after an option."""
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown or (rest and not hasattr(options, "more")):
@@ -102,13 +55,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = commands.add_parser("train", help="reinforcement learning from verifiable rewards")
-    _recipe_arguments(train)
-    train.set_defaults(command=_train)
-
-    sft = commands.add_parser("sft", help="warm start by supervised fine-tuning")
-    _recipe_arguments(sft)
-    sft.set_defaults(command=_sft)
+    for name, text in (
+        ("train", "reinforcement learning from verifiable rewards"),
+        ("sft", "warm start by supervised fine-tuning"),
+    ):
+        train = commands.add_parser(name, help=text)
+        recipe = "a TOML file or a shipped recipe's name"
+        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=recipe)
+        train.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
+        resume = "continue the run in this folder; run.steps=N extends it"
+        train.add_argument("--resume", type=_path, metavar="RUN", help=resume)
+        train.add_argument("--list", action="store_true", help="list the shipped recipes")
+        train.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
+        for kind in ("prompt", "response"):
+            text = "--dry-run: their mean (default: the longest)"
+            train.add_argument(f"--{kind}-tokens", type=int, default=0, help=text)
+        train.set_defaults(command=_train, more="settings", kind=name)
 
     evaluate = commands.add_parser("eval", help="pass@k and maj@k of a model on benchmarks or held-out problems")
     evaluate.add_argument("model", nargs="?", metavar="MODEL", help="model directory, checkpoint, run folder or hub id")
@@ -122,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="table and curves of training runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    report.add_argument("--output", type=_path, help="draw the curves into this PNG")
+    report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
     report.set_defaults(command=_report, more="runs")
 
     sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
@@ -132,8 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
-    data = commands.add_parser("data", help="what there is to train on, and how a policy is asked")
-    _data_arguments(data)
+    _add_data(commands.add_parser("data", help="what there is to train on, and how it is put to a policy"))
 
     demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
     demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
@@ -141,22 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe's name"
-    )
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
-    parser.add_argument("--resume", type=_path, metavar="RUN", help="continue the run in this folder")
-    parser.add_argument("--list", action="store_true", help="list the shipped recipes")
-    parser.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
-    for kind in ("prompt", "response"):
-        parser.add_argument(
-            f"--{kind}-tokens", type=int, default=0, help="--dry-run: their mean (default: the longest)"
-        )
-    parser.set_defaults(more="settings")
-
-
-def _data_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_data(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="list the sources of problems")
     listing.set_defaults(command=_data_list)
@@ -178,59 +124,39 @@ def _path(text: str) -> Path:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        import threepo
 
-        print(f"threepo {version('threepo')}")
+        print(f"threepo {threepo.__version__}")
         parser.exit()
 
 
 def _train(options: argparse.Namespace) -> int:
-    from threepo.config import TrainConfig
-
-    return _run(options, TrainConfig)
-
-
-def _sft(options: argparse.Namespace) -> int:
-    from threepo.config import SFTConfig
-
-    return _run(options, SFTConfig)
-
-
-def _run(options: argparse.Namespace, record: type) -> int:
     """Start or resume a training run of either kind."""
-    from threepo.config import TrainConfig
-    from threepo.config.reader import build
-    from threepo.training import recipe
-    from threepo.training.run_folder import RunFolder
+    from threepo.config import SFTConfig, TrainConfig, recipes
 
+    record: Any = TrainConfig if options.kind == "train" else SFTConfig
     if options.list:
-        print("\n".join(recipe.shipped_recipes()))
+        print("\n".join(recipes.shipped_recipes()))
         return 0
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
     _check_dry_run(options)
-    folder = None
     if options.resume:
-        if options.recipe or options.settings:
-            raise UserError("--resume takes everything from the run folder; leave out the recipe and the settings")
-        folder, plain = RunFolder.open(options.resume)
-        other = "sft" if record is TrainConfig else "train"
-        if ("data" in plain) != (record is TrainConfig):  # which every run of `threepo train` has, and no other
-            folder.close()
-            raise UserError(f"--resume {options.resume}: is a run of `threepo {other}`; resume it with that command")
-        config: Any = build(record, plain)
-    else:
-        if not options.recipe and not options.settings:
-            raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
-        config = recipe.load(record, options.recipe, options.settings)
-        if options.dry_run:
-            return _dry_run(config, options)
-        if not config.run.folder:
-            raise UserError("run.folder = '': without a recipe to name the folder after, set run.folder")
-    from threepo import jobs
+        return _resume(options, record)
+    if not options.recipe and not options.settings:
+        raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
+    config = recipes.load(record, options.recipe, options.settings)
+    if options.dry_run:
+        from threepo.training.plan import plan
 
-    job: Any = jobs.train if record is TrainConfig else jobs.fine_tune
-    print(jobs.closing(job(config, folder)))
+        for label, value in plan(config, options.prompt_tokens, options.response_tokens):
+            print(f"{label:12} {value}")
+        return 0
+    if not config.run.folder:
+        raise UserError("run.folder = '': without a recipe to name the folder after, set run.folder")
+    from threepo import api
+
+    print(api.closing_words(api.train(config) if options.kind == "train" else api.fine_tune(config)))
     return 0
 
 
@@ -243,19 +169,34 @@ def _check_dry_run(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}-tokens {tokens}: is a number above 0, and of --dry-run only")
 
 
-def _dry_run(config: Any, options: argparse.Namespace) -> int:
-    from threepo.training.plan import plan
+def _resume(options: argparse.Namespace, record: Any) -> int:
+    from threepo.config.recipes import parse_overrides
+    from threepo.config.records import build
+    from threepo.run_folder import RunFolder
 
-    for label, value in plan(config, options.prompt_tokens, options.response_tokens):
-        print(f"{label:12} {value}")
+    given = parse_overrides(options.settings)
+    steps = given.get("run", {}).get("steps")
+    if options.recipe or given not in ({}, {"run": {"steps": steps}}):
+        raise UserError("--resume takes everything from the run folder but run.steps; leave out the recipe and others")
+    folder, plain = RunFolder.open(options.resume)
+    made_by = "train" if "method" in plain else "sft"
+    if made_by != options.kind:
+        folder.close()
+        raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
+    config = build(record, plain)
+    if steps is not None:
+        config = folder.extend(config, steps)
+    from threepo import api
+
+    train: Any = api.train if options.kind == "train" else api.fine_tune
+    print(api.closing_words(train(config, folder)))
     return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from threepo.config import EvaluationConfig
-    from threepo.training import recipe
+    from threepo.config import recipes
 
     if options.compare:
         return _compare(options)
@@ -266,15 +207,14 @@ def _eval(options: argparse.Namespace) -> int:
         benchmarks["names"] = options.benchmarks.split(",")
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
-    config = recipe.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
-    assert isinstance(config, EvaluationConfig)
-    from threepo import jobs
+    config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
+    from threepo.api import evaluate
     from threepo.evaluation.records import default_folder
     from threepo.evaluation.tables import evaluation_table
 
     folder = options.output or default_folder(config)
     with writable_folder(folder):
-        summary = jobs.evaluate(config, folder)
+        summary = evaluate(config, folder)
     Console().print(evaluation_table(summary))
     print(f"every completion and the settings: {folder}")
     return 0
@@ -283,15 +223,13 @@ def _eval(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    given = (options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)
-    if any(given):
+    if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
         raise UserError("--compare A B: takes the folders of two evaluations, and of the rest only --output")
     from threepo.evaluation.compare import compare
     from threepo.evaluation.tables import comparison_table
 
     comparison = compare(*options.compare)
-    console = Console()
-    console.print(comparison_table(comparison))
+    Console().print(comparison_table(comparison))
     for name in comparison["only_in_one"]:
         print(f"left out, since only one of them has it: {name}")
     for different in comparison["settings_that_differ"]:
@@ -304,21 +242,22 @@ def _compare(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from threepo.analysis.report import plot, read_run, table
+    from threepo.analysis.report import plot, read_run, tables
 
-    runs = [read_run(path) for path in options.runs]
-    Console().print(table({str(path): run.summary() for path, run in zip(options.runs, runs, strict=True)}))
+    runs = {str(path): read_run(path) for path in options.runs}
+    for table in tables(runs):
+        Console().print(table)
     if options.output:
-        plot(runs, options.output)
+        plot(list(runs.values()), options.output)
     return 0
 
 
 def _sample(options: argparse.Namespace) -> int:
     if options.draws < 1 or options.first < 0:
         raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
-    from threepo import jobs
+    from threepo import api
 
-    for path in jobs.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
+    for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
         print(path)
     return 0
 

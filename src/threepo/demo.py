@@ -5,7 +5,6 @@
 Everything lies under one folder (runs/demo); a demonstration that was stopped goes on where it was.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from threepo import jobs
-from threepo.analysis.report import plot, read_run, table
+from threepo import api
+from threepo.analysis.report import plot, read_run, tables
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.reader import build
-from threepo.files import write_text
-from threepo.runs import CONFIG, SUMMARY, read_json
-from threepo.training.recipe import load
-from threepo.training.run_folder import RunFolder
+from threepo.config.recipes import load
+from threepo.config.records import build
+from threepo.files import read_json, write_json
+from threepo.run_folder import CONFIG, SUMMARY, RunFolder
 
 METHODS = ("grpo", "b3po", "m3po", "c3po")
 
@@ -35,13 +33,13 @@ def run_demo(
     start = folder / "warm_start"
     console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
     warm_start = partial(load, SFTConfig, "demo/warm_start", [*warm_start_overrides, f"run.folder={start}"])
-    seconds = [_stage(start, SFTConfig, jobs.fine_tune, warm_start)]
+    seconds = [_stage(start, SFTConfig, api.fine_tune, warm_start)]
     for method in METHODS:
         run = folder / method
         console.print(f"RLVR: {method}, in {run}", highlight=False)
         paths = [f"run.folder={run}", f"model.path={start}"]
         recipe = partial(load, TrainConfig, f"demo/{method}", [*overrides, *paths])
-        seconds.append(_stage(run, TrainConfig, jobs.train, recipe))
+        seconds.append(_stage(run, TrainConfig, api.train, recipe))
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
     methods = {run.name: run.summary() for run in runs}
@@ -51,15 +49,16 @@ def run_demo(
         "methods": methods,
     }
     plot(runs, folder / "curves.png")
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    console.print(table(methods))
+    write_json(folder / SUMMARY, summary)
+    for table in tables({run.name: run for run in runs}):
+        console.print(table)
     console.print(
         f"{sum(seconds):.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False
     )
     return summary
 
 
-def _stage(folder: Path, record: type, job: Callable[..., Path], recipe: Callable[[], Any]) -> float:
+def _stage(folder: Path, record: Any, job: Callable[..., Path], recipe: Callable[[], Any]) -> float:
     """Do one stage, or the rest of it, unless its folder says that it is done; returns the seconds that it took."""
     if not (folder / SUMMARY).is_file():
         if (folder / CONFIG).is_file():

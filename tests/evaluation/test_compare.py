@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 
 from runs import TINY
-from threepo import jobs
+from threepo import api
 from threepo.cli import main
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.compare import compare, paired, sign_flip_p
-from threepo.training.recipe import load_evaluation
 
 SMALL = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=2", "eval.max_new_tokens=2")
 
@@ -74,7 +74,7 @@ def test_error_and_interval_tell_the_truth_in_simulation() -> None:
 def evaluations(tmp_path: Path) -> Path:
     """A folder with two evaluations on the same problems."""
     for name, *settings in (("a", "run.seed=0"), ("b", "run.seed=1")):
-        jobs.evaluate(load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings]), tmp_path / name)
+        api.evaluate(load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings]), tmp_path / name)
     return tmp_path
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_compared(evaluations: Path, settings: list[str], message
     config = load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings])
     if "data.train=stack" in settings:
         config = load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, "data.levels=[3]", *settings])
-    jobs.evaluate(config, evaluations / "c")
+    api.evaluate(config, evaluations / "c")
     with pytest.raises(UserError, match=message):
         compare(evaluations / "a", evaluations / "c")
 

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from runs import train_config
-from threepo import jobs
+from threepo import api
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import FIRST_EVAL_DRAW
 from threepo.models.policy import Policy
-from threepo.runs import checkpoints, read_metrics
-from threepo.training.recipe import load_evaluation
+from threepo.run_folder import checkpoints, read_metrics
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def run(tmp_path: Path) -> Path:
     config = train_config(
         tmp_path / "run", "method.preset=c3po", "optimizer.ess=1e6", "run.steps=2", "eval.every=2", "eval.problems=6"
     )
-    return jobs.train(config)
+    return api.train(config)
 
 
 def evaluated(run: Path, *settings: str) -> list[dict[str, Any]]:
     """Rows of an evaluation's completions."""
     folder = run.parent / "-".join(["eval", *settings])
-    jobs.evaluate(load_evaluation(str(run), "", settings), folder)
+    api.evaluate(load_evaluation(str(run), "", settings), folder)
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
     return rows
 
@@ -39,7 +39,7 @@ def evaluated(run: Path, *settings: str) -> list[dict[str, Any]]:
 def test_a_checkpoint_scores_as_it_did_while_training(run: Path, tmp_path: Path) -> None:
     """The sampling of an evaluation is addressed by step; the run's last one was made after step 2."""
     logged = read_metrics(run)[-1]
-    summary = jobs.evaluate(load_evaluation(str(run), "", []), tmp_path / "eval", step=2)
+    summary = api.evaluate(load_evaluation(str(run), "", []), tmp_path / "eval", step=2)
     scores = summary["benchmarks"]["sorting"]
     assert scores["pass_at"]["1"] == logged["eval/pass_at_1"]
     assert scores["cut_share"] == logged["eval/cut_share"]
@@ -69,7 +69,7 @@ def test_decoding_is_the_evaluations_own(run: Path, cut: str) -> None:
 
 def test_the_record_holds_scores_settings_and_every_completion(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    returned = jobs.evaluate(load_evaluation(str(run), "", ["eval.samples=4", "eval.draws=2"]), folder)
+    returned = api.evaluate(load_evaluation(str(run), "", ["eval.samples=4", "eval.draws=2"]), folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == returned
     scores = summary["benchmarks"]["sorting"]
@@ -94,7 +94,7 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
 ) -> None:
     settings = ["eval.samples=4", "eval.draws=2"]
     expected = evaluated(run, *settings)
-    load = jobs.load_policy
+    load = api.load_policy
 
     def slow(*arguments: Any) -> Policy:
         policy = load(*arguments)
@@ -106,15 +106,15 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
         save_file(tensors, file, metadata)
         return policy
 
-    monkeypatch.setattr(jobs, "load_policy", slow)
+    monkeypatch.setattr(api, "load_policy", slow)
     folder = tmp_path / "meanwhile"
-    jobs.evaluate(load_evaluation(str(run), "", settings), folder)
+    api.evaluate(load_evaluation(str(run), "", settings), folder)
     rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
 def test_draws_need_a_posterior(tmp_path: Path) -> None:
-    run = jobs.train(train_config(tmp_path / "run", "run.steps=1"))
+    run = api.train(train_config(tmp_path / "run", "run.steps=1"))
     with pytest.raises(UserError, match="holds no posterior"):
-        jobs.evaluate(load_evaluation(str(run), "", ["eval.draws=2"]), tmp_path / "out")
+        api.evaluate(load_evaluation(str(run), "", ["eval.draws=2"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,14 +12,14 @@ import pyarrow.parquet
 import pytest
 
 from runs import TINY, train_config
-from threepo import jobs
+from threepo import api
 from threepo.cli import main
 from threepo.config import DataConfig, EvalConfig, ModelConfig, RewardConfig, TinyConfig
+from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation.records import default_folder
 from threepo.files import lock
 from threepo.models.policy import load_policy
-from threepo.training.recipe import load_evaluation
 
 JUDGE = """
 import os
@@ -166,7 +166,7 @@ def test_a_folder_in_use_is_refused() -> None:
         lock(Path("out/eval.lock"), Path("out")),
         pytest.raises(UserError, match="folder out: is in use by another process"),
     ):
-        jobs.evaluate(config, Path("out"))
+        api.evaluate(config, Path("out"))
 
 
 def test_default_folders_differ_where_settings_do() -> None:
@@ -186,7 +186,7 @@ def test_default_folders_differ_where_settings_do() -> None:
 
 def test_benchmarks_are_put_like_the_papers_whatever_the_training_was() -> None:
     training = ["data.prompt_template=x {prompt}", "reward.function=exact", "eval.samples=2", "sampling.temperature=1"]
-    run = jobs.train(train_config(Path("run"), "run.steps=1", *training))
+    run = api.train(train_config(Path("run"), "run.steps=1", *training))
     config = load_evaluation(str(run), "", [], {"names": ["amc23"], "folder": "files"})
     wanted = EvalConfig(temperature=0.6, top_p=0.95, top_k=50, samples=8, max_new_tokens=3072)
     assert (config.eval, config.reward) == (wanted, RewardConfig())

@@ -140,5 +140,5 @@ def test_effective_sample_share_by_hand() -> None:
 
 
 def test_bounds_the_wrong_way_round_are_refused() -> None:
-    with pytest.raises(UserError, match=r"low = 2.0: must be at least 0 and below .*high = 0.5"):
+    with pytest.raises(UserError, match=r"low = 2.0: must be below .*high = 0.5"):
         Correction(kind="seq_mis", low=2.0, high=0.5)

@@ -6,6 +6,7 @@ import pytest
 
 from factories import completion
 from threepo.config import Advantage, Correction, Method, SamplingConfig
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, PRESETS, THOMPSON
 from threepo.errors import UserError
 from threepo.methods.method import (
     advantages,
@@ -16,7 +17,6 @@ from threepo.methods.method import (
     split_batch,
     training_batch,
 )
-from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, PRESETS, THOMPSON
 from threepo.types import Draw, Group, Problem
 
 SAMPLING = SamplingConfig()

@@ -31,7 +31,7 @@ from threepo.rollout.probe import check_probe, ruined
 from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
-from threepo.runs import read_metrics
+from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw, Problem, Request
 
 pytestmark = pytest.mark.skipif(

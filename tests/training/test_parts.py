@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from factories import completion, row
 from threepo.config import Correction, RunConfig, ScheduleConfig
+from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
-from threepo.methods.presets import GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW
-from threepo.runs import checkpoints, model_folder
+from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.batching import collate, pack
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
-from threepo.training.run_folder import RunFolder
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord

@@ -11,11 +11,11 @@ import torch
 
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
 from threepo.errors import UserError
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
 from threepo.training.plan import plan, step_flops
-from threepo.training.recipe import load
 from threepo.types import Draw
 
 OLMO3 = {

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from runs import sft_config, train_config
-from threepo import jobs
+from threepo import api
 from threepo.errors import Interrupted
-from threepo.runs import checkpoints
+from threepo.run_folder import checkpoints
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import Reporter, progress
 
@@ -79,9 +79,9 @@ def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
     settings = ("run.steps=4", "run.checkpoint_every=0")
     with pytest.raises(Interrupted, match="SIGTERM after step 2 of 4"):
         if kind == "train":
-            jobs.train(train_config(tmp_path / "run", *settings))
+            api.train(train_config(tmp_path / "run", *settings))
         else:
-            jobs.fine_tune(sft_config(tmp_path / "run", *settings))
+            api.fine_tune(sft_config(tmp_path / "run", *settings))
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 

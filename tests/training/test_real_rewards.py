@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from rewards.contained import why_not
-from threepo import jobs
+from threepo import api
 from threepo.config import SFTConfig, TrainConfig
-from threepo.runs import read_metrics
-from threepo.training.recipe import load
+from threepo.config.recipes import load
+from threepo.run_folder import read_metrics
 
 SHAPE = [
     f"model.tiny.{name}" for name in ("hidden_size=48", "intermediate_size=96", "layers=2", "heads=2", "kv_heads=1")
@@ -47,7 +47,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings += [f"conversations.source={source}", "conversations.batch_size=4", f"conversations.cache={folder}"]
     settings += [f"conversations.chat_template={folder / 'chat.jinja'}"]
     settings += ["optimizer.kind=adamw", "optimizer.lr=1e-2", "optimizer.weight_decay=0"]
-    return jobs.fine_tune(load(SFTConfig, "", settings))
+    return api.fine_tune(load(SFTConfig, "", settings))
 
 
 def trained(warm_start: Path, folder: Path, *settings: str) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def trained(warm_start: Path, folder: Path, *settings: str) -> list[dict[str, An
     shared = [f"model.path={warm_start}", f"run.folder={folder}", f"run.steps={STEPS}", "run.threads=1"]
     shared += ["method.preset=c3po", "method.draws=2", "method.rollouts_per_prompt=16", "optimizer.lr=30"]
     shared += ["data.prompts_per_step=1", "sampling.max_new_tokens=32", "data.prompt_template={prompt}"]
-    run = jobs.train(load(TrainConfig, "", [*shared, *settings]))
+    run = api.train(load(TrainConfig, "", [*shared, *settings]))
     metrics = read_metrics(run)
     assert [row["step"] for row in metrics] == list(range(STEPS))
     assert all(0 < row["reward/mean"] < 1 for row in metrics), "some are right and some are wrong"

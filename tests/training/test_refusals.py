@@ -13,18 +13,18 @@ import torch
 
 from published_rows import gsm8k_row, write_rows
 from runs import TINY, train_config
-from threepo import jobs
+from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
+from threepo.config.recipes import load, load_evaluation
 from threepo.errors import UserError
 from threepo.models import policy
 from threepo.models.policy import load_policy
 from threepo.models.prompts import tokenized
 from threepo.rollout.ensemble import Ensemble
 from threepo.rollout.memory import GIB, bytes_per_token, choosing_bytes
-from threepo.runs import checkpoints, read_metrics
+from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import rlvr
-from threepo.training.recipe import load, load_evaluation
 from threepo.types import Problem
 
 SETTINGS = (
@@ -73,20 +73,20 @@ def test_one_bad_row_anywhere_is_refused_before_a_folder_is_made(
 ) -> None:
     write("bad.jsonl", [*ROWS[:3], row, *ROWS[3:]])
     with pytest.raises(UserError, match=message):
-        jobs.train(config(f"data.{split}=bad.jsonl", *(["eval.every=1"] if split == "eval" else [])))
+        api.train(config(f"data.{split}=bad.jsonl", *(["eval.every=1"] if split == "eval" else [])))
     assert not Path("run").exists()
 
 
 def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     write("bad.jsonl", [ROWS[0], {"prompt": ""}, {"prompt": "a"}, {"prompt": "a", "answer": " "}, *ROWS[1:]])
-    run = jobs.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.steps=1"))
+    run = api.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.steps=1"))
     said = capsys.readouterr().err
     assert "bad.jsonl: left out 1 of 9 rows as broken: row 2: its prompt is empty" in said
     assert "bad.jsonl: left out 2 of 9 rows as broken: row 3: has no answer, " in said
     assert json.loads((run / "summary.json").read_text())["data"]["broken"] == 3
     write("bad.jsonl", [{"prompt": "a"}])
     with pytest.raises(UserError, match="bad.jsonl: holds no problems .*; row 1: has no answer, .* data.answer_column"):
-        jobs.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.folder=other"))
+        api.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.folder=other"))
     assert "left out" not in capsys.readouterr().err
 
 
@@ -100,42 +100,42 @@ def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(wh
     memory = max(config().method.draws, 1) * (weights + row) + 1
     small = ("data.eval=problems.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
     with pytest.raises(UserError, match="engine: . policies of .* need"):
-        jobs.train(config(*small, what))
+        api.train(config(*small, what))
     assert not Path("run").exists()
-    jobs.train(config(*small))
+    api.train(config(*small))
     if what.startswith("eval"):
         with pytest.raises(UserError, match="engine: . policies of .* need"):
-            jobs.evaluate(load_evaluation("run", "", [what]), Path("scores"))
+            api.evaluate(load_evaluation("run", "", [what]), Path("scores"))
         assert not Path("scores").exists()
 
 
 def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     write("bad.jsonl", [LONG, *ROWS, LONG])
-    jobs.train(config("data.train=bad.jsonl", "data.eval=bad.jsonl", "data.too_long=drop", "eval.every=4"))
+    api.train(config("data.train=bad.jsonl", "data.eval=bad.jsonl", "data.too_long=drop", "eval.every=4"))
     assert "bad.jsonl: left out 2 of 8 problems" in capfd.readouterr().err
     assert len(read_metrics(Path("run"))) == 5
     config_of_six = load_evaluation("run", "", ["eval.samples=1", "eval.problems=6"])
-    scores = jobs.evaluate(config_of_six, Path("scores"))["benchmarks"]["bad"]
+    scores = api.evaluate(config_of_six, Path("scores"))["benchmarks"]["bad"]
     assert scores["problems"] == 6, "the places of those left out are filled"
     assert scores["left_out"] == ["bad.jsonl:1"], "of the first six"
     write("none.jsonl", [LONG])
     with pytest.raises(UserError, match="no prompt fits into the model's context of 64"):
-        jobs.train(config("data.train=none.jsonl", "data.too_long=drop", "run.folder=other"))
+        api.train(config("data.train=none.jsonl", "data.too_long=drop", "run.folder=other"))
 
 
 def test_long_prompts_are_left_out_of_training_alone_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
     write("some.jsonl", [{"prompt": "x" * 20, "answer": 1}, *ROWS, {"prompt": 3}])
     limited = ["data.train=some.jsonl", "data.eval=some.jsonl", "data.max_prompt_tokens=12", "data.broken_rows=skip"]
-    jobs.train(config(*limited, "eval.every=4"))
+    api.train(config(*limited, "eval.every=4"))
     assert "some.jsonl: left out 1 of 7 problems, too long for data.max_prompt_tokens = 12" in capfd.readouterr().err
     counts = json.loads(Path("run/summary.json").read_text())["data"]
     assert counts == {"problems": 6, "rows": 8, "duplicates": 0, "broken": 1, "too_long": 1}
-    scores = jobs.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["some"]
+    scores = api.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["some"]
     assert scores["problems"] == 7, "a score leaves no problem out"
     with pytest.raises(UserError, match="max_prompt_tokens = 9: `threepo eval` does not read it"):
         load_evaluation("run", "", ["data.max_prompt_tokens=9"])
     with pytest.raises(UserError, match="some.jsonl: no prompt fits into data.max_prompt_tokens = 3 or the model's"):
-        jobs.train(config(*limited, "data.max_prompt_tokens=3", "run.folder=other"))
+        api.train(config(*limited, "data.max_prompt_tokens=3", "run.folder=other"))
 
 
 def test_a_file_is_tokenised_once_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_a_file_is_tokenised_once_before_the_first_step(monkeypatch: pytest.Monk
         return tokenized(problems, *arguments)
 
     monkeypatch.setattr(policy, "tokenized", counting)
-    run = rlvr.start(config())
+    run = rlvr.assemble(config())
     with run.folder:
         first = [problem.id for problem in run.source.batch(0, 2)]
     assert Counter(read) == Counter([*(problem.id for problem in run.source.known()), *first])
@@ -155,7 +155,7 @@ def test_a_file_is_tokenised_once_before_the_first_step(monkeypatch: pytest.Monk
 def test_a_published_data_set_is_trained_on_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(Path("gsm8k.parquet"), [gsm8k_row(f"How many are {i} and {i}?", f"#### {2 * i}") for i in range(4)])
     settings = ["data.train=gsm8k:gsm8k.parquet", "model.tiny.context=512", "run.steps=2"]
-    jobs.train(config(*settings))
+    api.train(config(*settings))
     row = pyarrow.parquet.read_table("run/completions/step-000000.parquet").to_pylist()[0]
     number = int(row["problem_id"].removeprefix("gsm8k/train/")) - 1
     assert (row["prompt"], row["reference_answer"]) == (f"How many are {number} and {number}?", f"{2 * number}")
@@ -167,7 +167,7 @@ def test_a_published_data_set_is_trained_on_from_a_file(tmp_path: Path, monkeypa
 def test_held_out_problems_of_a_task_are_checked_too() -> None:
     settings = ["data.train=sorting", "data.levels=[2]", "eval.every=1", "eval.max_new_tokens=60"]
     with pytest.raises(UserError, match="problem sorting/heldout/.* exceed the model's context of 64"):
-        jobs.train(config(*settings, "reward.function=task"))
+        api.train(config(*settings, "reward.function=task"))
     assert not Path("run").exists()
 
 
@@ -176,9 +176,9 @@ def test_a_reward_that_fails_at_once_leaves_no_folder_and_can_be_mended() -> Non
         "def reward(completions): return [1 / 0]\ndef mended(completions): return [0, 1] * 2\n"
     )
     with pytest.raises(UserError, match="failing_at_once:reward: raised ZeroDivisionError"):
-        jobs.train(config("reward.function=failing_at_once:reward"))
+        api.train(config("reward.function=failing_at_once:reward"))
     assert not Path("run").exists()
-    jobs.train(config("reward.function=failing_at_once:mended"))
+    api.train(config("reward.function=failing_at_once:mended"))
     assert len(read_metrics(Path("run"))) == 4
 
 
@@ -192,7 +192,7 @@ def test_a_reward_that_fails_later_loses_no_step() -> None:
         "    return [0, 1] * 2\n"
     )
     with pytest.raises(UserError, match=r"raised OSError: judge is away \(.*failing_later.py:5\)"):
-        jobs.train(config("reward.function=failing_later:reward"))
+        api.train(config("reward.function=failing_later:reward"))
     assert [step for step, _ in checkpoints(Path("run"))] == [3]
     Path("mended").touch()
     assert main(["train", "--resume", "run"]) == 0
@@ -202,7 +202,7 @@ def test_a_reward_that_fails_later_loses_no_step() -> None:
 def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs.train(config("run.steps=2"))
+    api.train(config("run.steps=2"))
     Path("elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main(["train", "--resume", "../run"]) == 0
@@ -214,7 +214,7 @@ def test_a_run_is_not_resumed_with_other_problems(
     name: str, change: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("heldout.jsonl", ROWS)
-    jobs.train(config("run.steps=2", "data.eval=heldout.jsonl", "eval.every=2", "eval.samples=1"))
+    api.train(config("run.steps=2", "data.eval=heldout.jsonl", "eval.every=2", "eval.samples=1"))
     before = Path("run/metrics.jsonl").read_bytes()
     write(f"{name}.jsonl", [*ROWS[:-1], ROWS[-1] | change])
     assert main(["train", "--resume", "run"]) == 2
@@ -226,13 +226,13 @@ def test_a_run_is_not_resumed_with_other_problems(
 
 
 def test_what_no_reward_and_no_policy_sees_may_change() -> None:
-    jobs.train(config("data.train=problems.jsonl", "data.too_long=drop", "run.steps=1"))
+    api.train(config("data.train=problems.jsonl", "data.too_long=drop", "run.steps=1"))
     Path("problems.jsonl").write_text("".join(json.dumps(row, indent=None) + "\n\n" for row in [*ROWS, LONG]))
     assert main(["train", "--resume", "run"]) == 0
 
 
 def test_a_run_without_a_record_of_its_problems_is_resumed_as_it_was_before_there_were_any() -> None:
-    jobs.train(config("run.steps=1"))
+    api.train(config("run.steps=1"))
     Path("run/problems.json").unlink()
     write("problems.jsonl", ROWS[:-1])
     assert main(["train", "--resume", "run"]) == 0
@@ -240,7 +240,7 @@ def test_a_run_without_a_record_of_its_problems_is_resumed_as_it_was_before_ther
 
 
 def test_problems_without_end_can_always_be_gone_on_with() -> None:
-    jobs.train(train_config(Path("endless"), "run.steps=1", "eval.every=1"))
+    api.train(train_config(Path("endless"), "run.steps=1", "eval.every=1"))
     record = json.loads(Path("endless/problems.json").read_text())
     assert [(part, record[part]["source"], record[part]["problems"]) for part in record] == [
         ("train", "sorting", 1),
@@ -250,7 +250,7 @@ def test_problems_without_end_can_always_be_gone_on_with() -> None:
 
 
 def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: pytest.CaptureFixture[str]) -> None:
-    jobs.train(train_config(Path("m"), "run.steps=1"))
+    api.train(train_config(Path("m"), "run.steps=1"))
     load_model = ["eval", "m/checkpoints/step-000001"]
     small = ["eval.samples=1", "sampling.max_new_tokens=4"]
     data = ["data.eval=problems.jsonl", "reward.function=exact", *small]
@@ -276,5 +276,5 @@ def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_is_named_before_the_run_has_a_folder() -> None:
     with pytest.raises(UserError, match=r"vLLM is not installed; pip install 'threepo\[vllm\]'"):
-        jobs.train(config("engine.kind=vllm"))
+        api.train(config("engine.kind=vllm"))
     assert not Path("run").exists()

@@ -16,18 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 from runs import outcome, train_config
-from threepo import jobs
+from threepo import api
 from threepo.config import IVONConfig, TrainConfig
+from threepo.config.method import PRESETS
+from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.methods.presets import PRESETS
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.runs import checkpoints, read_metrics
+from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.training.build import build_optimizer, load_prior
-from threepo.training.recipe import load
-from threepo.training.run_folder import RunFolder
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
@@ -76,7 +75,7 @@ def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) 
         "sampling.max_new_tokens=2",
         *optimizer,
     )
-    jobs.train(config)
+    api.train(config)
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
 
@@ -84,15 +83,15 @@ def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:
     """Weights, posterior, metrics and completions of a whole run."""
     common = [*learnable, "run.steps=3", "optimizer.lr=1e3", "optimizer.ess=1e6"]
-    jobs.train(train_config(tmp_path / "b3po", "method.preset=b3po", *common))
-    jobs.train(train_config(tmp_path / "c3po", "method.preset=c3po", "method.draws=1", *common))
+    api.train(train_config(tmp_path / "b3po", "method.preset=b3po", *common))
+    api.train(train_config(tmp_path / "c3po", "method.preset=c3po", "method.draws=1", *common))
     assert outcome(tmp_path / "c3po") == outcome(tmp_path / "b3po")
 
 
 @pytest.mark.parametrize("cut", ["sampling.top_p=0.9", "sampling.top_k=5"])
 def test_rollouts_cut_by_top_p_or_top_k_have_no_ratios(cut: str, tmp_path: Path) -> None:
     """Engine and trainer have the same weights here, so every true ratio is 1; the ratios of the log-probs are not."""
-    jobs.train(train_config(tmp_path / "run", "run.steps=1", cut))
+    api.train(train_config(tmp_path / "run", "run.steps=1", cut))
     row = read_metrics(tmp_path / "run")[-1]
     assert not [name for name in row if name.startswith("correction/")]
     assert row["policy/ratio_mean"] == 1
@@ -126,22 +125,22 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 ) -> None:
     common = [f"method.preset={preset}", "run.steps=6", "eval.every=2", *learnable, *settings]
     uninterrupted = train_config(tmp_path / "whole", *common)
-    jobs.train(uninterrupted)
+    api.train(uninterrupted)
     assert_it_learned_something(uninterrupted)
     with monkeypatch.context() as patch:
         stop_after(2, patch)
         with pytest.raises(Interrupted, match="SIGTERM after step 3 of 6"):
-            jobs.train(train_config(tmp_path / "parts", *common))
+            api.train(train_config(tmp_path / "parts", *common))
     assert checkpoints(tmp_path / "parts")[-1][0] == 3
     folder, plain = reopen(tmp_path / "parts")
-    jobs.train(plain, folder)
+    api.train(plain, folder)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key
 
 
 def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
-    from threepo.config.reader import build
+    from threepo.config.records import build
 
     folder, plain = RunFolder.open(path)
     return folder, build(TrainConfig, plain)
@@ -151,7 +150,7 @@ def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path
     """SIGKILL, which no program can prepare for, at moments that fall anywhere: in a step, a write, a start."""
     settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=40", "run.checkpoint_every=3"]
     whole = train_config(tmp_path / "whole", *learnable, *settings)
-    jobs.train(whole)
+    api.train(whole)
     assert_it_learned_something(whole)
     killed = tmp_path / "killed"
     RunFolder.create(killed, replace(whole, run=replace(whole.run, folder=str(killed)))).close()
@@ -191,7 +190,7 @@ WIRED = (
 def test_trainer_and_engine_agree_at_the_sampling_temperature(tmp_path: Path, learnable: list[str]) -> None:
     """The gradient of B3PO is taken where its rollouts were drawn, so every ratio is one up to rounding."""
     config = train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED)
-    jobs.train(config)
+    api.train(config)
     assert_it_learned_something(config)
     for row in read_metrics(tmp_path / "run"):
         for quantile in ("min", "p05", "p50", "p95", "max"):
@@ -200,20 +199,20 @@ def test_trainer_and_engine_agree_at_the_sampling_temperature(tmp_path: Path, le
 
 
 def test_the_learning_rate_follows_the_schedule(tmp_path: Path, learnable: list[str]) -> None:
-    jobs.train(train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED))
+    api.train(train_config(tmp_path / "run", "method.preset=b3po", *learnable, *WIRED))
     rates = [row["optimizer/lr"] for row in read_metrics(tmp_path / "run")]
     assert rates == pytest.approx([500, 1000, 600, 200])  # warm-up over two steps, then half a cosine down to 0.2
 
 
 def test_the_loop_takes_as_many_optimizer_steps_as_mini_batches(tmp_path: Path, learnable: list[str]) -> None:
     settings = ["method.preset=b3po", "run.steps=2", "objective.mini_batches=2"]
-    jobs.train(train_config(tmp_path / "run", *learnable, *settings))
+    api.train(train_config(tmp_path / "run", *learnable, *settings))
     assert json.loads(outcome(tmp_path / "run")["state"])["optimizer_steps"] == 4
 
 
 def test_the_correction_of_the_method_acts_in_the_loop(tmp_path: Path, learnable: list[str]) -> None:
     """C3PO drops the sequences whose ratio lies outside the bounds, and no others."""
-    jobs.train(train_config(tmp_path / "run", "method.preset=c3po", *learnable, *WIRED))
+    api.train(train_config(tmp_path / "run", "method.preset=c3po", *learnable, *WIRED))
     completions = outcome(tmp_path / "run")["completions"]
     for row in read_metrics(tmp_path / "run"):
         written = completions[f"step-{row['step']:06d}.parquet"]
@@ -229,7 +228,7 @@ def test_the_correction_of_the_method_acts_in_the_loop(tmp_path: Path, learnable
 
 
 def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(tmp_path: Path) -> None:
-    jobs.train(train_config(tmp_path / "run", "run.steps=5", "eval.every=2"))
+    api.train(train_config(tmp_path / "run", "run.steps=5", "eval.every=2"))
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [-1, 1, 3, 4]
     assert [row["step"] for row in rows] == [-1, 0, 1, 2, 3, 4]
@@ -237,9 +236,9 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
 
 def test_evaluating_does_not_disturb_training(tmp_path: Path, learnable: list[str]) -> None:
     settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=3", *learnable]
-    jobs.train(train_config(tmp_path / "with", *settings, "eval.every=1", "eval.draws=2"))
+    api.train(train_config(tmp_path / "with", *settings, "eval.every=1", "eval.draws=2"))
     without = train_config(tmp_path / "without", *settings)
-    jobs.train(without)
+    api.train(without)
     assert_it_learned_something(without)
     one, other = outcome(tmp_path / "with"), outcome(tmp_path / "without")
     assert one["tensors"] == other["tensors"]
@@ -249,14 +248,14 @@ def test_evaluating_does_not_disturb_training(tmp_path: Path, learnable: list[st
 def test_methods_see_the_same_prompts_at_the_same_step(tmp_path: Path) -> None:
     seen = {}
     for preset in ("grpo", "m3po"):
-        jobs.train(train_config(tmp_path / preset, f"method.preset={preset}", "run.steps=2"))
+        api.train(train_config(tmp_path / preset, f"method.preset={preset}", "run.steps=2"))
         completions = outcome(tmp_path / preset)["completions"]
         seen[preset] = {name: [row["problem_id"] for row in rows] for name, rows in completions.items()}
     assert seen["grpo"] == seen["m3po"]
 
 
 def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
-    jobs.train(train_config(tmp_path / "run", "method.preset=m3po", "run.steps=1"))
+    api.train(train_config(tmp_path / "run", "method.preset=m3po", "run.steps=1"))
     rows = outcome(tmp_path / "run")["completions"]["step-000000.parquet"]
     assert len(rows) == 4 * 8
     assert [row["draw_index"] for row in rows] == [n for _ in range(4) for n in range(4) for _ in range(2)]
@@ -268,7 +267,7 @@ def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
 def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
     with pytest.warns(ThreepoWarning, match="seq_mis correction has masked or truncated nothing for 3 steps") as caught:
-        jobs.train(train_config(tmp_path / "run", *settings))
+        api.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 
 
@@ -278,8 +277,8 @@ def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
     """A recipe far too loud; the weights stay, so that only the controller changes what is kept."""
     settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=1e5", *learnable]
     steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=1e4"]
-    jobs.train(train_config(tmp_path / "fixed", *settings))
-    jobs.train(train_config(tmp_path / "steered", *steered))
+    api.train(train_config(tmp_path / "fixed", *settings))
+    api.train(train_config(tmp_path / "steered", *steered))
     fixed, rows = read_metrics(tmp_path / "fixed"), read_metrics(tmp_path / "steered")
     assert [row["posterior/ess"] for row in fixed] == [1e5] * 12
     assert rows[0]["posterior/ess"] == 1e5
@@ -302,7 +301,7 @@ def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_p
 
 def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[str]) -> None:
     settings = ["method.preset=b3po", "run.steps=2", "optimizer.ess=1e6", *learnable]
-    jobs.train(train_config(tmp_path / "first", *settings))
+    api.train(train_config(tmp_path / "first", *settings))
     for momentum in ("false", "true"):
         config = train_config(
             tmp_path / momentum,
@@ -311,7 +310,7 @@ def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[s
             f"optimizer.load_hessian={tmp_path / 'first'}",
             f"optimizer.load_momentum={momentum}",
         )
-        run = rlvr.start(config)
+        run = rlvr.assemble(config)
         assert isinstance(run.optimizer, IVON)
         learned = Posterior.from_pretrained(checkpoints(tmp_path / "first")[-1][1])
         for name, p in run.policy.model.named_parameters():
@@ -330,13 +329,13 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path: Path) -> 
         (["method.preset=b3po", f"optimizer.load_hessian={tmp_path}"], "holds no posterior"),
     ):
         with pytest.raises(UserError, match=message):
-            jobs.train(train_config(tmp_path / "run", *settings))
+            api.train(train_config(tmp_path / "run", *settings))
         assert not (tmp_path / "run").exists()
 
 
 def test_bfloat16_engine_and_compute_run(tmp_path: Path) -> None:
     settings = ["method.preset=c3po", "run.steps=2", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
-    jobs.train(train_config(tmp_path / "run", *settings, "model.gradient_checkpointing=true"))
+    api.train(train_config(tmp_path / "run", *settings, "model.gradient_checkpointing=true"))
     row = read_metrics(tmp_path / "run")[-1]
     assert 0 < row["correction/kl"] < 0.05
 

@@ -16,9 +16,8 @@ from threepo.errors import UserError
 from threepo.files import atomic_file, atomic_folder, writable_folder, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.runs import read_metrics
+from threepo.run_folder import RunFolder, completion_row, read_metrics, refuse_in_use
 from threepo.training.checkpoint import TrainState, save_checkpoint
-from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use
 from threepo.types import Draw
 
 
@@ -128,7 +127,7 @@ def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from threepo.config import RunConfig;"
-        "from threepo.training.run_folder import RunFolder;"
+        "from threepo.run_folder import RunFolder;"
         "f = RunFolder.create(Path(sys.argv[1]), RunConfig()); print('locked', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "run")], stdout=subprocess.PIPE)

@@ -12,18 +12,18 @@ import torch
 
 from chats import CHATML, chat
 from runs import RLVR, TINY, outcome
-from threepo import jobs
+from threepo import api
 from threepo.cli import main
 from threepo.config import DataConfig, ModelConfig, SFTConfig
-from threepo.config.reader import build
+from threepo.config.recipes import load
+from threepo.config.records import build
 from threepo.errors import UserError
+from threepo.files import read_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
-from threepo.runs import checkpoints, read_json, read_metrics
+from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
 from threepo.training.conversations import ConversationBatches, prepare
-from threepo.training.recipe import load
-from threepo.training.run_folder import RunFolder
 from threepo.types import Problem
 
 TEMPLATE = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>")
@@ -52,11 +52,11 @@ def base(tmp_path: Path) -> list[str]:
 
 
 def run_of(settings: list[str]) -> sft.FineTuning:
-    return sft.start(load(SFTConfig, "", settings))
+    return sft.assemble(load(SFTConfig, "", settings))
 
 
 def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path: Path) -> None:
-    jobs.fine_tune(load(SFTConfig, "", [*base, "run.steps=40", f"conversations.eval={tmp_path / 'chats.jsonl'}"]))
+    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=40", f"conversations.eval={tmp_path / 'chats.jsonl'}"]))
     rows = read_metrics(tmp_path / "run")
     assert rows[-1]["sft/loss"] < 0.5 * rows[0]["sft/loss"]
     assert rows[-1]["sft/eval_loss"] == pytest.approx(rows[-1]["sft/loss"], rel=0.5)
@@ -108,7 +108,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     """Over the end of an epoch; the part after the stop has neither the source nor the template any more."""
     settings = [*base, *kind, "run.steps=7", "run.checkpoint_every=2", f"conversations.eval={tmp_path / 'chats.jsonl'}"]
     settings += ["conversations.eval_every=3"]
-    jobs.fine_tune(load(SFTConfig, "", [*settings, f"run.folder={tmp_path / 'whole'}"]))
+    api.fine_tune(load(SFTConfig, "", [*settings, f"run.folder={tmp_path / 'whole'}"]))
     inner, calls = sft.cross_entropy, []
 
     def fail(*arguments: Any) -> float:
@@ -120,12 +120,12 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     with monkeypatch.context() as patch:
         patch.setattr(sft, "cross_entropy", fail)
         with pytest.raises(ZeroDivisionError):
-            jobs.fine_tune(load(SFTConfig, "", settings))
+            api.fine_tune(load(SFTConfig, "", settings))
     assert checkpoints(tmp_path / "run")[-1][0] == 2
     for name in ("chats.jsonl", "chat.jinja"):
         (tmp_path / name).unlink()
     folder, plain = RunFolder.open(tmp_path / "run")
-    jobs.fine_tune(build(SFTConfig, plain), folder)
+    api.fine_tune(build(SFTConfig, plain), folder)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "run")
     for key in whole:
         assert parts[key] == whole[key], key
@@ -135,22 +135,22 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 
 
 def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Path) -> None:
-    jobs.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
+    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
     folder, plain = RunFolder.open(tmp_path / "run")
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     write(tmp_path / "chats.jsonl", ROWS[:-1])
     with folder, pytest.raises(UserError, match=r"20 of 20 rows now, 21 of 21 then.*; put the old ones back"):
-        sft.resume(build(SFTConfig, plain), folder)
+        sft.assemble(build(SFTConfig, plain), folder)
 
 
 def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: Path) -> None:
-    jobs.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
+    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
     before = read_json(tmp_path / "run" / "conversations.json")["source"]
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     folder, plain = RunFolder.open(tmp_path / "run")
-    jobs.fine_tune(build(SFTConfig, plain), folder)
+    api.fine_tune(build(SFTConfig, plain), folder)
     after = read_json(tmp_path / "run" / "conversations.json")["source"]
     assert after["digest"] == before["digest"]
     assert Path(after["file"]).is_file()
@@ -317,13 +317,13 @@ def test_another_tokenizer_is_used_and_saved(base: list[str], policy: Policy, tm
     names = [f"model.path={tmp_path / 'base'}", f"model.tokenizer={tmp_path / 'chatty'}"]
     with pytest.raises(UserError, match=r"holds a model but no tokenizer.*model.tokenizer"):
         run_of([*settings, names[0]])
-    jobs.fine_tune(load(SFTConfig, "", [*settings, *names, "run.steps=1"]))
+    api.fine_tune(load(SFTConfig, "", [*settings, *names, "run.steps=1"]))
     saved = checkpoints(tmp_path / "run")[-1][1]
     assert (saved / "chat_template.jinja").read_text() == TEMPLATE
     for file in (tmp_path / "chatty").iterdir():
         file.unlink()
     folder, plain = RunFolder.open(tmp_path / "run")
-    jobs.fine_tune(build(SFTConfig, plain), folder)
+    api.fine_tune(build(SFTConfig, plain), folder)
 
 
 def test_the_example_then_reinforcement_learning_from_its_posterior(

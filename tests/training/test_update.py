@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
-from threepo.methods.presets import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.training.batching import flatten, pack

@@ -4,13 +4,29 @@ threepo report RUN... [--output report.png]
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from threepo.errors import UserError
-from threepo.runs import CONFIG, read_json, read_metrics
+from threepo.files import read_json
+from threepo.run_folder import CONFIG, read_metrics
+
+PANELS = (
+    ("Reward (training rollouts)", "reward/mean"),
+    ("Held-out pass@1 (bars: one standard error)", "eval/pass_at_1"),
+    ("Share of prompts without any advantage", "groups/zero_advantage_share"),
+    ("Token entropy (nats)", "policy/entropy"),
+    ("Cross-entropy of the targets (nats)", "sft/loss"),
+    ("Held-out cross-entropy (nats)", "sft/eval_loss"),
+)
+"""Titles and metrics; a panel is drawn if one of the runs has its metric."""
+SHARES = ("eval/pass_at_1", "groups/zero_advantage_share")
+"""Metrics whose axis goes from 0 to 1."""
+FORMATS = (".png", ".pdf", ".svg")
+SMOOTHING = 5
+"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
 
 
 @dataclass(frozen=True)
@@ -27,26 +43,37 @@ class RunReport:
         """The rows of training steps."""
         return [row for row in self.rows if row["step"] >= 0]
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The rows with an evaluation, oldest first."""
-        return [row for row in self.rows if "eval/pass_at_1" in row]
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether `threepo sft` made it; then there are neither rollouts nor rewards."""
+        return "method" not in self.config
 
     def summary(self) -> dict[str, Any]:
         """The figures of the table; those that the run did not measure are None."""
-        evaluated, steps = self.evaluations(), self.steps
-        first = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
-        last = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
-        rollouts = self.config["data"]["prompts_per_step"] * self.config["method"]["rollouts_per_prompt"]
+        steps = self.steps
+        seconds = statistics.median(row["time/step"] for row in steps) if steps else None
+        if self.is_fine_tuning:
+            first, last = (steps[i]["sft/loss"] if steps else None for i in (0, -1))
+            held_out = next((row["sft/eval_loss"] for row in reversed(steps) if "sft/eval_loss" in row), None)
+            return {"loss_first": first, "loss_last": last, "eval_loss": held_out} | {
+                "seconds_per_step": seconds,
+                "steps": len(steps),
+            }
+        evaluated = [row for row in self.rows if "eval/pass_at_1" in row]
+        before = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
+        after = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
         return {
-            "pass_at_1_before": first.get("eval/pass_at_1"),
-            "se_before": first.get("eval/se_between"),
-            "pass_at_1_after": last.get("eval/pass_at_1"),
-            "se_after": last.get("eval/se_between"),
+            "pass_at_1_before": before.get("eval/pass_at_1"),
+            "se_before": before.get("eval/se_between"),
+            "pass_at_1_after": after.get("eval/pass_at_1"),
+            "se_after": after.get("eval/se_between"),
             "reward_first": steps[0]["reward/mean"] if steps else None,
             "reward_last": steps[-1]["reward/mean"] if steps else None,
             "zero_advantage_share": _mean([row["groups/zero_advantage_share"] for row in steps]),
-            "seconds_per_step": statistics.median(row["time/step"] for row in steps) if steps else None,
-            "rollouts": rollouts * len(steps),
+            "seconds_per_step": seconds,
+            "rollouts": self.config["data"]["prompts_per_step"]
+            * self.config["method"]["rollouts_per_prompt"]
+            * len(steps),
             "steps": len(steps),
         }
 
@@ -55,52 +82,60 @@ def read_run(path: Path) -> RunReport:
     """Read a training run's folder; `UserError` if it is none."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no {CONFIG})")
-    config = read_json(path / CONFIG)
-    if "method" not in config:
-        raise UserError(f"run folder {path}: is no run of `threepo train`")
-    return RunReport(path.name, config, read_metrics(path))
+    return RunReport(path.name, read_json(path / CONFIG), read_metrics(path))
 
 
-def table(summaries: dict[str, dict[str, Any]]) -> Any:
-    """The summaries as a rich table, a row per run."""
-    from rich.table import Table
+def tables(runs: Mapping[str, RunReport]) -> list[Any]:
+    """The summaries as rich tables, a row per run: one for reinforcement learning, one for fine-tuning."""
+    learning = {name: run.summary() for name, run in runs.items() if not run.is_fine_tuning}
+    tuning = {name: run.summary() for name, run in runs.items() if run.is_fine_tuning}
+    return [make(some) for make, some in ((_rewards_table, learning), (_losses_table, tuning)) if some]
 
+
+def _rewards_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
     evaluated = any(s[f"pass_at_1_{at}"] is not None for s in summaries.values() for at in ("before", "after"))
     scores = ("pass@1 before", "pass@1 after") if evaluated else ("reward first", "reward last")
     title = "Held-out pass@1, mean and standard error over problems"
-    result = Table(
+    table = _table(
+        title if evaluated else "Reward of the rollouts in the first and the last step; nothing was evaluated",
         *("run", *scores, "zero-adv.", "s/step", "rollouts"),
-        title=title if evaluated else "Reward of the rollouts in the first and the last step; nothing was evaluated",
     )
-    for column in result.columns[1:]:
-        column.justify = "right"
-    for name, summary in summaries.items():
+    for name, s in summaries.items():
         if evaluated:
-            cells = [_score(summary[f"pass_at_1_{at}"], summary[f"se_{at}"]) for at in ("before", "after")]
+            cells = [_score(s[f"pass_at_1_{at}"], s[f"se_{at}"]) for at in ("before", "after")]
         else:
-            cells = [_number(summary[f"reward_{at}"]) for at in ("first", "last")]
-        result.add_row(
-            name,
-            *cells,
-            _percent(summary["zero_advantage_share"]),
-            "-" if summary["seconds_per_step"] is None else f"{summary['seconds_per_step']:.2f}",
-            f"{summary['rollouts']:,}",
-        )
-    return result
+            cells = [_number(s[f"reward_{at}"]) for at in ("first", "last")]
+        share = s["zero_advantage_share"]
+        silent = "-" if share is None else f"{100 * share:.0f} %"
+        table.add_row(name, *cells, silent, _number(s["seconds_per_step"], ".2f"), f"{s['rollouts']:,}")
+    return table
 
 
-PANELS = (
-    ("Reward (training rollouts)", "reward/mean"),
-    ("Held-out pass@1 (bars: one standard error)", "eval/pass_at_1"),
-    ("Prompts without any advantage", "groups/zero_advantage_share"),
-    ("Token entropy (nats)", "policy/entropy"),
-)
-SMOOTHING = 5
-"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
+def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
+    columns = ("run", "loss first", "loss last", "held-out loss", "s/step", "steps")
+    table = _table("Cross-entropy of the targets, nats a token", *columns)
+    for name, s in summaries.items():
+        losses = (_number(s[key]) for key in ("loss_first", "loss_last", "eval_loss"))
+        table.add_row(name, *losses, _number(s["seconds_per_step"], ".2f"), str(s["steps"]))
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(*columns, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
 def plot(runs: Sequence[RunReport], path: Path) -> None:
-    """Draw the curves of the runs into a PNG."""
+    """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"--output {path}: is drawn as its suffix says; end it in {', '.join(FORMATS)}")
+    panels = [(title, metric) for title, metric in PANELS if any(_points(run, metric)[0] for run in runs)]
+    if not panels:
+        raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,33 +143,49 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
 
     from threepo.files import atomic_file
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), constrained_layout=True)
-    for axis, (title, metric) in zip(axes.flat, PANELS, strict=True):
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(
+        rows, min(len(panels), 2), figsize=(11, 3.75 * rows), squeeze=False, layout="constrained"
+    )
+    for unused in axes.flat[len(panels) :]:
+        unused.set_visible(False)
+    colours = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(len(runs), 10))
+    lines = {}
+    for axis, (title, metric) in zip(axes.flat, panels, strict=False):
         for index, run in enumerate(runs):
-            _curve(axis, run, metric, f"C{index}")
+            if line := _curve(axis, run, metric, colours(index)):
+                lines[index] = line
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("training steps")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        if metric != "policy/entropy":
+        if metric in SHARES:
             axis.set_ylim(-0.02, 1.02)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(runs), 1), frameon=False)
+    names = [runs[index].name for index in lines]
+    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=min(len(names), 4), frameon=False)
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
+        figure.savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
     plt.close(figure)
 
 
-def _curve(axis: Any, run: RunReport, metric: str, colour: str) -> None:
+def _points(run: RunReport, metric: str) -> tuple[list[int], list[float]]:
     rows = [row for row in run.rows if row.get(metric) is not None]
-    x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
-    if metric.startswith("eval/"):
-        bars = [row["eval/se_between"] or 0.0 for row in rows]
-        axis.errorbar(x, y, yerr=bars, color=colour, marker="o", markersize=4, capsize=3, label=run.name)
-        return
+    return [row["step"] + 1 for row in rows], [row[metric] for row in rows]
+
+
+def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
+    """Draw one run's metric; its line for the legend, or None if the run does not have it."""
+    x, y = _points(run, metric)
+    if not x:
+        return None
+    if metric == "eval/pass_at_1":
+        bars = [row.get("eval/se_between") or 0.0 for row in run.rows if row.get(metric) is not None]
+        return axis.errorbar(x, y, yerr=bars, color=colour, marker="o", markersize=4, capsize=3)
+    if metric == "sft/eval_loss":
+        return axis.plot(x, y, color=colour, marker="o", markersize=4)[0]
     axis.plot(x, y, color=colour, alpha=0.2, linewidth=1)
     smooth = [_mean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
-    axis.plot(x, smooth, color=colour, linewidth=1.8, label=run.name)
+    return axis.plot(x, smooth, color=colour, linewidth=1.8)[0]
 
 
 def _mean(values: list[float]) -> float | None:
@@ -142,14 +193,8 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _score(value: float | None, error: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" + ("" if error is None else f" ± {100 * error:.1f}")
+    return "-" if value is None else f"{100 * value:.1f} %" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else format(value, form)

@@ -1,175 +1,270 @@
-"""Whole recipes, one record per command, and the combinations of settings that they refuse."""
+"""From recipes and command-line overrides to checked records.
 
-from dataclasses import dataclass, field
+A recipe is a TOML file; `extends` names another one underneath it, `method.preset` a named method, and overrides
+(`table.key=value`) lie on top. Nothing heavy is imported, so a mistake is reported at once.
+"""
 
-from threepo.config.benchmarks import BenchmarksConfig
-from threepo.config.checks import positive
-from threepo.config.conversations import ConversationConfig
-from threepo.config.engines import check_vllm_decoding
-from threepo.config.method import Method
-from threepo.config.optimization import (
-    AdamWConfig,
-    BatchingConfig,
-    EssScheduleConfig,
-    IVONConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-)
-from threepo.config.rewards import RewardConfig
-from threepo.config.sections import (
-    DataConfig,
-    DemonstrationConfig,
-    EngineConfig,
-    EvalConfig,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-)
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
+from threepo.config.method import PRESETS
+from threepo.config.records import RECORDS, build, require, shown, to_plain
+from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
+from threepo.files import read_json
+from threepo.run_folder import CHECKPOINTS, CONFIG
+
+Table = dict[str, Any]
+Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
+
+RUNS = Path("runs")
+"""Where the runs of recipes go that name no folder."""
+MAX_NEW_TOKENS = 3072
+"""Longest completion of an evaluation on benchmarks, as in the released code, where nothing else is set."""
+_PATHS = (
+    *("model.path", "model.tokenizer", "data.train", "data.eval", "optimizer.load_hessian"),
+    *("conversations.source", "conversations.eval", "conversations.chat_template", "conversations.cache"),
+    *("benchmarks.folder", "benchmarks.names"),
+)
+_WITH_BENCHMARKS = ("system_prompt", "chat_template", "too_long")
+"""Keys of [data] that an evaluation on benchmarks reads."""
+_NOT_FOR_EVALUATION = {
+    "model.path": "the model is the command's first argument",
+    "eval.every": "it belongs to training",
+    "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
+    "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
+}
+_ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A recipe of `threepo train`: reinforcement learning from verifiable rewards."""
-
-    model: ModelConfig
-    """The policy."""
-    data: DataConfig
-    """The problems."""
-    run: RunConfig = field(default_factory=RunConfig)
-    """Length, folder, checkpoints."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """The verifier."""
-    method: Method = field(default_factory=Method)
-    """The point of the lattice."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Decoding of rollouts."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """The rollout engine."""
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """The policy loss."""
-    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
-    """AdamW or IVON."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate over the run."""
-    ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
-    """Noise over the run."""
-    batching: BatchingConfig = field(default_factory=BatchingConfig)
-    """Micro-batches."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """Evaluation while training."""
-
-    def __post_init__(self) -> None:
-        positive(self.run, "run", "steps")
-        if self.method.draws and self.optimizer.kind != "ivon":
-            raise UserError(
-                f"optimizer.kind = {self.optimizer.kind!r}: method.draws = {self.method.draws} needs a posterior to "
-                f"draw from; set optimizer.kind = 'ivon', or method.draws = 0"
-            )
-        if self.eval.draws and self.optimizer.kind != "ivon":
-            raise UserError(
-                f"eval.draws = {self.eval.draws}: {self.optimizer.kind} learns no posterior; set eval.draws = 0 or "
-                f"optimizer.kind = 'ivon'"
-            )
-        self._check_ess_schedule()
-        if self.engine.kind == "vllm":
-            check_vllm_decoding(self.sampling, "sampling")
-            check_vllm_decoding(self.eval, "eval")
-        if self.sampling.temperature == 0 and not self.method.greedy:
-            raise UserError(
-                "sampling.temperature = 0: greedy rollouts of one policy are all alike and teach nothing; set a "
-                "temperature above 0, or method.preset = 'thompson' for one greedy rollout per draw"
-            )
-        filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
-        if filtered and self.method.correction.kind != "none":
-            raise UserError(
-                f"method.correction.kind = {self.method.correction.kind!r}: importance ratios are wrong when rollouts "
-                f"are cut by top-p or top-k, since the gradient's policy is not; set sampling.top_p = 1 and top_k = 0"
-            )
-        if self.objective.mini_batches > self.data.prompts_per_step:
-            raise UserError(
-                f"objective.mini_batches = {self.objective.mini_batches}: more than data.prompts_per_step = "
-                f"{self.data.prompts_per_step} prompts cannot be split into; lower it"
-            )
-
-    def _check_ess_schedule(self) -> None:
-        settings = self.ess_schedule
-        if settings.kind != "constant" and self.optimizer.kind != "ivon":
-            raise UserError(
-                f"ess_schedule.kind = {settings.kind!r}: {self.optimizer.kind} has no ess; set optimizer.kind = 'ivon'"
-            )
-        if settings.kind != "controller":
-            return
-        if self.method.gradient_at != "fresh":
-            raise UserError(
-                f"ess_schedule.kind = 'controller': rollouts and gradient share their draws with method.gradient_at = "
-                f"{self.method.gradient_at!r}, so there is nothing to measure; use method.preset = 'c3po'"
-            )
-        if settings.metric == "kept_share" and not self.method.correction.kind.endswith("mis"):
-            raise UserError(
-                f"ess_schedule.metric = 'kept_share': method.correction.kind = {self.method.correction.kind!r} drops "
-                f"nothing; set ess_schedule.metric = 'kl', or a correction that masks"
-            )
+# Files and overrides
 
 
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """A recipe of `threepo sft`: warm start by supervised fine-tuning (method.md 5)."""
-
-    model: ModelConfig
-    """The model to start from."""
-    demonstrations: DemonstrationConfig | None = None
-    """What to imitate: worked texts of procedural tasks,"""
-    conversations: ConversationConfig | None = None
-    """or chats; one of the two."""
-    run: RunConfig = field(default_factory=RunConfig)
-    """Length, folder, checkpoints."""
-    optimizer: OptimizerConfig = field(default_factory=IVONConfig)
-    """IVON learns a posterior that RLVR can start from; AdamW does not."""
-    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
-    """Learning rate over the run."""
-    batching: BatchingConfig = field(default_factory=BatchingConfig)
-    """Micro-batches."""
-
-    def __post_init__(self) -> None:
-        if (self.demonstrations is None) == (self.conversations is None):
-            raise UserError(
-                f"[demonstrations] and [conversations]: {'neither' if self.demonstrations is None else 'both'} given; "
-                f"write one of the two tables, whichever holds what to imitate"
-            )
-        epochs = self.conversations.epochs if self.conversations else 0
-        if epochs and self.run.steps:
-            raise UserError(
-                f"run.steps = {self.run.steps}: conversations.epochs = {epochs} gives the length of the run too; set "
-                f"one of them to 0"
-            )
-        if not epochs:
-            positive(self.run, "run", "steps")
+def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
+    """The raw tables of a recipe, laid over the recipe that it `extends` (a path relative to it)."""
+    path = path.resolve()
+    if path in below:
+        raise UserError(f"recipe {path}: extends itself, by way of {' -> '.join(p.name for p in (*below, path))}")
+    if not path.is_file():
+        raise UserError(f"recipe {path}: no such file; `threepo train --list` names the recipes that come with threepo")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path}: not valid TOML: {error}") from error
+    base = table.pop("extends", "")
+    require(isinstance(base, str), f"recipe {path}: extends", base, "must be the path of another recipe, as text")
+    return merge(read_toml(path.parent / base, (*below, path)), table) if base else table
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """A recipe of `threepo eval`; the command line alone is enough: threepo eval MODEL --benchmarks aime24."""
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
+    """`base` with the values of `top` laid over it, table by table.
 
-    model: ModelConfig
-    """The model to evaluate."""
-    data: DataConfig
-    """Held-out problems: data.eval, or the held-out half of the task in data.train; with benchmarks, only how prompts
-    are put."""
-    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
-    """Published problem sets."""
-    run: RunConfig = field(default_factory=RunConfig)
-    """The seed, and the threads."""
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    """The verifier."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """The rollout engine."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Only max_new_tokens is read, where [eval] leaves its own at 0."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """What to measure."""
+    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON. In other
+    tables `kind` is a key like others.
+    """
+    merged = dict(base)
+    for key, value in top.items():
+        below = merged.get(key)
+        if not isinstance(below, Mapping) or not isinstance(value, Mapping):
+            merged[key] = value
+        elif len(RECORDS.get(key, ())) > 1 and "kind" in below and value.get("kind", below["kind"]) != below["kind"]:
+            merged[key] = dict(value)
+        else:
+            merged[key] = merge(below, value)
+    return merged
 
-    def __post_init__(self) -> None:
-        if self.engine.kind == "vllm":
-            check_vllm_decoding(self.eval, "eval")
+
+def parse_overrides(texts: Sequence[str]) -> Table:
+    """All overrides as one table, in any order; the last of equal keys counts. A value that is no TOML is text."""
+    table: Table = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        *path, last = name.strip().split(".")
+        if not equals or not path or not all((*path, last)):
+            raise UserError(f"override {text!r}: write section.key=value, for example run.steps=200")
+        inner = table
+        for key in path:
+            if not isinstance(inner.setdefault(key, {}), dict):
+                inner[key] = {}
+            inner = inner[key]
+        try:
+            inner[last] = tomllib.loads(f"value = {value.strip()}")["value"]
+        except tomllib.TOMLDecodeError:
+            inner[last] = value.strip()
+    return table
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes lie: inside the installed package, or at the top of a source checkout."""
+    installed = Path(str(resources.files("threepo"))) / "recipes"
+    return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the shipped recipes, as `load` takes them; those that begin with _ are only there to be extended."""
+    folder = recipes_folder()
+    paths = [path for path in folder.rglob("*.toml") if not path.name.startswith("_")]
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in paths)
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, given as a path or as the name of a shipped one such as `demo/c3po`."""
+    for path in (Path(name), recipes_folder() / f"{name}.toml"):
+        if path.is_file():
+            return path
+    if (Path(name) / CONFIG).is_file():
+        raise UserError(f"recipe {name}: is a run folder; continue the run with --resume {name}")
+    near = [f"{name}.toml"] if Path(f"{name}.toml").is_file() else difflib.get_close_matches(name, shipped_recipes(), 1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped_recipes())}"
+    raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
+
+
+# Records
+
+
+def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
+    path = find_recipe(recipe) if recipe else None
+    table = read_toml(path) if path else {}
+    if record is TrainConfig and table.keys() & {"demonstrations", "conversations"}:
+        raise UserError(f"recipe {recipe}: is a warm start; `threepo sft` takes it, with these arguments")
+    if record is SFTConfig and "data" in table:
+        raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
+    table = merge(table, parse_overrides(overrides))
+    if record is TrainConfig:
+        table = _with_preset(table)
+    if path:
+        shipped, file = recipes_folder().resolve(), path.resolve()
+        name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
+        table = merge({"run": {"folder": str(RUNS / name.with_suffix(""))}}, table)
+    return complete(record, table)
+
+
+def complete(record: type[Config], table: Mapping[str, Any]) -> Config:
+    """The record of a recipe's tables, with the default optimizer and paths that mean the same in any directory."""
+    table = dict(table)
+    for f in dataclasses.fields(record):
+        if f.name in ("model", "data"):
+            table.setdefault(f.name, {})  # so that the error names the key that is missing in it
+        elif f.name == "optimizer" and isinstance(table.setdefault(f.name, {}), Mapping):
+            assert callable(f.default_factory)
+            table[f.name] = {"kind": f.default_factory().kind, **table[f.name]}
+    for name in _PATHS:
+        section, _, key = name.partition(".")
+        if isinstance(keys := table.get(section), Mapping) and key in keys:
+            table[section] = {**keys, key: _absolute(keys[key])}
+    if isinstance(run := table.get("run"), Mapping) and isinstance(run.get("folder"), str):
+        table["run"] = {**run, "folder": os.path.expanduser(run["folder"])}
+    return build(record, table)
+
+
+def _absolute(place: Any) -> Any:
+    """A local path, or that in `NAME:PATH` or `NAME=PATH`, spelt out; names and ids of the hub stay as they are."""
+    if isinstance(place, list):
+        return [_absolute(one) for one in place]
+    if not isinstance(place, str) or not place:
+        return place
+    for sign in (":", "="):
+        head, found, tail = place.partition(sign)
+        if found and _is_local(tail):
+            return f"{head}{sign}{_spelt_out(tail)}"
+    return _spelt_out(place) if _is_local(place) else place
+
+
+def _is_local(place: str) -> bool:
+    return place.startswith(("~", ".", "/")) or place.endswith((".jsonl", ".gz", ".parquet")) or Path(place).exists()
+
+
+def _spelt_out(place: str) -> str:
+    return os.path.abspath(os.path.expanduser(place))
+
+
+def _with_preset(table: Table) -> Table:
+    """The tables with the axes of `method.preset` in its place, under the axes that the recipe sets itself."""
+    method, optimizer = table.get("method", {}), table.get("optimizer", {})
+    if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
+        return table  # `build` says what is wrong with it
+    method = dict(method)
+    if preset := method.pop("preset", None):
+        known = isinstance(preset, str) and preset in PRESETS
+        require(known, "method.preset", preset, f"must be one of {', '.join(PRESETS)}")
+        kind, own = optimizer.get("kind"), PRESETS[preset].optimizer
+        fix = (
+            f"method.preset = {preset!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"
+        )
+        require(kind in (None, own) or kind not in ("adamw", "ivon"), "optimizer.kind", kind, fix)
+        method = merge(to_plain(PRESETS[preset]), method)
+    return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
+
+
+def model_to_come(model: ModelConfig) -> ModelConfig:
+    """The model; or, while a run of a shipped recipe has yet to make it, the model that this run starts from."""
+    place = Path(model.path)
+    name = str(place.relative_to(RUNS)) if place.is_relative_to(RUNS) else ""
+    if place.exists() or name not in shipped_recipes():
+        return model
+    return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
+
+
+# Evaluation
+
+
+def load_evaluation(
+    model: str, recipe: str, overrides: Sequence[str], benchmarks: Mapping[str, Any] | None = None
+) -> EvaluationConfig:
+    """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
+
+    Of a training recipe the tables are taken that an evaluation has; with benchmarks, which are evaluated like the
+    paper's whatever the training was, only those that say how to run the model. `benchmarks` overrides that table.
+    """
+    table: Table = {}
+    if recipe:
+        table = read_toml(find_recipe(recipe))
+    elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
+        table = merge(read_json(Path(model) / CONFIG), {"model": {"tokenizer": ""}})  # the checkpoint has its own
+    known = {f.name for f in dataclasses.fields(EvaluationConfig)}
+    table = {name: value for name, value in table.items() if name in known}
+    given = merge(parse_overrides(overrides), {"benchmarks": benchmarks} if benchmarks else {})
+    _refuse_unread(given)
+    if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
+        table = {name: table[name] for name in ("model", "engine") if name in table}
+    table = merge(merge(table, given), {"model": {"path": model}})
+    if table.get("benchmarks", {}).get("names"):
+        table = _as_in_the_paper(table)
+    data = table.get("data", {})
+    if not data.get("train"):
+        missing = "benchmarks.names" if table.get("benchmarks") else "data.eval"
+        if not data.get("eval"):
+            raise UserError(f"{missing} is missing: name --benchmarks, held-out problems, or a task in data.train")
+        table["data"] = {**data, "train": data["eval"]}
+    return complete(EvaluationConfig, table)
+
+
+def _as_in_the_paper(table: Table) -> Table:
+    """An evaluation on benchmarks: [data] only says how prompts are put, and completions may be long."""
+    data, evaluation = table.get("data", {}), table.get("eval", {})
+    unread = [f"data.{key}" for key in data if key not in _WITH_BENCHMARKS]
+    unread += ["eval.problems"] if "problems" in evaluation else []
+    if unread:
+        raise UserError(f"{unread[0]}: is not read with benchmarks, which bring their own; see [benchmarks]")
+    if "max_new_tokens" not in {*evaluation, *table.get("sampling", {})}:
+        evaluation = {**evaluation, "max_new_tokens": MAX_NEW_TOKENS}
+    return {**table, "data": {**data, "train": "benchmarks"}, "eval": evaluation}
+
+
+def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `UserError` for an override that an evaluation would not read: silence would look like obedience."""
+    for table, keys in given.items():
+        for key, value in keys.items():
+            reason = _NOT_FOR_EVALUATION.get(f"{table}.{key}", "")
+            if key not in _ONLY_FOR_EVALUATION.get(table, (key,)):
+                reason = f"of [{table}] it reads {' and '.join(_ONLY_FOR_EVALUATION[table])} only"
+            if reason:
+                raise UserError(f"{table}.{key} = {shown(value)}: `threepo eval` does not read it; {reason}")

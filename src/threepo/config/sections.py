@@ -1,88 +1,74 @@
-"""Settings of the run, the model, the problems and the engine: tables that recipes of every kind share."""
+"""Settings of the run, the model, sampling, the engine, rewards and evaluation."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from threepo.config.checks import not_negative, positive, require
-from threepo.config.engines import VLLMConfig
+from pydantic import Field
+
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Seed, require, settings
 from threepo.errors import UserError
 
-MOST_THREADS = 1024
-"""More than any one machine runs well; far beyond it the process dies of its threads."""
+TopP = Annotated[float, Field(gt=0, le=1)]
+VLLM_TEMPERATURES = (0.01, 2.0)
+"""vLLM raises a lower temperature to the first and refuses one above the second (sampling_params.py of 0.32)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("run")
 class RunConfig:
-    """[run]: how long, where, and how often to look and to save."""
+    """[run]: how long, where, and how often to evaluate and save."""
 
     folder: str = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
-    steps: int = 100
+    steps: CountOrZero = 100
     """Training steps: one batch of prompts each in RLVR, one optimizer step each in SFT; 0: by conversations.epochs."""
-    seed: int = 0
-    """Seed of everything random that has no seed of its own here: noise, sampling, weight initialisation."""
-    checkpoint_every: int = 50
+    seed: Seed = 0
+    """Seed of everything random that has no seed of its own: noise, sampling, weight initialisation."""
+    checkpoint_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints to keep; older ones are deleted. 0 keeps all."""
-    threads: int = 0
-    """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise with the same number only."""
+    keep_checkpoints: CountOrZero = 2
+    """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
+    threads: CountOrZero = 0
+    """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     tensorboard: bool = False
     """Also write TensorBoard event files into the run folder (needs threepo[tensorboard])."""
 
-    def __post_init__(self) -> None:
-        not_negative(self, "run", "steps", "seed", "checkpoint_every", "keep_checkpoints", "threads")
-        require(self.seed < 1 << 63, "run.seed", self.seed, "must be below 2**63")
-        require(self.threads <= MOST_THREADS, "run.threads", self.threads, f"must be at most {MOST_THREADS}")
 
-
-@dataclass(frozen=True, kw_only=True)
+@settings("model.tiny")
 class TinyConfig:
-    """[model.tiny]: shape of a freshly made tiny model, when model.path names one."""
+    """[model.tiny]: shape of a new tiny model, when model.path names one."""
 
-    hidden_size: int = 128
+    hidden_size: Count = 128
     """Width; must be divisible by `heads`."""
-    intermediate_size: int = 384
+    intermediate_size: Count = 384
     """Inner width of the MLP."""
-    layers: int = 4
+    layers: Count = 4
     """Transformer blocks."""
-    heads: int = 4
+    heads: Count = 4
     """Attention heads."""
-    kv_heads: int = 2
+    kv_heads: Count = 2
     """Key and value heads (grouped-query attention); must divide `heads`."""
-    context: int = 512
+    context: Count = 512
     """Longest sequence in tokens."""
     tied: bool = True
     """Share the input embedding and the output head."""
 
     def __post_init__(self) -> None:
-        positive(self, "model.tiny", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "context")
-        require(
-            self.hidden_size % (2 * self.heads) == 0,
-            "model.tiny.hidden_size",
-            self.hidden_size,
-            f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)",
-        )
-        require(
-            self.heads % self.kv_heads == 0,
-            "model.tiny.kv_heads",
-            self.kv_heads,
-            f"must divide model.tiny.heads = {self.heads}",
-        )
+        fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
+        require(self.hidden_size % (2 * self.heads) == 0, "model.tiny.hidden_size", self.hidden_size, fix)
+        fix = f"must divide model.tiny.heads = {self.heads}"
+        require(self.heads % self.kv_heads == 0, "model.tiny.kv_heads", self.kv_heads, fix)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("model")
 class ModelConfig:
     """[model]: the policy."""
 
     path: str
     """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
     tokenizer: str = ""
-    """Another directory or hub id, whose tokenizer and chat template to use instead; they are saved with the model."""
+    """Another directory or hub id whose tokenizer and chat template to use instead; they are saved with the model."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the training forward and backward pass (autocast); master weights are float32 always."""
+    """Precision of the training forward and backward pass (autocast); master weights are always float32."""
     device: str = "auto"
     """`auto` takes CUDA where there is one; otherwise a torch device such as `cpu` or `cuda:1`."""
     gradient_checkpointing: bool = False
@@ -94,114 +80,52 @@ class ModelConfig:
         require(bool(self.path), "model.path", self.path, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """[data]: the problems, and how they are put to the policy."""
-
-    train: str
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., or `gsm8k:PLACE`
-    for a copy of it), or a .jsonl, .jsonl.gz or .parquet file; `threepo data list` names them all. `threepo eval`
-    does without where `eval` is set."""
-    eval: str = ""
-    """The same for held-out problems; empty: the held-out half that a procedural task in `train` has, or the test split
-    of a published data set there."""
-    levels: tuple[int, ...] = ()
-    """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
-    prompts_per_step: int = 32
-    """Prompts a step, P."""
-    seed: int = 0
-    """Seed of the problems' order, apart from all other seeds: equal seeds give equal prompts at equal steps."""
-    prompt_column: str = "prompt"
-    """Column of a file that holds the prompt: text, or a list of chat messages."""
-    answer_column: str = "answer"
-    """Column of a file that holds the reference answer; only a reward function of your own can do without. It
-    reaches such a function as `answer` too, as the file has it, unless another column has that name."""
-    tests_column: str = "tests"
-    """Column of a file that holds the tests of a program, for reward.function = 'code'; it reaches reward functions as
-    `tests`."""
-    prompt_template: str = ""
-    """Text put around a plain prompt; `{prompt}` marks its place. Empty: what belongs to the published data set, and
-    nothing around prompts of tasks and files."""
-    system_prompt: str = ""
-    """System message put before a plain prompt; needs a tokenizer with a chat template."""
-    chat_template: Literal["auto", "never"] = "auto"
-    """`auto`: a plain prompt becomes a user message wherever the tokenizer has a chat template."""
-    too_long: Literal["error", "drop"] = "error"
-    """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
-    the data before anything runs; `drop` leaves them out and says how many."""
-    max_prompt_tokens: int = 0
-    """Problems of a finite data set to train on with longer prompts, in tokens with the chat template, are left out and
-    counted; 0: none are. Held-out problems are not limited."""
-    broken_rows: Literal["error", "skip"] = "error"
-    """Rows of a finite data set that are not as they should be, or lack what the reward needs: `error` refuses the
-    data, naming the first; `skip` leaves them out and says how many, naming a few."""
-
-    def __post_init__(self) -> None:
-        require(
-            bool(self.train), "data.train", self.train, "name the problems; `threepo data list` shows what there is"
-        )
-        positive(self, "data", "prompts_per_step")
-        not_negative(self, "data", "max_prompt_tokens")
-        require(
-            not self.prompt_template or "{prompt}" in self.prompt_template,
-            "data.prompt_template",
-            self.prompt_template,
-            "must contain {prompt}, where the problem's text goes",
-        )
-        require(
-            not self.system_prompt or self.chat_template == "auto",
-            "data.system_prompt",
-            self.system_prompt,
-            "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
-            "data.prompt_template",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemonstrationConfig:
-    """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
-
-    tasks: tuple[str, ...]
-    """Procedural tasks, mixed evenly."""
-    levels: tuple[int, ...] = ()
-    """Difficulty levels; empty: each task's own default."""
-    behaviours: Mapping[str, float] = field(default_factory=lambda: {"worked": 1.0})
-    """How the texts go about a problem, with their shares: `worked`, `direct`, ... (each task lists its own)."""
-    batch_size: int = 64
-    """Demonstrations per optimizer step."""
-    seed: int = 0
-    """Seed of the demonstrations' order."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.tasks), "demonstrations.tasks", self.tasks, 'name at least one task, such as ["sorting"]')
-        positive(self, "demonstrations", "batch_size")
-        shares = self.behaviours.values()
-        require(
-            bool(shares) and all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
-            "demonstrations.behaviours",
-            dict(self.behaviours),
-            "give at least one behaviour a share above 0, and none below",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings("sampling")
 class SamplingConfig:
     """[sampling]: how rollouts are decoded."""
 
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Keep this many most probable tokens; 0 keeps all."""
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
 
+
+@settings("engine.vllm")
+class VLLMConfig:
+    """[engine.vllm]: the vLLM engine (docs/engines.md)."""
+
+    replicas: Count = 1
+    """Number of processes with a vLLM engine, each on a GPU of its own where there are GPUs. They share the draws of a
+    step and decode at the same time; a replica with several draws decodes them in turn."""
+    gpus: tuple[CountOrZero, ...] = ()
+    """The GPU of each replica, numbered as in torch; empty: 0, 1, 2, ..."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
+    kv_cache_memory_bytes: CountOrZero = 0
+    """Memory of a replica's key-value cache. 0: what gpu_memory_utilization leaves on a GPU, and 1 GiB on a CPU, where
+    that setting would mean a share of the machine's memory for every replica."""
+    max_model_len: CountOrZero = 0
+    """Longest prompt and completion together, in tokens; 0: the model's context."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs and compilation: starts faster, decodes slower."""
+    timeout_s: Annotated[float, Field(ge=5)] = 1200.0
+    """Seconds without a sign of life after which a working replica counts as stuck and the run ends. A replica reports
+    after every decoding step and every push of weights, once per second at most. Its start, with compilation, gives no
+    sign of life."""
+    probe_tolerance: NotNegative = 0.0
+    """Largest mean difference in log-prob (nats) of the probe after a push of weights; 0: 0.001 in float32, 0.1 in
+    bfloat16."""
+
     def __post_init__(self) -> None:
-        check_sampling(self, "sampling")
+        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}, or be empty"
+        require(len(self.gpus) in (0, self.replicas), "engine.vllm.gpus", self.gpus, fix)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("engine")
 class EngineConfig:
     """[engine]: what generates the rollouts."""
 
@@ -209,18 +133,16 @@ class EngineConfig:
     """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
-    max_batch_rows: int = 512
-    """Most rows decoded together, over all draws; others wait for their places. In vLLM: of each replica."""
-    memory_gib: float = 0.0
-    """Memory in GiB for the weights of all draws, the key-value cache and the logits of the local engine, which decodes
-    fewer rows at a time where it must; 0: what is free then. A run whose rows do not all fit repeats bitwise only with
-    a number here, since a batch's size changes the last bits of its log-probs."""
+    max_batch_rows: Count = 512
+    """Most rows decoded together, over all draws; further rows wait. With vLLM: of each replica."""
+    memory_gib: NotNegative = 0.0
+    """Memory in GiB of the local engine for the weights of all draws, the key-value cache and the logits; it decodes
+    fewer rows at a time to stay within. 0: what is free then. When not all rows fit, a run repeats bitwise only with a
+    number here, because the batch size changes the last bits of log-probs."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """The vLLM engine."""
 
     def __post_init__(self) -> None:
-        positive(self, "engine", "max_batch_rows")
-        not_negative(self, "engine", "memory_gib")
         if self.kind != "vllm" and self.vllm != VLLMConfig():
             raise UserError(
                 f"engine.kind = {self.kind!r}: does not read [engine.vllm]; set engine.kind = 'vllm', or leave that out"
@@ -231,42 +153,86 @@ class EngineConfig:
                 f"engine.vllm.gpu_memory_utilization or engine.vllm.kv_cache_memory_bytes"
             )
 
+    def check_temperature(self, value: float, name: str) -> None:
+        """Refuse a temperature that vLLM would change, or refuse itself."""
+        low, high = VLLM_TEMPERATURES
+        fix = (
+            f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; choose one of these, or engine.kind = 'local'"
+        )
+        require(self.kind != "vllm" or value == 0 or low <= value <= high, name, value, fix)
 
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """[eval]: evaluation on held-out problems, at the mean weights unless draws says otherwise (method.md 6)."""
 
-    every: int = 0
-    """Training steps between evaluations; 0: none while training (a demo or `threepo eval` evaluates afterwards)."""
-    problems: int = 256
-    """Held-out problems; a file with fewer gives all it has."""
-    samples: int = 8
-    """Completions of each problem, K; pass@k is reported for k from 1 to K, while training for 1, 2, 4, ... and K."""
-    temperature: float = 0.6
-    """As in [sampling]."""
-    top_p: float = 0.95
-    """As in [sampling]."""
-    top_k: int = 50
-    """As in [sampling]."""
-    max_new_tokens: int = 0
-    """As in [sampling]; 0: the same as in training."""
-    draws: int = 0
-    """0: at the mean. S: over S draws of the posterior, K/S completions from each (method.md 6)."""
-    part_size: int = 256
-    """`threepo eval`: completions, of whole problems, that are generated, graded and saved together. What is saved
-    survives an interruption; large parts keep a large engine busier."""
+@settings("reward.sandbox")
+class SandboxConfig:
+    """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
+
+    backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
+    """`bubblewrap`: on this machine, confined by Linux namespaces and limits. `sandbox_fusion`: a SandboxFusion server
+    at `url`. `unconfined`: as plain processes of yours; a program of the policy can then do whatever you can do."""
+    url: str = ""
+    """Address of the SandboxFusion server, such as http://localhost:8080."""
+    timeout_s: Positive = 10.0
+    """Processor seconds that a program may take per test, and three times as many seconds of wall-clock time, since the
+    machine may be busy. On a server: wall-clock seconds."""
+    memory_mib: Count = 1024
+    """Memory of a program in MiB: of its address space, so shared libraries and thread stacks count."""
+    workers: CountOrZero = 0
+    """Number of programs that run at the same time; 0: one per processor core, or 32 on a server."""
 
     def __post_init__(self) -> None:
-        positive(self, "eval", "problems", "samples", "part_size")
-        not_negative(self, "eval", "every", "max_new_tokens", "draws")
-        check_sampling(self, "eval")
+        server = self.backend == "sandbox_fusion"
+        fix = "name the address of the server" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
+        require(bool(self.url) == server, "reward.sandbox.url", self.url, fix)
+
+
+@settings("reward")
+class RewardConfig:
+    """[reward]: what a completion earns."""
+
+    function: str = "task"
+    """`task`: the verifier that belongs to the problems; `exact`: the answer must equal the reference; `math`: it must
+    be mathematically equal to it; `code`: the program must pass the tests of the problem; or your own
+    `module:function`, called as TRL calls reward functions: f(prompts=..., completions=..., completion_ids=...,
+    <columns>=...) with those that it has arguments for, returning a number for each completion."""
+    correct_from: float = 1.0
+    """A completion counts as correct when your own function returns at least this."""
+    scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
+    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less where the completion does not keep the
+    layout <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
+    timeout_s: Positive = 10.0
+    """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
+    memory_mib: Count = 1024
+    """Memory of a process of the mathematics verifier, in MiB."""
+    workers: CountOrZero = 0
+    """Processes of the mathematics verifier; 0: one per processor core."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where programs run."""
+
+
+@settings("eval")
+class EvalConfig:
+    """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
+
+    every: CountOrZero = 0
+    """Training steps between evaluations; 0: none while training (`threepo eval` evaluates afterwards)."""
+    problems: Count = 256
+    """Number of held-out problems; a file with fewer gives all it has."""
+    samples: Count = 8
+    """Completions per problem, K; pass@k is reported for k from 1 to K, and for 1, 2, 4, ..., K while training."""
+    temperature: NotNegative = 0.6
+    """As in [sampling]."""
+    top_p: TopP = 0.95
+    """As in [sampling]."""
+    top_k: CountOrZero = 50
+    """As in [sampling]."""
+    max_new_tokens: CountOrZero = 0
+    """As in [sampling]; 0: the same as in training."""
+    draws: CountOrZero = 0
+    """0: at the mean. S: over S draws of the posterior, K/S completions from each (method.md 6)."""
+    part_size: Count = 256
+    """`threepo eval`: number of completions, of whole problems, that are generated, graded and saved together. A saved
+    part survives an interruption; large parts keep a large engine busier."""
+
+    def __post_init__(self) -> None:
         if self.draws and self.samples % self.draws:
             raise UserError(f"eval.draws = {self.draws}: must divide eval.samples = {self.samples} evenly")
-
-
-def check_sampling(record: SamplingConfig | EvalConfig, table: str) -> None:
-    """Refuse decoding settings outside their ranges, naming the table they stand in."""
-    not_negative(record, table, "temperature", "top_k")
-    require(0 < record.top_p <= 1, f"{table}.top_p", record.top_p, "must be above 0 and at most 1")
-    if isinstance(record, SamplingConfig):
-        positive(record, table, "max_new_tokens")

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from threepo.config.reader import differences
+from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.pass_at_k import ks_up_to, pass_at_k
 from threepo.evaluation.records import EVALUATION, set_name
-from threepo.runs import COMPLETIONS, SUMMARY, read_json
+from threepo.files import read_json
+from threepo.run_folder import COMPLETIONS, SUMMARY
 
 EXACT_UP_TO = 14
 """Problems with a difference for which all 2^n signs are tried; with more, `FLIPS` random ones."""

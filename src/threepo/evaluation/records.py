@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Any
 
 from threepo.config import DataConfig, EvaluationConfig
-from threepo.config.reader import first_difference, to_plain
+from threepo.config.records import first_difference, to_plain
 from threepo.data.rows import SUFFIXES, stem
 from threepo.errors import UserError
 from threepo.evaluation.scores import Mark
-from threepo.files import atomic_file, disk_errors, lock, write_text
-from threepo.runs import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder, read_json
+from threepo.files import atomic_file, disk_errors, lock, read_json, write_text
+from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
 _MARK = ("problem_id", "correct", "status", "parsed_answer", "finish_reason", "draw_index")

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from threepo.config import ModelConfig
 from threepo.errors import UserError
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
-from threepo.runs import model_folder
+from threepo.run_folder import model_folder
 
 
 def pick_device(name: str) -> torch.device:

@@ -9,7 +9,8 @@ from threepo.data.digest import problems_digest
 from threepo.data.source import ProblemSource
 from threepo.errors import UserError
 from threepo.evaluation.evaluate import Examination
-from threepo.runs import PROBLEMS, read_json
+from threepo.files import read_json
+from threepo.run_folder import PROBLEMS
 from threepo.types import Problem
 
 Asked = dict[str, dict[str, Any]]

@@ -30,7 +30,7 @@ from threepo.rewards.grading import Grader, lack, load_grader
 from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.local import LocalEngine
 from threepo.rollout.vllm import VLLMEngine
-from threepo.runs import checkpoints, model_folder
+from threepo.run_folder import checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
 
 LOUD_PRIOR = 2.0

@@ -17,14 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
-from threepo.files import atomic_folder
+from threepo.files import atomic_folder, read_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
-from threepo.runs import read_json
+from threepo.run_folder import RunFolder
 from threepo.training.ess import EssState
-from threepo.training.run_folder import RunFolder
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "train_state.json"

@@ -26,10 +26,9 @@ import pyarrow
 from threepo.config import ConversationConfig
 from threepo.data.conversations import ConversationRow, ConversationSource
 from threepo.errors import UserError
-from threepo.files import atomic_file, write_text
+from threepo.files import atomic_file, read_json, write_text
 from threepo.models.chat import ChatEncoder, EncodedChat, UnrenderableChat
 from threepo.models.policy import Policy
-from threepo.runs import read_json
 from threepo.types import SupervisedRow
 
 FORMAT = 2

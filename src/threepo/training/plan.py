@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from threepo.config import IVONConfig, OptimizerConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import model_to_come
 from threepo.models.loading import model_shape
 from threepo.rollout.memory import GIB, bytes_per_token
-from threepo.training.recipe import model_to_come
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""

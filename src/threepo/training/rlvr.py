@@ -25,6 +25,7 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.asked import asked, refuse_changed
 from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
@@ -33,7 +34,6 @@ from threepo.training.ess import next_ess
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import UpdateRecord, update_policy
@@ -188,20 +188,11 @@ def completion_rows(step: int, groups: list[Group], record: UpdateRecord) -> lis
     return rows
 
 
-# Starting and resuming
+def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
+    """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are forgotten.
 
-
-def start(config: TrainConfig) -> Run:
-    """A new run in a folder of its own; everything that can be refused is refused before the folder is made."""
-    return _assemble(config, None)
-
-
-def resume(config: TrainConfig, folder: RunFolder) -> Run:
-    """A run as its newest checkpoint left it, or from the beginning if it has none; later rows are forgotten."""
-    return _assemble(config, folder)
-
-
-def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
+    All that can be refused is refused before a new run has a folder.
+    """
     if not folder:
         refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model

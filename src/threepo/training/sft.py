@@ -18,12 +18,12 @@ import torch
 from threepo.config import DataConfig, SFTConfig
 from threepo.data.demonstrations import Demonstration, Demonstrations
 from threepo.errors import UserError
-from threepo.files import write_text
+from threepo.files import read_json, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
-from threepo.runs import CONVERSATIONS, read_json
+from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_in_use, refuse_taken
 from threepo.training.batching import flatten, pack
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
@@ -31,7 +31,6 @@ from threepo.training.clock import Clock, due
 from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_missing
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
 from threepo.types import Draw, SupervisedRow
 
@@ -149,17 +148,8 @@ def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
     return sum(end - first for row in rows for first, end in row.loss_ranges)
 
 
-def start(config: SFTConfig) -> FineTuning:
-    """A new run in a folder of its own."""
-    return _assemble(config, None)
-
-
-def resume(config: SFTConfig, folder: RunFolder) -> FineTuning:
-    """A run as its newest checkpoint left it, or from the beginning if it has none."""
-    return _assemble(config, folder)
-
-
-def _assemble(config: SFTConfig, folder: RunFolder | None) -> FineTuning:
+def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
+    """A new run in a folder of its own; or that in `folder`, as its newest checkpoint left it."""
     if not folder:
         refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model

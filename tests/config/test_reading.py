@@ -1,19 +1,27 @@
 """Reading recipes: strict, and helpful when it refuses."""
 
 import json
-import types
-import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import IVONConfig, Method, RunConfig, SFTConfig, TrainConfig
-from threepo.config.reader import UNION_TABLES, build, merge, optional_table, parse_override, read_toml, to_plain
+from threepo.config import AdamWConfig, IVONConfig, Method, RunConfig, SFTConfig, TrainConfig
+from threepo.config.method import C3PO, PRESETS
+from threepo.config.recipes import (
+    complete,
+    find_recipe,
+    load,
+    load_evaluation,
+    merge,
+    parse_overrides,
+    read_toml,
+    shipped_recipes,
+)
+from threepo.config.records import build, to_plain
 from threepo.errors import UserError
-from threepo.methods.presets import PRESETS
-from threepo.training.recipe import find_recipe, load, load_evaluation, shipped_recipes
 
 BASE = ["model.path=m", "data.train=sorting"]
 
@@ -30,6 +38,24 @@ def test_presets_fill_the_method_and_choose_the_optimizer(preset: str) -> None:
     config = load(TrainConfig, "", [*BASE, f"method.preset={preset}"])
     assert config.method == PRESETS[preset]
     assert config.optimizer.kind == config.method.optimizer
+
+
+def test_a_preset_is_not_trained_by_another_optimizer_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    with pytest.raises(UserError, match="optimizer.kind = 'ivon': method.preset = 'grpo' is trained by adamw"):
+        load(TrainConfig, str(path), ["method.preset=grpo"])
+    settings = ["method.preset=grpo", "optimizer.kind=adamw", "method.correction.kind=none"]
+    assert load(TrainConfig, str(path), settings).optimizer == AdamWConfig()
+
+
+def test_records_made_in_python_are_checked_too() -> None:
+    with pytest.raises(UserError, match=r"optimizer.lr = -1: must be greater than 0"):
+        IVONConfig(lr=-1)
+    with pytest.raises(UserError, match="method.draws = 3: must divide method.rollouts_per_prompt = 16"):
+        replace(C3PO, draws=3)
+    with pytest.raises(UserError, match="unknown key method.drwas; did you mean method.draws"):
+        Method(drwas=2)  # type: ignore[call-arg]
 
 
 def test_axes_can_be_changed_on_top_of_a_preset() -> None:
@@ -57,13 +83,23 @@ def test_any_record_survives_json(config: RunConfig) -> None:
 
 
 def test_overrides_are_toml_values_or_text() -> None:
-    assert parse_override("run.steps=3") == {"run": {"steps": 3}}
-    assert parse_override("optimizer.ess = 1e9") == {"optimizer": {"ess": 1e9}}
-    assert parse_override("data.levels=[1, 2]") == {"data": {"levels": [1, 2]}}
-    assert parse_override("run.tensorboard=true") == {"run": {"tensorboard": True}}
-    assert parse_override("model.path=../a=b") == {"model": {"path": "../a=b"}}
-    assert parse_override('model.path="3"') == {"model": {"path": "3"}}
-    assert parse_override("a.b.c=x") == {"a": {"b": {"c": "x"}}}
+    given = [
+        "run.steps=3",
+        "optimizer.ess = 1e9",
+        "run.tensorboard=true",
+        "model.path=../a=b",
+        "a.b.c=x",
+        "a.b.d=[1, 2]",
+    ]
+    assert parse_overrides(given) == {
+        "run": {"steps": 3, "tensorboard": True},
+        "optimizer": {"ess": 1e9},
+        "model": {"path": "../a=b"},
+        "a": {"b": {"c": "x", "d": [1, 2]}},
+    }
+    assert parse_overrides(['model.path="3"', "model.path=4", "a=b.c=1"][:2]) == {"model": {"path": 4}}, (
+        "the last counts"
+    )
 
 
 def test_recipes_extend_each_other(tmp_path: Path) -> None:
@@ -88,7 +124,7 @@ def test_another_kind_replaces_the_table_below() -> None:
 
 def test_an_optimizer_without_kind_is_the_fields_default() -> None:
     plain = {"model": {"path": "m"}, "demonstrations": {"tasks": ["sorting"]}, "optimizer": {"ess": 3}}
-    assert build(SFTConfig, plain).optimizer == IVONConfig(ess=3.0)
+    assert complete(SFTConfig, plain).optimizer == IVONConfig(ess=3.0)
 
 
 @pytest.mark.parametrize(
@@ -96,26 +132,26 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
     [
         ("method.drwas=2", "unknown key method.drwas; did you mean method.draws?"),
         ("metod.draws=2", "unknown table metod; did you mean method?"),
-        ("xyz.abc=2", "unknown table xyz; known here: model, data, run"),
-        ("run.steps=many", "run.steps = 'many': must be a whole number, not text"),
-        ("run.steps=2.5", "run.steps = 2.5: must be a whole number, not a number"),
-        ("run.steps=true", "run.steps = true: must be a whole number, not true or false"),
+        ("xyz.abc=2", "unknown table xyz; known here: objective, optimizer"),
+        ("run.steps=many", "run.steps = 'many': must be a valid integer"),
+        ("run.steps=2.5", "run.steps = 2.5: must be a valid integer"),
+        ("run.steps=true", "run.steps = true: must be a valid integer"),
         ("run.steps=0", "run.steps = 0: must be greater than 0"),
-        ("run.tensorboard=1", "run.tensorboard = 1: must be true or false, not a whole number"),
-        ("model.path=3", "model.path = 3: must be text, not a whole number"),
+        ("run.tensorboard=1", "run.tensorboard = 1: must be a valid boolean"),
+        ("model.path=3", "model.path = 3: must be a valid string"),
         ("method.correction=3", "method.correction = 3: is a table"),
-        ("method.correction.kind=seqmis", "must be one of 'none', 'token_tis'"),
+        ("method.correction.kind=seqmis", "method.correction.kind = 'seqmis': must be 'none', 'token_tis'"),
         ("method.preset=c2po", "method.preset = 'c2po': must be one of grpo, b3po"),
         ("optimizer.kind=sgd", "optimizer.kind = 'sgd': must be one of 'adamw', 'ivon'"),
-        ("optimizer.betas=[0.9]", "must have 2 values"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = .0.9.: has too few values"),
         ("optimizer.betas=[0.9, 1.0]", r"optimizer.betas = \[0.9, 1.0\]: both must lie in \[0, 1\)"),
-        ("data.levels=3", r"data.levels = 3: must be a list, such as \[3\]"),
+        ("data.levels=3", "data.levels = 3: must be a list"),
         ("data.levels=[a]", "data.levels = '.a.': must be a list"),
         ("data.prompt_template=hello", "must contain {prompt}"),
-        ("optimizer.kind=adamw", "method.draws = 4 needs a posterior"),
+        ("optimizer.kind=adamw", "method.preset = 'c3po' is trained by ivon"),
         ("sampling.temperature=0", "method.preset = 'thompson'"),
         ("sampling.top_p=0.9", "importance ratios are wrong"),
-        ("sampling.top_p=0", "must be above 0 and at most 1"),
+        ("sampling.top_p=0", "sampling.top_p = 0: must be greater than 0"),
         ("objective.mini_batches=33", "more than data.prompts_per_step = 32"),
         ("objective.dual_clip=0.5", "must be 0 .off. or above 1"),
         ("eval.draws=3", "must divide eval.samples = 8"),
@@ -123,18 +159,17 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("model.tiny.heads=3", "multiple of 2 . model.tiny.heads = 6"),
         ("method.preset=[1]", r"method.preset = \[1\]: must be one of grpo"),
         ("optimizer.kind=[1]", r"optimizer.kind = \[1\]: must be one of 'adamw', 'ivon'"),
-        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be below 2..63"),
-        ("run.threads=100000", "run.threads = 100000: must be at most 1024"),
-        ("optimizer.ess=inf", "optimizer.ess = inf: must be greater than 0 and finite"),
-        ("optimizer.lr=nan", "optimizer.lr = nan: must be greater than 0 and finite"),
-        ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be above 0"),
-        ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be 0 or more and finite"),
+        ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be less than 9223372036854775808"),
+        ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
+        ("optimizer.lr=nan", "optimizer.lr = nan: must be a finite number"),
+        ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be a finite number"),
         ("objective.dual_clip=inf", "objective.dual_clip = inf"),
-        ("method.correction.high=nan", "method.correction.high = nan: must be above 0"),
+        ("method.correction.high=nan", "method.correction.high = nan: must be greater than 0"),
         ("reward.correct_from=nan", "reward.correct_from = nan"),
         ("ess_schedule.floor=0", "ess_schedule.floor = 0"),
         ("ess_schedule.highest=1e5", "ess_schedule.lowest = 1000000.0: must not exceed ess_schedule.highest"),
-        ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
+        ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
         ("run=3", "write section.key=value"),
     ],
@@ -168,6 +203,8 @@ def test_a_step_may_be_left_unclipped() -> None:
     ("overrides", "message"),
     [
         (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no ess"),
+        (["method.draws=2", "method.gradient_at=generator"], "method.draws = 2: needs a posterior to draw from"),
+        (["eval.draws=2"], "eval.draws = 2: needs a posterior to draw from"),
         (["method.preset=c3po_replay", "ess_schedule.kind=controller"], "there is nothing to measure"),
         (["method.preset=c3po", "method.correction.kind=none", "ess_schedule.kind=controller"], "drops nothing"),
         (["method.preset=c3po", "ess_schedule.kind=controller", "ess_schedule.target=1"], "must lie below 1"),
@@ -185,15 +222,21 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas = 0: must be greater than 0"),
         (
             ["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"],
-            r"engine.vllm.gpus = \[0, 1\]: must name a GPU, 0 or above, for",
+            r"engine.vllm.gpus = \[0, 1\]: must name a GPU for each",
         ),
-        (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus = \[-1\]: must name a GPU, 0 or above"),
+        (
+            ["engine.kind=vllm", "engine.vllm.gpus=[-1]"],
+            r"engine.vllm.gpus\[0\] = -1: must be greater than or equal to 0",
+        ),
         (
             ["engine.kind=vllm", "engine.vllm.gpu_memory_utilization=1.5"],
-            "gpu_memory_utilization = 1.5: must be at most 1",
+            "gpu_memory_utilization = 1.5: must be less than or equal to 1",
         ),
-        (["engine.kind=vllm", "engine.vllm.timeout_s=1"], r"engine.vllm.timeout_s = 1.0: must be at least 5"),
-        (["engine.kind=vllm", "engine.vllm.timeout_s=nan"], r"engine.vllm.timeout_s = nan: must be at least 5"),
+        (
+            ["engine.kind=vllm", "engine.vllm.timeout_s=1"],
+            r"engine.vllm.timeout_s = 1: must be greater than or equal",
+        ),
+        (["engine.kind=vllm", "engine.vllm.timeout_s=nan"], r"engine.vllm.timeout_s = nan: must be"),
         (
             ["engine.kind=vllm", "sampling.temperature=0.001"],
             "sampling.temperature = 0.001: engine.kind = 'vllm' decodes",
@@ -248,12 +291,6 @@ def test_another_kind_of_correction_keeps_the_bounds_of_the_recipe(tmp_path: Pat
     path.write_text(RECIPE)
     correction = load(TrainConfig, str(path), ["method.correction.kind=geometric_mis"]).method.correction
     assert (correction.kind, correction.low, correction.high) == ("geometric_mis", 0.25, 4.0)
-
-
-def test_the_tables_of_several_records_are_known() -> None:
-    hints = {**typing.get_type_hints(TrainConfig), **typing.get_type_hints(SFTConfig)}
-    several = {name for name, hint in hints.items() if isinstance(hint, types.UnionType) and not optional_table(hint)}
-    assert several == set(UNION_TABLES)
 
 
 def test_files_of_other_editors(tmp_path: Path) -> None:
@@ -315,7 +352,7 @@ def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
 
 def test_numbers_may_be_written_as_integers_but_never_as_text() -> None:
     assert load(TrainConfig, "", [*BASE, "sampling.temperature=1"]).sampling.temperature == 1.0
-    with pytest.raises(UserError, match="must be a number, not text"):
+    with pytest.raises(UserError, match="sampling.temperature = '1e9': must be a valid number"):
         load(TrainConfig, "", [*BASE, "sampling.temperature='1e9'"])
 
 

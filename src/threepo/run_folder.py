@@ -1,146 +1,69 @@
 """A run's folder on disk: one owner, one format, nothing half written.
 
-config.json              the resolved recipe
-problems.json            what reinforcement learning asks: source, number and digest of its problems
-conversations.json       what fine-tuning was given: conversations kept and left out, and a digest of their tokens
-metrics.jsonl            a row per step: the source of truth
+config.json                  the resolved recipe
+problems.json                RLVR: source, number and digest of the problems
+conversations.json           SFT: conversations kept and left out, and a digest of their tokens
+metrics.jsonl                a row per step: the source of truth
 completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
-checkpoints/step-N/      a Hugging Face model directory, plus posterior.safetensors and the train state
-summary.json             the run's result, once it has one
+checkpoints/step-N/          a Hugging Face model directory, plus posterior.safetensors and the train state
+summary.json                 the run's result, once it has one
+
+Imports nothing heavy, so anyone may look into a folder.
 """
 
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from threepo.config.reader import first_difference, to_plain
+from threepo.config import SFTConfig, TrainConfig
+from threepo.config.records import build, first_difference, to_plain
 from threepo.errors import UserError
-from threepo.files import atomic_file, disk_errors, lock, write_text
-from threepo.runs import (
-    CHECKPOINTS,
-    COMPLETIONS,
-    CONFIG,
-    CONVERSATIONS,
-    METRICS,
-    PROBLEMS,
-    SUMMARY,
-    checkpoints,
-    read_json,
-    read_metrics,
-)
+from threepo.files import atomic_file, disk_errors, lock, read_json, write_json, write_text
 from threepo.types import Completion
 
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
+PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 LOCK = "run.lock"
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
-class RunFolder:
-    """An open run folder; holds a lock on it until `close` or the end of the process, however that comes."""
+# Reading
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fresh = not (path / CONFIG).is_file()
-        self._made = not path.exists()
-        with disk_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(path / LOCK, path)
-        self._metrics: IO[bytes] | None = None
 
-    @classmethod
-    def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
-        """A folder for a new run; `UserError` if there is a run in it already."""
-        folder = cls(path)
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
+    path = run / METRICS
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            refuse_taken(path, config)
-            if problems:
-                write_text(path / PROBLEMS, json.dumps(problems, indent=2) + "\n")
-            # Last: what has a configuration is a run, and then knows of its problems too.
-            write_text(path / CONFIG, json.dumps(to_plain(config), indent=2) + "\n")
-        except BaseException as error:
-            folder.__exit__(type(error), error)
-            raise
-        return folder
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
 
-    @classmethod
-    def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
-        """An existing run, with its configuration as plain values."""
-        if not (path / CONFIG).is_file():
-            raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
-        return cls(path), read_json(path / CONFIG)
 
-    def __enter__(self) -> "RunFolder":
-        return self
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints of a run as (training steps done, folder), oldest first."""
+    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in (run / CHECKPOINTS).glob("step-*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, UserError) and self._fresh and not read_metrics(self.path):
-            self._discard()  # mended input should find no folder of a run that never was
-        self.close()
 
-    def _discard(self) -> None:
-        """Take back what a new run has written; the folder itself too, where it was made for the run."""
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
-        for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
-            (self.path / name).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._lock.close()
-
-    # Metrics
-
-    def log(self, row: Mapping[str, float]) -> None:
-        """Append a row to metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
-        path = self.path / METRICS
-        clean = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        with disk_errors(path):
-            if self._metrics is None:
-                self._metrics = open(path, "ab", buffering=0)  # noqa: SIM115 - held for the life of the run
-            self._metrics.write((json.dumps(clean) + "\n").encode())
-
-    def forget_after(self, step: int) -> None:
-        """Drop metrics and completions of training steps `step` and later: they will be made again."""
-        path = self.path / METRICS
-        rows = [row for row in read_metrics(self.path) if row["step"] < step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-        for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
-            if int(file.stem.removeprefix("step-")) >= step:
-                file.unlink()
-
-    # Completions
-
-    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write all rollouts of a step as one parquet file."""
-        import pyarrow
-        import pyarrow.parquet
-
-        with atomic_file(self.path / COMPLETIONS / f"step-{step:06d}.parquet") as temporary:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
-
-    # Checkpoints
-
-    def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` training steps belongs."""
-        return self.path / CHECKPOINTS / f"step-{step:06d}"
-
-    def prune_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
-        for _, path in checkpoints(self.path)[:-keep] if keep else []:
-            doomed = path.with_name(f".{path.name}.deleted")
-            os.rename(path, doomed)  # out of sight first: a half-deleted checkpoint must not look like one
-            shutil.rmtree(doomed)
-        for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json."""
-        write_text(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+def model_folder(path: Path) -> Path:
+    """The model directory that `path` stands for: a run folder means its newest checkpoint."""
+    if not (path / CHECKPOINTS).is_dir():
+        return path
+    found = checkpoints(path)
+    if not found:
+        raise UserError(f"run folder {path}: holds no complete checkpoint yet")
+    return found[-1][1]
 
 
 def refuse_in_use(path: Path) -> None:
@@ -161,8 +84,129 @@ def refuse_taken(path: Path, config: Any) -> None:
     )
 
 
+# Writing
+
+
+class RunFolder:
+    """An open run folder; holds a lock on it until the end of the context or of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fresh = not (path / CONFIG).is_file()
+        self._made = not path.exists()
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(path / LOCK, path)
+        self._metrics: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
+        """A folder for a new run; `UserError` if there is a run in it already."""
+        folder = cls(path)
+        try:
+            refuse_taken(path, config)
+            if problems:
+                write_json(path / PROBLEMS, problems)
+            write_json(path / CONFIG, to_plain(config))  # last: a folder with a configuration is a run
+        except BaseException as error:
+            folder.__exit__(type(error), error)
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
+        """An existing run, with its configuration as plain values."""
+        if not (path / CONFIG).is_file():
+            raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
+        return cls(path), read_json(path / CONFIG)
+
+    def extend(self, config: Config, steps: int) -> Config:
+        """The configuration with another number of steps, which config.json has from now on."""
+        done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
+        if not config.run.steps:
+            raise UserError(f"run.steps = {steps}: conversations.epochs gives the length of this run; it stays")
+        if steps < done:
+            raise UserError(f"run.steps = {steps}: the run has done {done} steps; set {done} or more")
+        plain = to_plain(config)
+        plain["run"]["steps"] = steps
+        config = build(type(config), plain)
+        write_json(self.path / CONFIG, plain)
+        if steps > done:
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        return config
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, UserError) and self._fresh and not read_metrics(self.path):
+            self._discard()  # the fixed command should find no folder of a run that never began
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+    def _discard(self) -> None:
+        """Delete what a new run has written, and the folder itself if it was made for the run."""
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
+            (self.path / name).unlink(missing_ok=True)
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Append a row to metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
+        path = self.path / METRICS
+        clean = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        with disk_errors(path):
+            if self._metrics is None:
+                self._metrics = open(path, "ab", buffering=0)  # noqa: SIM115 - held for the life of the run
+            self._metrics.write((json.dumps(clean) + "\n").encode())
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics and completions of training steps `step` and later: they will be made again."""
+        rows = [row for row in read_metrics(self.path) if row["step"] < step]
+        write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+        for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
+            if int(file.stem.removeprefix("step-")) >= step:
+                file.unlink()
+
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write all rollouts of a step as one parquet file."""
+        write_parquet(self.path / COMPLETIONS / f"step-{step:06d}.parquet", rows)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint after `step` training steps belongs."""
+        return self.path / CHECKPOINTS / f"step-{step:06d}"
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
+        for _, path in checkpoints(self.path)[:-keep] if keep else []:
+            doomed = path.with_name(f".{path.name}.deleted")
+            os.rename(path, doomed)  # out of sight first: a half-deleted checkpoint must not look like one
+            shutil.rmtree(doomed)
+        for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        write_json(self.path / SUMMARY, summary)
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows to a parquet file, atomically."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with atomic_file(path) as temporary:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+
+
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:
-    """A completion as a row of the parquet file; its columns are listed in docs/metrics.md."""
+    """A completion as a row of the parquet file; docs/metrics.md lists the columns."""
     verdict, draw = completion.verdict, completion.draw
     assert verdict is not None
     prompt = completion.problem.prompt

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from transformers.utils import logging
 
 from threepo.analysis.report import read_run
 from threepo.config import DataConfig, EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
-from threepo.config.reader import to_plain
+from threepo.config.records import to_plain
 from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems
 from threepo.data.source import open_heldout
@@ -25,16 +24,15 @@ from threepo.evaluation.evaluate import Examination
 from threepo.evaluation.fingerprint import weights_digest
 from threepo.evaluation.records import Origin, Records, data_label, refuse_taken
 from threepo.evaluation.scores import average, plain, score
-from threepo.files import atomic_folder
+from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.rewards.grading import load_grader
-from threepo.runs import SUMMARY, model_folder, read_json, read_metrics
+from threepo.run_folder import SUMMARY, RunFolder, completion_row, model_folder, read_metrics
 from threepo.training import rlvr, sft
 from threepo.training.build import GradedProblems, build_engine, build_examination, with_grader
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
-from threepo.training.run_folder import RunFolder, completion_row
 from threepo.types import Completion, Problem
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
@@ -43,31 +41,38 @@ logging.disable_progress_bar()  # one bar is enough, and it is ours
 def train(config: TrainConfig, resumed: RunFolder | None = None) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = rlvr.resume(config, resumed) if resumed else rlvr.start(config)
+    run = rlvr.assemble(config, resumed)
     with run.folder as folder, contextlib.closing(run.engine):
-        earlier = _seconds_before(folder.path, run.state.step)
+        began -= _seconds_before(folder.path, run.state.step)
         rlvr.train(run)
         counts = {"data": run.source.counts()} if isinstance(run.source, FiniteProblems) else {}
-        seconds = earlier + time.monotonic() - began
-        folder.write_summary({"seconds": seconds, **read_run(folder.path).summary(), **counts})
-    return folder.path
+        return _finish(folder, began, counts)
 
 
 def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
     """Fine-tune to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = sft.resume(config, resumed) if resumed else sft.start(config)
+    run = sft.assemble(config, resumed)
     with run.folder as folder:
-        earlier = _seconds_before(folder.path, run.state.step)
+        began -= _seconds_before(folder.path, run.state.step)
         sft.fine_tune(run)
-        loss = read_metrics(folder.path)[-1]["sft/loss"]
-        seconds = earlier + time.monotonic() - began
-        folder.write_summary({"seconds": seconds, "steps": run.state.step, "loss": loss})
+        return _finish(folder, began, {})
+
+
+def _finish(folder: RunFolder, began: float, counts: dict[str, Any]) -> Path:
+    summary = read_run(folder.path).summary()
+    folder.write_summary({"seconds": time.monotonic() - began, **summary, **counts})
     return folder.path
 
 
-def closing(run: Path) -> str:
-    """What a finished run has to say: what it did, where it is, and how to look at it."""
+def _seconds_before(run: Path, step: int) -> float:
+    """Seconds that the steps before `step` took, when an earlier process made them."""
+    parts = ("time/step", "time/eval", "time/log")
+    return sum(row.get(part) or 0.0 for row in read_metrics(run) if row["step"] < step for part in parts)
+
+
+def closing_words(run: Path) -> str:
+    """What the command line says of a finished run: what it did, where it is, and how to look at it."""
     rows = [row for row in read_metrics(run) if row["step"] >= 0]
     name, command = ("reward/mean", f"threepo report {run}")
     if name not in rows[0]:
@@ -76,12 +81,6 @@ def closing(run: Path) -> str:
     seconds = read_json(run / SUMMARY)["seconds"]
     what = name.removesuffix("/mean").removeprefix("sft/")
     return f"finished: {run}: {len(rows)} steps in {seconds:.0f} s, {what} {first} -> {last}\nnext: {command}"
-
-
-def _seconds_before(run: Path, step: int) -> float:
-    """Seconds that the steps before `step` took, when an earlier process made them."""
-    parts = ("time/step", "time/eval", "time/log")
-    return sum(row.get(part) or 0.0 for row in read_metrics(run) if row["step"] < step for part in parts)
 
 
 @dataclass(frozen=True)
@@ -286,6 +285,6 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
         posterior.perturb_(policy.model.named_parameters(), draw)
         with atomic_folder(path) as folder:
             policy.save(folder)
-            (folder / "draw.json").write_text(json.dumps(asdict(draw) | {"checkpoint": str(source)}) + "\n")
+            write_json(folder / "draw.json", asdict(draw) | {"checkpoint": str(source)})
         paths.append(path)
     return paths

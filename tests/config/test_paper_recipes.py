@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from threepo.config import AdamWConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
+from threepo.config.records import differences, to_plain
 from threepo.errors import UserError
-from threepo.training.recipe import load
 
 MODELS = {"olmo3_7b": ("allenai/Olmo-3-1025-7B", 1e9), "qwen25_math_7b": ("Qwen/Qwen2.5-Math-7B", 1e10)}
 METHODS = {
@@ -55,7 +56,7 @@ def test_reinforcement_learning_is_the_papers(model: str, method: str) -> None:
         )
 
 
-@pytest.mark.parametrize("method", ["grpo", "c3po"])
+@pytest.mark.parametrize("method", ["grpo", "b3po", "m3po", "c3po"])
 def test_code_is_the_papers(method: str) -> None:
     config = load(TrainConfig, f"paper/olmo3_7b/code_{method}")
     assert (config.data.train, config.data.max_prompt_tokens, config.sampling.max_new_tokens) == (
@@ -63,9 +64,18 @@ def test_code_is_the_papers(method: str) -> None:
         2048,
         2048,
     )
-    assert config.method.draws == {"grpo": 0, "c3po": 4}[method]
+    assert config.method == load(TrainConfig, f"paper/olmo3_7b/{method}").method
     assert config.run.steps == 12_000 // config.data.prompts_per_step, "one epoch"
-    assert round(config.run.steps * config.schedule.warmup_share) == 10
+    assert config.schedule.warmup_share == 0.06
+    assert config.reward.sandbox.backend == "sandbox_fusion"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_entropy_bonus_is_all_that_its_baseline_adds(model: str) -> None:
+    plain, bonus = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/entreg")
+    changed = {name for name, _, _ in differences(to_plain(plain), to_plain(bonus))}
+    assert changed == {"objective.entropy_coefficient", "run.folder"}
+    assert bonus.objective.entropy_coefficient == 1e-3
 
 
 def test_recipes_of_the_other_command_are_refused() -> None:

@@ -1,0 +1,135 @@
+"""What every settings record is made of: checked types, the decorator, and errors of one line.
+
+A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number where a
+number is expected. Of all that pydantic finds wrong, a user gets one line about the first: field, value and fix.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from threepo.errors import UserError
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+Record = TypeVar("Record")
+_adapter: Any = cache(TypeAdapter)
+RECORDS: dict[str, dict[str, Any]] = {}
+"""The records of each table by kind; those of tables without a kind under ""."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def settings(table: str) -> Callable[[type[Record]], type[Record]]:
+    """Make a class the record of a recipe's table; `UserError` for values that cannot be.
+
+    The text under a field is its help; `docs/configuration.md` is generated from it.
+    """
+    config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def decorate(cls: type[Record]) -> type[Record]:
+        record: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
+        make = record.__init__
+
+        def __init__(self: Any, **values: Any) -> None:
+            try:
+                make(self, **values)
+            except ValidationError as error:
+                raise UserError(_explain(error, table)) from None
+
+        record.__init__ = __init__
+        if table:
+            RECORDS.setdefault(table, {})[getattr(record, "kind", "")] = record
+        return record  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
+    """Make a record from plain values; `name` is the table's own for messages, empty for a whole recipe."""
+    try:
+        return _adapter(record).validate_json(json.dumps(table, default=str), strict=True)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise UserError(_explain(error, name)) from None
+
+
+def to_plain(record: Any) -> dict[str, Any]:
+    """A record as nested dictionaries and lists, ready for JSON; `build` reads it back to an equal record."""
+    return _adapter(type(record)).dump_python(record, mode="json")  # type: ignore[no-any-return]
+
+
+def _explain(error: ValidationError, table: str) -> str:
+    """The first mistake: which field, its value, and what it must be."""
+    first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
+        return str(cause)  # two settings that do not go together: it names them
+    name = table
+    for key in first["loc"]:
+        if isinstance(key, int):
+            name += f"[{key}]"
+        elif not (len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]):  # the kind that pydantic has chosen
+            name = f"{name}.{key}" if name else key
+    kind, value = first["type"], shown(first["input"])
+    if kind == "unexpected_keyword_argument":
+        return _unknown(name)
+    if kind == "missing" and name.endswith("]"):
+        return f"{name.rpartition('[')[0]} = {value}: has too few values"
+    if kind == "missing":
+        return f"{name} is missing: set it in the recipe, or on the command line as {name}=..."
+    if name in RECORDS and kind in ("dict_type", "dataclass_type"):
+        return f"{name} = {value}: is a table; write its keys under [{name}]"
+    if kind == "union_tag_invalid":
+        return f"{name}.kind = {shown(first['input']['kind'])}: must be one of {', '.join(map(repr, RECORDS[name]))}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{name} = {value}: {message.replace('a valid array', 'a list').replace('an object', 'a table')}"
+
+
+def _unknown(name: str) -> str:
+    table, _, key = name.rpartition(".")
+    tables = [other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table]
+    records = RECORDS.get(table, {}).values()
+    known = list(dict.fromkeys([f.name for record in records for f in dataclasses.fields(record)] or tables))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {table and f'{table}.'}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown {'key' if table else 'table'} {name}; {hint}"
+
+
+def shown(value: Any) -> str:
+    """A value as TOML writes it: `true` and not `True`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {shown(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def require(condition: bool, name: str, value: Any, fix: str) -> None:
+    """Raise `UserError` about the field `name` unless `condition` holds."""
+    if not condition:
+        raise UserError(f"{name} = {shown(value)}: {fix}")
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two plain configurations differ: the dotted key, and the value in each."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in (*old, *(key for key in new if key not in old)):
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new
+
+
+def first_difference(old: Any, new: Any) -> str:
+    """Where a recorded configuration first differs from the present one, in words; empty if nowhere."""
+    return next((f"{name} = {shown(a)} there, {shown(b)} here" for name, a, b in differences(old, new)), "")
