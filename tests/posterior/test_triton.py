@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from threepo.posterior import kernels, plain
+from threepo.posterior import kernels, torch_kernels
 
 INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_kernels_compute_the_plain_ones_bits() -> None:
+def test_interpreted_kernels_compute_the_torch_ones_bits() -> None:
     # In a process of its own, because Triton decides when it is imported whether it interprets.
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -31,14 +31,14 @@ def test_interpreted_kernels_compute_the_plain_ones_bits() -> None:
 
 
 F32 = "fp32"
-SCALE = (F32,) * 4
+SCALARS = (F32,) * 4
 ROWS = {"row": "i32", "stride": "i32", "rows": "constexpr"}
 ADDRESS = {"start": "i32", "count": "i32", **ROWS, "first": "i64", "second": "i64"}
 SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
     "_normal": ({"out": "*fp32", **ADDRESS}, {(5,): False}),
     "_perturb": (
-        {"out": "*bf16", "mean": "*fp32", "hessian": "*fp32", **ADDRESS, "scale": SCALE, "isotropic": "constexpr"},
-        {(7,): False, (11,): False},
+        {"tensors": ("*bf16", "*fp32", "*fp32"), **ADDRESS, "scalars": SCALARS, "isotropic": "constexpr"},
+        {(5,): False, (9,): False},
     ),
     "_add_noise_times": ({"total": "*fp32", "grad": "*fp16", **ADDRESS}, {(6,): True}),
     "_update": (
@@ -46,9 +46,9 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
             "tensors": ("*fp32", "*bf16", "*fp32", "*fp32", "*bf16", "constexpr"),
             "clipped": "*i64",
             **ADDRESS,
-            "scale": SCALE,
-            "estimate": (F32,) * 7,
-            "move_by": (F32,) * 5,
+            "scalars": SCALARS,
+            "step": (F32,) * 9,
+            "bounds": (F32,) * 3,
             **dict.fromkeys(("estimator", "isotropic", "noisy"), "constexpr"),
         },
         {(0, 5): None, (6,): True, (12,): "price", (13,): False, (14,): True},
@@ -114,8 +114,8 @@ def test_they_are_chosen_for_cuda_tensors_of_their_dtypes() -> None:
         mean, half = torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.bfloat16)
         double, here = torch.empty(8, device="cuda", dtype=torch.float64), torch.empty(8)
     assert kernels.backend(mean, half, None) is triton_kernels
-    assert kernels.backend(mean, double) is plain
-    assert kernels.backend(mean, here) is plain
+    assert kernels.backend(mean, double) is torch_kernels
+    assert kernels.backend(mean, here) is torch_kernels
 
 
 def test_a_triton_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,4 +124,4 @@ def test_a_triton_that_flushes_subnormals_is_not_used(monkeypatch: pytest.Monkey
     with FakeTensorMode():
         mean = torch.empty(8, device="cuda")
     monkeypatch.setattr(triton_kernels, "available", False)
-    assert kernels.backend(mean) is plain
+    assert kernels.backend(mean) is torch_kernels

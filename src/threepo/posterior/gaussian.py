@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
 from threepo.posterior import kernels
+from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operands import Perturb
+from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
-from threepo.posterior.scalars import Scale
 from threepo.types import Draw
 
 FILE_NAME = "posterior.safetensors"
@@ -42,10 +42,9 @@ class GroupSettings:
     """`isotropic`: hess_init takes the Hessian's place in sigma."""
 
     @property
-    def scale(self) -> Scale:
-        """The same as the kernels take it."""
-        isotropic = self.hess_init if self.noise_shape == "isotropic" else None
-        return Scale(self.ess, self.weight_decay, self.noise_scale, isotropic)
+    def scalars(self) -> Scalars:
+        """The same as kernels take it."""
+        return sigma_scalars(vars(self))
 
 
 @dataclass(frozen=True)
@@ -165,10 +164,10 @@ class Posterior:
 
     def write(self, out: torch.Tensor, name: str, mean: torch.Tensor, draw: Draw) -> None:
         """Put the weights of `draw` for the parameter `name` into `out`, which may be the mean, in its dtype."""
-        scale = next(group.scale for group in self.groups if name in group.parameters)
-        if scale.noise_scale:
+        scalars = next(group.scalars for group in self.groups if name in group.parameters)
+        if scalars.noise_scale:
             h = like_parameter(self.hessian[name].to(mean.device), mean)
-            kernels.perturb([Perturb(out, mean, h, noise_key(draw, name), scale)])
+            kernels.run([Perturb(out, mean, h, noise_key(draw, name), scalars)])
         elif out is not mean:
             out.copy_(mean)
 

@@ -20,17 +20,27 @@ from typing import Any, Literal
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior import kernels, parameter_state
-from threepo.posterior.groups import check_group, scale_of, step_numbers
+from threepo.posterior import kernels
+from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
-from threepo.posterior.observations import LastStep, Observations
-from threepo.posterior.operands import Perturb, Seen, State, Update
+from threepo.posterior.operations import Perturb, Scalars, Update
 from threepo.posterior.policy_optimizer import Weights, named_in_groups, total_norm
-from threepo.posterior.scalars import StepNumbers
+from threepo.posterior.state import (
+    LastStep,
+    Observations,
+    check_saved,
+    count_missed,
+    fill,
+    loaded,
+    saved_in_order,
+    updates_of,
+)
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
+"""Name, parameter, group."""
 
 MOST_NORM = 1e18
 """Of gradients: so that sums of them, and of their squares or products with noise, are finite in float32."""
@@ -88,28 +98,15 @@ class IVON(torch.optim.Optimizer):
         seed: int = 0,
         model: torch.nn.Module | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "betas": tuple(betas),
-            "weight_decay": weight_decay,
-            "clip_radius": clip_radius,
-            "estimator": estimator,
-            "debias": debias,
-            "rescale_lr": rescale_lr,
-            "noise_scale": noise_scale,
-            "noise_shape": noise_shape,
-            "learn_hessian": learn_hessian,
-            "master_weights": master_weights,
-            "seed": seed,
-            "step": 0,
-            "draws_made": 0,
-            "skipped_steps": 0,
-        }
+        defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
+        defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
+        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "learn_hessian": learn_hessian}
+        defaults |= {"master_weights": master_weights, "seed": seed, "step": 0, "draws_made": 0, "skipped_steps": 0}
         self._model = model
         self._forget_this_step()
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            warn_of_small_moves(group, stacklevel=2)
         self.trainable()  # makes the state, so that memory runs out here if it does
 
     def _forget_this_step(self) -> None:
@@ -169,11 +166,11 @@ class IVON(torch.optim.Optimizer):
         try:
             self._reshard()
             with torch.no_grad():
-                noisy = [(name, p, p, group) for name, p, group in self.trainable() if group["noise_scale"]]
-                for _, p, *_ in noisy:
+                noisy = [entry for entry in self.trainable() if entry[2]["noise_scale"]]
+                for _, p, _ in noisy:
                     # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
                     self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
-                self._write(noisy, draw)
+                self._write([p for _, p, _ in noisy], noisy, draw)
             yield
         finally:
             self.restore()
@@ -232,18 +229,18 @@ class IVON(torch.optim.Optimizer):
         if draw is None:
             return
         for some in [noisy] if into else [[entry] for entry in noisy]:
-            made = [(name, into[name] if into else torch.empty_like(p), p, group) for name, p, group in some]
+            made = [into[name] if into else torch.empty_like(p) for name, p, _ in some]
             self._refuse_while_perturbed("weights are read")
-            self._write(made, draw)
-            yield from ((name, value) for name, value, *_ in made)
+            self._write(made, some, draw)
+            yield from ((name, value) for (name, *_), value in zip(some, made, strict=True))
 
-    def _write(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, dict[str, Any]]], draw: Draw) -> None:
-        """The weights of a draw, of each (name, where to, parameter, group)."""
-        scales = {id(group): scale_of(group) for *_, group in entries}
-        states = (self.state[p] for _, _, p, _ in entries)
-        kernels.perturb(
-            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scales[id(group)])
-            for (name, out, p, group), state in zip(entries, states, strict=True)
+    def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw) -> None:
+        """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
+        scalars = {id(group): sigma_scalars(group) for *_, group in entries}
+        states = (self.state[p] for _, p, _ in entries)
+        kernels.run(
+            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scalars[id(group)])
+            for out, (name, p, group), state in zip(outs, entries, states, strict=True)
         )
 
     # Learning
@@ -264,22 +261,18 @@ class IVON(torch.optim.Optimizer):
         ]
         if not found:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
-        sparse = [name for name, _, _, grad in found if grad.is_sparse]
-        if sparse:
+        if sparse := [name for name, *_, grad in found if grad.is_sparse]:
             raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
-        seen = self._observed
-        for _, p, _, _ in found:
+        for _, p, *_ in found:
             p.grad = None
-        seen.norm = total_norm([grad for *_, grad in found]) / divisor
-        if seen.rejected or not seen.norm < MOST_NORM:
+        norm = total_norm([grad for *_, grad in found]) / divisor
+        if self._observed.rejected or not norm < MOST_NORM:
             self._observed = Observations(rejected=True)
             return False
-        products = [
-            seen.add(p, grad.float() / divisor if divisor != 1.0 else grad, draw, name, group, cumulative)
-            for name, p, group, grad in found
-        ]
-        kernels.add_noise_times(product for product in products if product is not None)
-        seen.draws.append(draw)
+        if divisor != 1.0:
+            found = [(name, p, group, grad.float() / divisor) for name, p, group, grad in found]
+        self._observed.norm = norm
+        self._observed.add(found, draw, cumulative)
         return True
 
     def discard(self) -> None:
@@ -316,31 +309,35 @@ class IVON(torch.optim.Optimizer):
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
             group["step"] += 1  # its own: a group that was added later is debiased from its own start
+        count_missed(self.state, seen.grad)
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
-        self._last = LastStep(norm * factor)
         self._reshard()
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
-        counts = kernels.update(self._updates(moved, seen, factor))
-        self._last.clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
+        clipped = kernels.run(self._updates(moved, seen, factor))
+        self._last = LastStep(norm * factor, [(p, count) for (_, p, _), count in zip(moved, clipped, strict=True)])
         return loss
 
-    def _updates(
-        self, entries: list[tuple[str, torch.nn.Parameter, dict[str, Any]]], seen: Observations, factor: float
-    ) -> Iterator[Update]:
+    def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
         """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it was used."""
-        shared: dict[tuple[int, int], StepNumbers] = {}
+        shared: dict[tuple[int, int], Scalars] = {}
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
-            which = (id(group), parameter_state.steps_of(state, group))
+            which = (id(group), updates_of(state, group))
             if which not in shared:
-                shared[which] = step_numbers(group, which[1], seen.draws, factor)
-            observed = Seen(
-                seen.grad.pop(p), seen.second.pop(p, None), None if first is None else noise_key(first, name)
+                shared[which] = step_scalars(group, which[1], seen.draws, factor)
+            mean, out = (state["mean"], p) if "mean" in state else (p, None)
+            yield Update(
+                mean,
+                out,
+                state["hessian"],
+                state["momentum"],
+                seen.grad.pop(p),
+                seen.second.pop(p, None),
+                None if first is None else noise_key(first, name),
+                shared[which],
             )
-            mean, copy = (state["mean"], p) if "mean" in state else (p, None)
-            yield Update(State(mean, copy, state["hessian"], state["momentum"]), observed, shared[which])
 
     # State
 
@@ -372,22 +369,22 @@ class IVON(torch.optim.Optimizer):
         shapes differ.
         """
         self._refuse_while_perturbed("state is loaded")
-        parameter_state.check_saved(state_dict, self.param_groups)
+        check_saved(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
-        for saved, p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
+        for saved, p in zip(saved_in_order(state_dict), order, strict=True):
             if saved:
-                self.state[p].update(parameter_state.loaded(saved, p))
+                self.state[p].update(loaded(saved, p))
         with torch.no_grad():
             for _, p, _ in self.trainable():
                 if "mean" in self.state[p]:
                     p.copy_(self.state[p]["mean"])
 
-    def trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
+    def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            parameter_state.fill(self.state[p], p, group)
+            fill(self.state[p], p, group)
         return trainable
 
     def _reshard(self) -> None:

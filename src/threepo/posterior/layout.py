@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threepo.posterior.operands import Place
+from threepo.posterior.operations import Region
 
 
 class Piece(NamedTuple):
-    """Elements that follow each other in the flat local tensor, and lie in equal rows in the flat whole tensor."""
+    """Elements that follow each other in the flat local tensor, and are one region of the flat whole tensor."""
 
     local: slice | None
-    """Where they are in the flat local tensor; None: they are all of it."""
-    place: Place
+    """Which elements of the flat local tensor; None: all."""
+    region: Region
     elements: int
 
 
-def _dtensor_class() -> type | None:
+def _dtensor_class() -> Any:
     if not torch.distributed.is_available():
         return None
     from torch.distributed.tensor import DTensor
@@ -50,11 +50,6 @@ def drop_gathered_copies(model: torch.nn.Module) -> None:
                 module.reshard()
 
 
-def wide(value: torch.Tensor) -> torch.Tensor:
-    """A number in the widest type that its device has."""
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-
-
 def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """A tensor of the parameter's shape, whole on every rank or spread in another way, spread as the parameter is."""
     if not is_dtensor(p):
@@ -71,11 +66,10 @@ def _share_of(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     # torch's distribute_tensor would send it from rank 0, and cannot cut a dimension twice into uneven shards.
     flat, here = tensor.to(p.device).contiguous().view(-1), torch.empty_like(local(p), dtype=tensor.dtype)
     for piece in pieces(p):
-        start, row, stride = piece.place
+        start, row, stride = piece.region
         row = min(row, piece.elements)
         found = flat.as_strided((piece.elements // row, row), (stride, 1), flat.storage_offset() + start)
         here.view(-1)[slice(None) if piece.local is None else piece.local] = found.reshape(-1)
-    assert _DTensor is not None
     like = {"shape": p.shape, "stride": p.stride()}
     return _DTensor.from_local(here, p.device_mesh, p.placements, **like)  # type: ignore[attr-defined, no-any-return]
 
@@ -86,7 +80,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
-    """Sum, in float64, of 0-dim numbers (or their squares) that go with parameters, each rank holding its shard's.
+    """Sum, in float64, of 0-dim numbers (or their squares), each with its parameter: a rank holds its shard's number.
 
     A collective where parameters are sharded: every rank must call.
     """
@@ -96,12 +90,11 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared
         found[_sharding(tensor) if is_dtensor(tensor) else value.device].append(value)
     result = 0.0
     for key, some in found.items():
-        numbers = wide(torch.stack(some))
+        numbers = torch.stack(some)
+        numbers = numbers.to(torch.float32 if numbers.device.type == "mps" else torch.float64)
         total = (numbers.square() if squared else numbers).sum()
         if isinstance(key, tuple):
-            mesh, sharded = key
-            for dim in sharded:
-                torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+            _all_reduce(total, *key)
         result += float(total)
     return result
 
@@ -111,8 +104,8 @@ def sampled(
 ) -> list[torch.Tensor]:
     """Every `every(tensor)`-th element of flat whole tensors, given what this rank holds of them in logical order.
 
-    `values` are tensors, which say where that lies, each with its local elements, flat. A collective where tensors are
-    sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
+    `values` are parameters, which say what lies here, each with the local elements, flat. A collective where parameters
+    are sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
     """
     found, shared = [], defaultdict(list)
     for tensor, here in values:
@@ -122,22 +115,18 @@ def sampled(
             continue
         sample = torch.zeros(len(indices), dtype=here.dtype, device=here.device)
         for piece in pieces(tensor):
-            start, row, stride = piece.place
-            rows, columns = (indices - start) // stride, (indices - start) % stride
-            place = rows * row + columns
-            ours = (indices >= start) & (columns < row) & (place < piece.elements)
-            sample[ours] = (here if piece.local is None else here[piece.local])[place[ours]]
+            start, row, stride = piece.region
+            columns = (indices - start) % stride
+            at = (indices - start) // stride * row + columns
+            ours = (indices >= start) & (columns < row) & (at < piece.elements)
+            sample[ours] = (here if piece.local is None else here[piece.local])[at[ours]]
         found.append(sample)
         shared[_sharding(tensor)].append(sample)
-    for (mesh, sharded), samples in shared.items():
-        # Each element is on one rank of the sharded dimensions, and 0 on the others.
-        total = torch.cat(samples)
-        for dim in sharded:
-            torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-        first = 0
-        for sample in samples:
-            sample.copy_(total[first : first + len(sample)])
-            first += len(sample)
+    for sharding, samples in shared.items():
+        together = torch.cat(samples)
+        _all_reduce(together, *sharding)  # an element is on one rank of the sharded dimensions, and 0 on the others
+        for sample, summed in zip(samples, torch.split(together, [len(s) for s in samples]), strict=True):
+            sample.copy_(summed)
     return found
 
 
@@ -147,14 +136,17 @@ def _sharding(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
     return tensor.device_mesh, sharded  # type: ignore[attr-defined]
 
 
+def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options: Any) -> None:
+    for dim in dims:
+        torch.distributed.all_reduce(tensor, group=mesh.get_group(dim), **options)
+
+
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
-    spread = [tensor for tensor in tensors if is_dtensor(tensor)]
-    meshes: dict[Any, None] = dict.fromkeys(tensor.device_mesh for tensor in spread)  # type: ignore[attr-defined]
+    meshes: dict[Any, None] = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[attr-defined]
     for mesh in meshes:
         failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
-        for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        _all_reduce(failed, mesh, range(mesh.ndim), op=torch.distributed.ReduceOp.MAX)
         here = not failed.item()
     return here
 
@@ -162,7 +154,7 @@ def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
 def pieces(tensor: torch.Tensor) -> list[Piece]:
     """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
     if not is_dtensor(tensor):
-        return [Piece(None, Place(0), tensor.numel())] if tensor.numel() else []
+        return [Piece(None, Region(), tensor.numel())] if tensor.numel() else []
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
@@ -174,15 +166,13 @@ def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...])
     if math.prod(part) == 0:
         return []
     strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
-    start = sum(o * s for o, s in zip(offset, strides, strict=True))
+    starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
     # A row: the last dimension that is cut, and those after it. Without one, or if it is the first, all is one row.
     last = max((d for d in range(len(whole)) if part[d] != whole[d]), default=0)
-    row = math.prod(part[last:])
     # Rows: of the dimensions before it as many as are whole, and one that is cut; one index of the others is one piece.
     first = max((d for d in range(last) if part[d] != whole[d]), default=0)
-    place = (row, strides[last - 1]) if last else ()
-    count = row * math.prod(part[first:last])
-    starts = [start]
+    rows = (math.prod(part[last:]), strides[last - 1]) if last else ()
+    count = math.prod(part[first:])
     for dim in range(first):
         starts = [begin + i * strides[dim] for begin in starts for i in range(part[dim])]
-    return [Piece(slice(i * count, (i + 1) * count), Place(begin, *place), count) for i, begin in enumerate(starts)]
+    return [Piece(slice(i * count, (i + 1) * count), Region(begin, *rows), count) for i, begin in enumerate(starts)]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from threepo.posterior.groups import scale_of
+from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
 from threepo.posterior.kernels import read
 from threepo.posterior.layout import sampled
@@ -36,7 +36,7 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     for (name, p, group), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / group["hess_init"])
         weights.append(torch.full_like(h, p.numel() / len(h)))
-        sigma = scale_of(group).sigma(h)
+        sigma = sigma_scalars(group).sigma(h)
         total = squares.setdefault(layer_kind(name), [0.0, 0.0])
         total[0] += float(sigma.square().mean()) * p.numel()
         total[1] += float(m.square().mean()) * p.numel()
