@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from threepo.posterior import kernels, native, torch_kernels
 from threepo.posterior.kernels import normal
 from threepo.posterior.layout import _box
-from threepo.posterior.noise import BLOCK, noise_key
-from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Normal, Perturb, Region, Scalars, Update
+from threepo.posterior.noise import BLOCK, Key, noise_key
+from threepo.posterior.operations import HESSIAN_RANGE, WHOLE, AddNoiseTimes, Perturb, Region, Scalars, Update
 from threepo.types import Draw
 
 DRAW = Draw(3, 5, 1)
@@ -44,6 +45,13 @@ def sigma(ess: float, weight_decay: float, noise_scale: float, isotropic: float 
     return Scalars(weight_decay, ess, root, noise_scale)
 
 
+def noise(kernels: ModuleType, size: int, key: Key = KEY, region: Region = WHOLE) -> torch.Tensor:
+    """What these kernels add to a mean of 0 with a sigma of 1."""
+    z = torch.zeros(size)
+    kernels.run([Perturb(z, z, torch.ones(size), key, sigma(1.0, 0.0, 1.0), region)])
+    return z
+
+
 def step(estimator: str, scalars: Scalars, **changed: float) -> Scalars:
     """A whole step's, of the mean of four gradients."""
     settings = {
@@ -72,10 +80,7 @@ SCALARS = st.builds(
 @needs_native
 @given(size=SIZES, region=REGIONS)
 def test_compiled_noise_is_the_noise_that_torch_defines(size: int, region: Region) -> None:
-    ours, defined = torch.empty(size), torch.empty(size)
-    native.run([Normal(ours, KEY, region)])
-    torch_kernels.run([Normal(defined, KEY, region)])
-    assert torch.equal(ours, defined)
+    assert torch.equal(noise(native, size, KEY, region), noise(torch_kernels, size, KEY, region))
 
 
 @needs_native
@@ -146,13 +151,12 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     mean, h, g, grad = torch.randn(size), torch.rand(size) + 0.1, torch.randn(size), torch.randn(size)
     results = []
     for module in (native, torch_kernels):
-        m, hessian, momentum, total, z = mean.clone(), h.clone(), g.clone(), g.clone(), torch.empty(size)
-        module.run([Normal(z, KEY, Region(300))])
+        m, hessian, momentum, total = mean.clone(), h.clone(), g.clone(), g.clone()
         module.run([Perturb(m, m, hessian, KEY, sigma(10.0, 0.1, 1.0), Region(300))])
         module.run([AddNoiseTimes(total, grad, KEY, Region(300))])
         scalars = step("price", sigma(10.0, 0.1, 1.0))
         (clipped,) = module.run([Update(m, None, hessian, momentum, grad, None, KEY, scalars, Region(300))])
-        results.append((z, m, hessian, momentum, total, clipped))
+        results.append((m, hessian, momentum, total, clipped))
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
 
@@ -236,10 +240,8 @@ def test_autograd_notices_what_the_kernels_write() -> None:
 def test_noise_of_rows_is_that_of_their_elements_in_the_whole(size: int, region: Region) -> None:
     start, row, stride = region
     elements = torch.tensor([start + i // row * stride + i % row for i in range(size)])
-    whole, rows = torch.empty(int(elements[-1]) + 1), torch.empty(size)
-    torch_kernels.run([Normal(whole, KEY)])
-    torch_kernels.run([Normal(rows, KEY, region)])
-    assert torch.equal(rows, whole[elements])
+    whole = noise(torch_kernels, int(elements[-1]) + 1)
+    assert torch.equal(noise(torch_kernels, size, KEY, region), whole[elements])
 
 
 @given(st.data())

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posterior.test_kernels import KEY, SCALARS, regions, sigma, step
+from posterior.test_kernels import KEY, SCALARS, noise, regions, sigma, step
 from threepo.posterior import torch_kernels, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
-from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Normal, Perturb, Region, Scalars, Update
+from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Perturb, Region, Scalars, Update
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,9 +38,7 @@ def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
 @given(case=CASES)
 def test_noise(case: tuple[int, Region]) -> None:
     size, region = case
-    ours, defined = torch.empty(size), torch.empty(size)
-    triton_kernels.run([Normal(ours, KEY, region)])
-    torch_kernels.run([Normal(defined, KEY, region)])
+    ours, defined = (noise(kernels, size, KEY, region) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
 
 
@@ -64,9 +62,7 @@ def key_for(bits: int) -> Key:
 @pytest.mark.parametrize("low", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
     key = key_for(sign | high << 32 | low)
-    ours, defined = torch.empty(BLOCK), torch.empty(BLOCK)
-    triton_kernels.run([Normal(ours, key, Region(0))])
-    torch_kernels.run([Normal(defined, key, Region(0))])
+    ours, defined = (noise(kernels, BLOCK, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
     radius = defined[0].hypot(defined[BLOCK // 2])
     if high == 0 and sign == 0:
@@ -79,16 +75,12 @@ def test_counters_start_where_the_key_says() -> None:
     block, bits = 2**31 + 7, 1 << 63
     first, second = key_for(bits)
     key = ((first - block * (BLOCK // 2) * _GOLDEN) % 2**64, second)
-    out = torch.empty(BLOCK)
-    triton_kernels.run([Normal(out, key, Region(block * BLOCK))])
-    assert out[0] == 0
+    assert noise(triton_kernels, BLOCK, key, Region(block * BLOCK))[0] == 0
 
 
 @pytest.mark.parametrize("key", [(0, 0), (1, 1), (16, 2**31), (2**32 - 1, 2**63), (2**64 - 1, 2**64 - 2**31)])
 def test_keys_of_any_width(key: Key) -> None:
-    ours, defined = torch.empty(100), torch.empty(100)
-    triton_kernels.run([Normal(ours, key, Region(0))])
-    torch_kernels.run([Normal(defined, key, Region(0))])
+    ours, defined = (noise(kernels, 100, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
 
 
@@ -185,7 +177,7 @@ def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
 
 def test_nothing_to_do_is_no_error() -> None:
     empty = torch.empty(0)
-    triton_kernels.run([Normal(empty, KEY, Region(5))])
+    triton_kernels.run([AddNoiseTimes(empty, empty, KEY, Region(5))])
     scalars = step("none", sigma(1.0, 0.0, 1.0))
     nothing = Update(empty, None, empty, empty, empty, None, None, scalars, Region(5))
     assert triton_kernels.run([nothing]) == [0]

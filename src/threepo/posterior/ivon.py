@@ -20,27 +20,16 @@ from typing import Any, Literal
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior import kernels
+from threepo.posterior import kernels, parameter_state
 from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
+from threepo.posterior.observations import LastStep, Observations
 from threepo.posterior.operations import Perturb, Scalars, Update
-from threepo.posterior.policy_optimizer import Weights, named_in_groups, total_norm
-from threepo.posterior.state import (
-    LastStep,
-    Observations,
-    check_saved,
-    count_missed,
-    fill,
-    loaded,
-    saved_in_order,
-    updates_of,
-)
+from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
-"""Name, parameter, group."""
 
 MOST_NORM = 1e18
 """Of gradients: so that sums of them, and of their squares or products with noise, are finite in float32."""
@@ -256,23 +245,22 @@ class IVON(torch.optim.Optimizer):
         self._refuse_while_perturbed("gradients are observed")
         if not divisor > 0:
             raise RuntimeError(f"observe(divisor={divisor!r}): must be above 0")
-        found = [
-            (name, p, group, like_parameter(p.grad, p)) for name, p, group in self.trainable() if p.grad is not None
-        ]
-        if not found:
+        entries = [entry for entry in self.trainable() if entry[1].grad is not None]
+        if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
-        if sparse := [name for name, *_, grad in found if grad.is_sparse]:
+        grads = [like_parameter(p.grad, p) for _, p, _ in entries if p.grad is not None]
+        if sparse := [name for (name, *_), grad in zip(entries, grads, strict=True) if grad.is_sparse]:
             raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
-        for _, p, *_ in found:
+        for _, p, _ in entries:
             p.grad = None
-        norm = total_norm([grad for *_, grad in found]) / divisor
+        norm = total_norm(grads) / divisor
         if self._observed.rejected or not norm < MOST_NORM:
             self._observed = Observations(rejected=True)
             return False
         if divisor != 1.0:
-            found = [(name, p, group, grad.float() / divisor) for name, p, group, grad in found]
+            grads = [grad.float() / divisor for grad in grads]
         self._observed.norm = norm
-        self._observed.add(found, draw, cumulative)
+        self._observed.add(zip(entries, grads, strict=True), draw, cumulative)
         return True
 
     def discard(self) -> None:
@@ -309,7 +297,7 @@ class IVON(torch.optim.Optimizer):
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
             group["step"] += 1  # its own: a group that was added later is debiased from its own start
-        count_missed(self.state, seen.grad)
+        parameter_state.count_missed(self.state, seen.grad)
         self._count("draws_made", 0)
         norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
         self._reshard()
@@ -324,7 +312,7 @@ class IVON(torch.optim.Optimizer):
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
-            which = (id(group), updates_of(state, group))
+            which = (id(group), parameter_state.updates_of(state, group))
             if which not in shared:
                 shared[which] = step_scalars(group, which[1], seen.draws, factor)
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
@@ -369,12 +357,12 @@ class IVON(torch.optim.Optimizer):
         shapes differ.
         """
         self._refuse_while_perturbed("state is loaded")
-        check_saved(state_dict, self.param_groups)
+        parameter_state.check_saved(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
-        for saved, p in zip(saved_in_order(state_dict), order, strict=True):
+        for saved, p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
             if saved:
-                self.state[p].update(loaded(saved, p))
+                self.state[p].update(parameter_state.loaded(saved, p))
         with torch.no_grad():
             for _, p, _ in self.trainable():
                 if "mean" in self.state[p]:
@@ -384,7 +372,7 @@ class IVON(torch.optim.Optimizer):
         """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            fill(self.state[p], p, group)
+            parameter_state.fill(self.state[p], p, group)
         return trainable
 
     def _reshard(self) -> None:

@@ -7,7 +7,7 @@ the other tensors of an operation have the parameter's shape and placement. Smal
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.layout import is_dtensor, local, pieces
+from threepo.posterior.layout import local, pieces
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operations import AddNoiseTimes, Normal, Operation, Perturb, Region, Update
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
 from threepo.types import Draw
 
 BATCH = 1 << 20
 """Elements that are handed over together, about: enough for every core, few enough that what they were made from (a
 gradient, a copy) is freed soon."""
+_STATE = ("hessian", "momentum", "second")
 _WRITTEN: dict[type, tuple[str, ...]] = {
     Perturb: ("out",),
     AddNoiseTimes: ("second",),
@@ -68,35 +69,39 @@ class _Batch:
     """Operations that wait until there are enough of them, or until one comes that other kernels take."""
 
     def __init__(self) -> None:
-        self.clipped: list[torch.Tensor] = []
+        self.clipped: list[Any] = []
+        """By each Update, summed over its pieces."""
         self._kernels: Any = None
         self._waiting: list[tuple[int, Operation]] = []
-        """With the place in `clipped` that the result is added to."""
+        """With their place in `clipped`."""
         self._elements = 0
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Local tensors, and the contiguous form of each that operations write into."""
 
     def add(self, operation: Operation) -> None:
-        given = {name: value for name, value in operation._asdict().items() if isinstance(value, torch.Tensor)}
-        parameter = given["mean"] if "mean" in given else given["grad"]
-        _check(parameter, given)
-        dense = {name: local(tensor).contiguous() for name, tensor in given.items() if name != "out"}
-        if "out" in given:
-            own = local(given["out"])
-            # It is only written, so a contiguous form of it needs no content.
-            made = own if own.is_contiguous() else torch.empty(own.shape, dtype=own.dtype, device=own.device)
-            dense["out"] = dense["mean"] if given["out"] is parameter else made
-        kernels, index = backend(*dense.values()), len(self.clipped)
-        for piece in pieces(parameter):
+        kind: Any = type(operation)
+        key = kind._fields.index("key")  # the tensors come before it
+        tensors: Any = operation[:key]
+        own = [None if tensor is None else local(tensor) for tensor in tensors]
+        _check(own, kind._fields)
+        dense: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in own]
+        kernels, found = (
+            backend(*dense),
+            pieces(operation.grad if isinstance(operation, AddNoiseTimes) else operation.mean),
+        )
+        for piece in found:
             if kernels is not self._kernels or self._elements + piece.elements > BATCH:
                 self.flush()
             self._kernels = kernels
             self._elements += piece.elements
-            part: Any = {n: t if piece.local is None else t.view(-1)[piece.local] for n, t in dense.items()}
-            self._waiting.append((index, operation._replace(**part, region=piece.region)))
-        if isinstance(operation, Update):
-            self.clipped.append(torch.zeros((), dtype=torch.int64, device=dense["mean"].device))
-        self._written += [(local(given[n]), dense[n]) for n in _WRITTEN[type(operation)] if n in given]
+            part = dense
+            if piece.local is not None:
+                part = [None if tensor is None else tensor.view(-1)[piece.local] for tensor in dense]
+            self._waiting.append((len(self.clipped), kind(*part, *operation[key:-1], piece.region)))
+        if isinstance(operation, Update):  # of which a rank may hold nothing
+            self.clipped.append(0 if found else torch.zeros((), dtype=torch.int64, device=operation.grad.device))
+        names = zip(kind._fields, own, dense, strict=False)
+        self._written += [(tensor, d) for name, tensor, d in names if tensor is not None and name in _WRITTEN[kind]]
 
     def flush(self) -> None:
         waiting, written = self._waiting, self._written
@@ -112,22 +117,23 @@ class _Batch:
         torch.autograd.graph.increment_version([tensor for tensor, _ in written if not tensor.is_inference()])
 
 
-def _check(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
+def _check(own: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
     """The compiled kernels take addresses, so nobody after this would notice."""
-    for name, tensor in given.items():
-        if tensor.shape != parameter.shape or (
-            (is_dtensor(parameter) or is_dtensor(tensor)) and local(tensor).shape != local(parameter).shape
-        ):
-            raise RuntimeError(
-                f"shapes differ: {list(parameter.shape)} and {list(tensor.shape)}, here or in their shards"
-            )
-        if name in ("hessian", "momentum", "second") and tensor.dtype != torch.float32:
+    assert own[0] is not None
+    shape = own[0].shape
+    for name, tensor in zip(names, own, strict=False):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise RuntimeError(f"shapes differ: {list(shape)} and {list(tensor.shape)}, here or in their shards")
+        if name in _STATE and tensor.dtype != torch.float32:
             raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
 
 
 def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
     assert 0 <= start <= stop, f"elements [{start}, {stop}) do not exist"
-    out = torch.empty(stop - start, dtype=torch.float32, device=device)
-    backend(out).run([Normal(out, noise_key(draw, name), Region(start))])
-    return out
+    z, ones = torch.zeros(stop - start, device=device), torch.ones(stop - start, device=device)
+    unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
+    backend(z).run([Perturb(z, z, ones, noise_key(draw, name), unit, Region(start))])
+    return z

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from threepo.posterior.operations import Region
+from threepo.posterior.operations import WHOLE, Region
 
 
 class Piece(NamedTuple):
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 def _dtensor_class() -> Any:
     if not torch.distributed.is_available():
-        return None
+        return ()  # nothing is an instance of it
     from torch.distributed.tensor import DTensor
 
     return DTensor
@@ -32,12 +32,12 @@ _DTensor = _dtensor_class()
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is spread over ranks."""
-    return _DTensor is not None and isinstance(tensor, _DTensor)
+    return isinstance(tensor, _DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if isinstance(tensor, _DTensor) else tensor
 
 
 def drop_gathered_copies(model: torch.nn.Module) -> None:
@@ -154,7 +154,7 @@ def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
 def pieces(tensor: torch.Tensor) -> list[Piece]:
     """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
     if not is_dtensor(tensor):
-        return [Piece(None, Region(), tensor.numel())] if tensor.numel() else []
+        return [Piece(None, WHOLE, tensor.numel())] if tensor.numel() else []
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]

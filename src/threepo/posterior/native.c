@@ -229,21 +229,6 @@ __attribute__((visibility("default"))) int threepo_native_version(void)
     return 4;
 }
 
-/* out = z. */
-EXPORT void threepo_normal(Work *work)
-{
-    float z[BLOCK];
-    for (int64_t first, count, end; take(work, &first, &count);)
-        for (const Operation *op = work->operations; count > 0; op++, first = 0) {
-            op = next_operation(op, &first, &count, &end);
-            int64_t in_z = -1;
-            for (int inside, part; first < end; first += part) {
-                part = next_part(op, first, end, z, &in_z, &inside);
-                memcpy((float *)op->out + first, z + inside, (size_t)part * sizeof(float));
-            }
-        }
-}
-
 /* out = mean + sigma z. */
 EXPORT void threepo_perturb(Work *work)
 {

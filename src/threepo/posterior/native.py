@@ -6,6 +6,7 @@ Optional (see threepo.compiled): without the library `takes` declines everything
 import ctypes
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from threepo.posterior.operations import (
     ESTIMATE_BOUND,
     HESSIAN_RANGE,
     AddNoiseTimes,
-    Normal,
     Operation,
     Perturb,
     Scalars,
@@ -25,7 +25,7 @@ from threepo.posterior.operations import (
 LIBRARY = Library(
     Path(__file__).with_name("_native.so"), version=4, slower="drawing weights and IVON's steps take 8 times as long"
 )
-_FUNCTIONS = {Normal: "normal", Perturb: "perturb", AddNoiseTimes: "add_noise_times", Update: "update"}
+_FUNCTIONS = {Perturb: "perturb", AddNoiseTimes: "add_noise_times", Update: "update"}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ESTIMATORS = {"none": 0, "price": 1, "gradsq": 2}
 _SERIAL = 1 << 16
@@ -63,27 +63,25 @@ def takes(*tensors: torch.Tensor | None) -> bool:
 
 def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
     """See torch_kernels.run; all operations are of one kind."""
-    scalars: dict[Scalars, _Scalars] = {}  # many operations have the same
+    kind, fields = type(operations[0]), operations[0]._fields
+    pick = itemgetter(*(fields.index(name) if name in fields else -1 for name in (*_TENSORS, "scalars")))
+    made: dict[int, _Scalars] = {}  # many operations have the same
     packed, total = [], 0
     for operation in operations:
-        fields = operation._asdict()
-        tensors = [fields.get(name) for name in _TENSORS]
-        count = next(tensor.numel() for tensor in tensors if tensor is not None)
+        *tensors, scalars = pick((*operation, None))
+        mean, out, _, _, grad, _ = tensors
+        count = (mean if grad is None else grad).numel()
         total += count
-        given, address = fields.get("scalars"), 0
-        if given is not None:
-            if given not in scalars:
-                bounds = (ESTIMATE_BOUND, *HESSIAN_RANGE, _ESTIMATORS[given.estimator])
-                scalars[given] = _Scalars(*given[:-1], *bounds)
-            address = ctypes.addressof(scalars[given])
-        pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        dtypes = (0 if fields.get(name) is None else _DTYPES[fields[name].dtype] for name in ("mean", "out", "grad"))
-        packed.append(
-            _OPERATION.pack(*(operation.key or (0, 0)), *operation.region, count, *pointers, address, *dtypes, 0)
-        )
+        if scalars is not None and id(scalars) not in made:
+            bounds = (ESTIMATE_BOUND, *HESSIAN_RANGE, _ESTIMATORS[scalars.estimator])
+            made[id(scalars)] = _Scalars(*scalars[:-1], *bounds)
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        address = 0 if scalars is None else ctypes.addressof(made[id(scalars)])
+        dtypes = [0 if tensor is None else _DTYPES[tensor.dtype] for tensor in (mean, out, grad)]
+        key = operation.key or (0, 0)
+        packed.append(_OPERATION.pack(*key, *operation.region, count, *pointers, address, *dtypes, 0))
     clipped = (ctypes.c_int64 * len(packed))()
     work = _Work(operations=b"".join(packed), count=total, clipped=clipped)
     threads = min(torch.get_num_threads(), -(-total // _SERIAL))
-    kind = type(operations[0])
     LIBRARY.call(f"threepo_{_FUNCTIONS[kind]}", work, threads)
     return list(torch.tensor(list(clipped)).unbind()) if kind is Update else []

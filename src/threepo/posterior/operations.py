@@ -30,6 +30,9 @@ class Region(NamedTuple):
     stride: int = 1 << 62
 
 
+WHOLE = Region()
+
+
 class Scalars(NamedTuple):
     """The numbers of an operation, in the order in which the compiled kernels take them. Only a step needs all."""
 
@@ -68,14 +71,6 @@ class Scalars(NamedTuple):
         return torch.full_like(root, self.noise_scale).div_(root)  # torch's number / tensor is number * reciprocal
 
 
-class Normal(NamedTuple):
-    """out = z."""
-
-    out: torch.Tensor
-    key: Key
-    region: Region = Region()
-
-
 class Perturb(NamedTuple):
     """out = mean + sigma * z, added in float32 (float64 if `mean` is) and rounded once to the dtype of `out`."""
 
@@ -85,7 +80,7 @@ class Perturb(NamedTuple):
     hessian: torch.Tensor
     key: Key
     scalars: Scalars
-    region: Region = Region()
+    region: Region = WHOLE
 
 
 class AddNoiseTimes(NamedTuple):
@@ -95,7 +90,7 @@ class AddNoiseTimes(NamedTuple):
     """float32."""
     grad: torch.Tensor
     key: Key
-    region: Region = Region()
+    region: Region = WHOLE
 
 
 class Update(NamedTuple):
@@ -114,7 +109,7 @@ class Update(NamedTuple):
     key: Key | None
     """Noise key of that one draw."""
     scalars: Scalars
-    region: Region = Region()
+    region: Region = WHOLE
 
 
-Operation = Normal | Perturb | AddNoiseTimes | Update
+Operation = Perturb | AddNoiseTimes | Update

@@ -13,7 +13,6 @@ from threepo.posterior.operations import (
     ESTIMATE_BOUND,
     HESSIAN_RANGE,
     AddNoiseTimes,
-    Normal,
     Operation,
     Perturb,
     Region,
@@ -32,9 +31,6 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
 
 def _run(operation: Operation) -> torch.Tensor | None:
     match operation:
-        case Normal(out, key, region):
-            for part, z in _noise(key, region, out.numel(), out.device):
-                out.view(-1)[part] = z
         case Perturb(out, mean, hessian, key, scalars, region):
             out, mean, hessian = out.view(-1), mean.view(-1), hessian.view(-1)
             for part, z in _noise(key, region, len(mean), mean.device):

@@ -14,8 +14,8 @@ What the same bits ask of the compiler, besides the order of the operations:
 
 Not yet run on a GPU. Tested so far (tests/posterior/test_triton.py): the kernels in Triton's interpreter, bit for bit;
 and the PTX they compile to, with Triton 3.6, 3.7 and 3.9, which has only instructions that round so. On a GPU, compare
-first with torch_kernels.py on a CPU: Normal (fusion, sqrt_rn), Perturb with a noise_scale that is no power of two and
-an ess of 1 at the lowest Hessian (div_rn, subnormals), then Update. The interpreter computes with NumPy, which never
+first with torch_kernels.py on a CPU: Perturb with a noise_scale that is no power of two and an ess of 1 at the lowest
+Hessian (fusion, sqrt_rn, div_rn, subnormals), then Update. The interpreter computes with NumPy, which never
 fuses, rounds `sqrt` and `/` correctly and keeps subnormals, so it would notice none of the three. A NaN, which no
 finite gradient makes, may have another payload on a GPU.
 """
@@ -38,7 +38,6 @@ from threepo.posterior.operations import (
     ESTIMATE_BOUND,
     HESSIAN_RANGE,
     AddNoiseTimes,
-    Normal,
     Operation,
     Perturb,
     Update,
@@ -88,27 +87,16 @@ def _block_normals(block, first, second):
     u_bits = u.to(tl.int32, bitcast=True)
     exponent = (u_bits - 0x3F3504F3) >> 23
     v = (u_bits - exponent * 8388608).to(tl.float32, bitcast=True) - 1.0
-    log = v * -0.076345004 + 0.12761582
-    log = log * v + -0.13160183
-    log = log * v + 0.14201757
-    log = log * v + -0.16623357
-    log = log * v + 0.20001227
-    log = log * v + -0.25000820
-    log = log * v + 0.33333331
+    log = (((v * -0.076345004 + 0.12761582) * v - 0.13160183) * v + 0.14201757) * v - 0.16623357
+    log = ((log * v + 0.20001227) * v - 0.25000820) * v + 0.33333331
     squared = v * v
     log = log * v * squared - squared * 0.5 + v
     radius = tl.sqrt_rn((exponent.to(tl.float32) * 0.69314718 + log) * -2.0)
     # copysign, also of zeros: the root of -0 is -0, and some versions negate by subtracting from +0.
     radius = tl.abs(radius) * tl.where(wide < 0, -1.0, 1.0)
     q = x * x
-    sine = q * 2.6089324e-06 + -0.00019811112
-    sine = sine * q + 0.008333088
-    sine = sine * q + -0.16666660
-    sine = sine * q * x + x
-    cosine = q * 2.3194384e-05 + -0.0013855927
-    cosine = cosine * q + 0.041663989
-    cosine = cosine * q + -0.49999932
-    cosine = cosine * q + 1.0
+    sine = (((q * 2.6089324e-06 - 0.00019811112) * q + 0.008333088) * q - 0.16666660) * q * x + x
+    cosine = (((q * 2.3194384e-05 - 0.0013855927) * q + 0.041663989) * q - 0.49999932) * q + 1.0
     return radius * cosine, radius * sine
 
 
@@ -177,14 +165,6 @@ def _precision_root(h, scalars, isotropic: tl.constexpr):
 
 def _kernel(function: Any) -> Any:
     return triton.jit(function, do_not_specialize=_KEY)
-
-
-@_kernel
-def _normal(out, start, count, row, stride, rows: tl.constexpr, first, second):
-    block, low, high = _at(start, row, stride, rows)
-    z_low, z_high = _block_normals(block, first, second)
-    _store(out, low, count, z_low)
-    _store(out, high, count, z_high)
 
 
 @_jit
@@ -270,8 +250,6 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
 def _run(operation: Operation) -> torch.Tensor | None:
     clipped = None
     match operation:
-        case Normal(out):
-            _launch(_normal, operation, out, (out,))
         case Perturb(out, mean, hessian, _, n):
             _launch(_perturb, operation, mean, ((out, mean, hessian),), n[:4], n.fixed_root > 0)
         case AddNoiseTimes(total, grad):

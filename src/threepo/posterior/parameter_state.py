@@ -1,0 +1,72 @@
+"""What IVON holds for one parameter, in `IVON.state[p]`.
+
+`hessian`, `momentum` and, for a parameter of low precision, `mean` (a float32 master) have the parameter's shape.
+`missed_steps` counts the steps of its group in which it had no gradient: 0-dim, on the CPU, float32 like the step of
+torch's own optimizers. The momentum is debiased by the other steps, those that updated it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from threepo.errors import UserError
+from threepo.posterior.policy_optimizer import named_in_groups, plain_name
+
+
+def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
+    """Make what is missing of a parameter's state; tensors have its shape and placement and are float32."""
+    if "hessian" not in state:
+        zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
+        state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
+        state["missed_steps"] = torch.tensor(float(group["step"]))
+    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
+        state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
+
+
+def count_missed(states: Mapping[torch.Tensor, dict[str, Any]], moved: Mapping[torch.Tensor, object]) -> None:
+    """Count a step for the parameters that are not moved in it."""
+    for p, state in states.items():
+        if p not in moved:
+            state["missed_steps"] += 1
+
+
+def updates_of(state: dict[str, Any], group: dict[str, Any]) -> int:
+    """Steps that have updated the parameter's momentum, the current one included."""
+    return int(group["step"]) - int(state["missed_steps"])
+
+
+def missed_steps(saved: Mapping[str, Any]) -> torch.Tensor:
+    """The count in saved state. Older versions saved the first step of late parameters, counted from 1, or nothing."""
+    missed = saved.get("missed_steps", saved.get("first_step", torch.tensor(1.0)) - 1)
+    return missed.detach().to("cpu", torch.float32, copy=True)  # type: ignore[no-any-return]
+
+
+def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A copy of a parameter's saved state, in float32 whatever its dtype is (torch would cast it to that)."""
+    tensors = {name: value.detach() for name, value in saved.items() if name not in ("missed_steps", "first_step")}
+    copies = {name: value.to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
+    return copies | {"missed_steps": missed_steps(saved)}
+
+
+def saved_in_order(state_dict: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """What an optimizer's `state_dict` holds of every parameter; empty where nothing."""
+    return [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def check_saved(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
+    """Raise `UserError` if saved state is not IVON's, or of other parameters or another order of them."""
+    if any("hess_init" not in group for group in state_dict["param_groups"]):
+        raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
+    own = named_in_groups(param_groups)
+    names = [plain_name(name) for group in state_dict["param_groups"] for name in group.get("param_names", ())]
+    # Where they differ in number, torch says so.
+    for saved, (name, _, group) in zip(names, own, strict=False):
+        if "param_names" in group and saved != name:
+            raise UserError(f"IVON state: holds {saved!r} where this optimizer has {name!r}; give it the same order")
+    for state, (name, p, _) in zip(saved_in_order(state_dict), own, strict=False):
+        if "hessian" in state and state["hessian"].shape != p.shape:
+            raise UserError(
+                f"IVON state: {name!r} has shape {list(state['hessian'].shape)} there, {list(p.shape)} here; "
+                f"it belongs to another model"
+            )
