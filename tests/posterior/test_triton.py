@@ -46,11 +46,10 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
             "clipped": "*i64",
             **ADDRESS,
             "scalars": SCALARS,
-            "step": (F32,) * 9,
-            "bounds": (F32,) * 3,
+            "step": (F32,) * 12,
             **dict.fromkeys(("estimator", "isotropic", "noisy"), "constexpr"),
         },
-        {(0, 5): None, (6,): True, (12,): "price", (13,): False, (14,): True},
+        {(0, 5): None, (6,): True, (11,): "price", (12,): False, (13,): True},
     ),
 }
 

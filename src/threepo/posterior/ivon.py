@@ -24,7 +24,7 @@ from threepo.posterior import kernels, parameter_state
 from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
-from threepo.posterior.observations import LastStep, Observations
+from threepo.posterior.observations import Observations
 from threepo.posterior.operations import Perturb, Scalars, Update
 from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
 from threepo.types import Draw
@@ -102,7 +102,10 @@ class IVON(torch.optim.Optimizer):
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = Observations()
-        self._last: LastStep | None = None
+        self._norm = 0.0
+        """Of the last step's gradient."""
+        self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters moved in the last step, and how many of their local coordinates were clipped."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps state and param_groups alone."""
@@ -266,7 +269,7 @@ class IVON(torch.optim.Optimizer):
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
         self._observed = Observations()  # the count of draws goes on: the step's address has not changed
-        self._last = None
+        self._norm, self._clipped = 0.0, []
         self.zero_grad(set_to_none=True)
         self._count("skipped_steps", self.skipped_steps + 1)
 
@@ -299,11 +302,11 @@ class IVON(torch.optim.Optimizer):
             group["step"] += 1  # its own: a group that was added later is debiased from its own start
         parameter_state.count_missed(self.state, seen.grad)
         self._count("draws_made", 0)
-        norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
+        self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
-        clipped = kernels.run(self._updates(moved, seen, factor))
-        self._last = LastStep(norm * factor, [(p, count) for (_, p, _), count in zip(moved, clipped, strict=True)])
+        counts = kernels.run(self._updates(moved, seen, factor))
+        self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
@@ -316,16 +319,9 @@ class IVON(torch.optim.Optimizer):
             if which not in shared:
                 shared[which] = step_scalars(group, which[1], seen.draws, factor)
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
-            yield Update(
-                mean,
-                out,
-                state["hessian"],
-                state["momentum"],
-                seen.grad.pop(p),
-                seen.second.pop(p, None),
-                None if first is None else noise_key(first, name),
-                shared[which],
-            )
+            sums = (seen.grad.pop(p), seen.second.pop(p, None))
+            key = None if first is None else noise_key(first, name)
+            yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, shared[which])
 
     # State
 
@@ -334,14 +330,9 @@ class IVON(torch.optim.Optimizer):
 
         With sharded parameters every rank must call it: the share is summed over the shards.
         """
-        last = self._last or LastStep(0.0)
-        clipped = sum_over_shards(last.clipped)
-        count = sum(p.numel() for p, _ in last.clipped)
-        return {
-            "optimizer/grad_norm": last.grad_norm,
-            "posterior/clipped_share": clipped / max(count, 1),
-            "optimizer/skipped_steps": float(self.skipped_steps),
-        }
+        share = sum_over_shards(self._clipped) / max(sum(p.numel() for p, _ in self._clipped), 1)
+        metrics = {"optimizer/grad_norm": self._norm, "posterior/clipped_share": share}
+        return metrics | {"optimizer/skipped_steps": float(self.skipped_steps)}
 
     def state_dict(self) -> dict[str, Any]:
         """All state, with the mean in the parameters; refused while weights are perturbed or a step is half done."""
@@ -360,7 +351,7 @@ class IVON(torch.optim.Optimizer):
         parameter_state.check_saved(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
-        for saved, p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
+        for (_, saved), p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
             if saved:
                 self.state[p].update(parameter_state.loaded(saved, p))
         with torch.no_grad():

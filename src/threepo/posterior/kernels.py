@@ -50,11 +50,6 @@ def backend(*tensors: torch.Tensor | None) -> Any:
     return torch_kernels
 
 
-def read(tensor: torch.Tensor) -> torch.Tensor:
-    """The local elements of a tensor, flat and in logical order, for reading."""
-    return local(tensor.detach()).contiguous().view(-1)
-
-
 @torch.no_grad()
 def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     """Do operations of one kind. Returns how many coordinates each Update clipped on this rank, 0-dim int64."""

@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 
 from threepo.compiled import Library
-from threepo.posterior.operations import (
-    ESTIMATE_BOUND,
-    HESSIAN_RANGE,
-    AddNoiseTimes,
-    Operation,
-    Perturb,
-    Scalars,
-    Update,
-)
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Scalars, Update
 
 LIBRARY = Library(
     Path(__file__).with_name("_native.so"), version=4, slower="drawing weights and IVON's steps take 8 times as long"
@@ -39,7 +31,6 @@ _TENSORS = ("mean", "out", "hessian", "momentum", "grad", "second")
 class _Scalars(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in Scalars._fields[:-1]),
-        *((name, ctypes.c_float) for name in ("estimate_bound", "hessian_low", "hessian_high")),
         ("estimator", ctypes.c_int32),
     )
 
@@ -73,8 +64,7 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
         count = (mean if grad is None else grad).numel()
         total += count
         if scalars is not None and id(scalars) not in made:
-            bounds = (ESTIMATE_BOUND, *HESSIAN_RANGE, _ESTIMATORS[scalars.estimator])
-            made[id(scalars)] = _Scalars(*scalars[:-1], *bounds)
+            made[id(scalars)] = _Scalars(*scalars[:-1], _ESTIMATORS[scalars.estimator])
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         address = 0 if scalars is None else ctypes.addressof(made[id(scalars)])
         dtypes = [0 if tensor is None else _DTYPES[tensor.dtype] for tensor in (mean, out, grad)]

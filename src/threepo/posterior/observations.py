@@ -68,12 +68,3 @@ class Observations:
             self.second[p].add_(grad.float().square())
             return None
         return None if draw is None else AddNoiseTimes(self.second[p], grad, noise_key(draw, name))
-
-
-@dataclass
-class LastStep:
-    """What there is to report of a step."""
-
-    grad_norm: float
-    clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""

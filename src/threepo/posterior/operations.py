@@ -56,6 +56,9 @@ class Scalars(NamedTuple):
     clip_radius: float = 0.0
     step_size: float = 0.0
     """lr, times (h0 + delta) when the learning rate is rescaled."""
+    estimate_bound: float = ESTIMATE_BOUND
+    hessian_low: float = HESSIAN_RANGE[0]
+    hessian_high: float = HESSIAN_RANGE[1]
     estimator: Literal["none", "price", "gradsq"] = "none"
     """`none`: keep the Hessian, because no noise was there to learn it from."""
 

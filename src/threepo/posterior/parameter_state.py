@@ -49,24 +49,25 @@ def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torc
     return copies | {"missed_steps": missed_steps(saved)}
 
 
-def saved_in_order(state_dict: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """What an optimizer's `state_dict` holds of every parameter; empty where nothing."""
-    return [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
+def saved_in_order(state_dict: dict[str, Any]) -> list[tuple[str | None, dict[str, torch.Tensor]]]:
+    """Every parameter's name, where there are names, and state in an optimizer's `state_dict`; empty where none."""
+    found: list[tuple[str | None, dict[str, torch.Tensor]]] = []
+    for group in state_dict["param_groups"]:
+        names = group.get("param_names") or [None] * len(group["params"])
+        found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]
+    return found
 
 
 def check_saved(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
     """Raise `UserError` if saved state is not IVON's, or of other parameters or another order of them."""
     if any("hess_init" not in group for group in state_dict["param_groups"]):
         raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
-    own = named_in_groups(param_groups)
-    names = [plain_name(name) for group in state_dict["param_groups"] for name in group.get("param_names", ())]
     # Where they differ in number, torch says so.
-    for saved, (name, _, group) in zip(names, own, strict=False):
-        if "param_names" in group and saved != name:
+    for (saved, state), (name, p, group) in zip(
+        saved_in_order(state_dict), named_in_groups(param_groups), strict=False
+    ):
+        if saved and "param_names" in group and plain_name(saved) != name:
             raise UserError(f"IVON state: holds {saved!r} where this optimizer has {name!r}; give it the same order")
-    for state, (name, p, _) in zip(saved_in_order(state_dict), own, strict=False):
         if "hessian" in state and state["hessian"].shape != p.shape:
-            raise UserError(
-                f"IVON state: {name!r} has shape {list(state['hessian'].shape)} there, {list(p.shape)} here; "
-                f"it belongs to another model"
-            )
+            there, here = list(state["hessian"].shape), list(p.shape)
+            raise UserError(f"IVON state: {name!r} has shape {there} there, {here} here; it belongs to another model")

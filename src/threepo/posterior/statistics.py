@@ -7,8 +7,7 @@ import torch
 
 from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import read
-from threepo.posterior.layout import sampled
+from threepo.posterior.layout import local, sampled
 
 SAMPLE = 4096
 """Elements read per parameter, about: evenly spaced, the same ones every time."""
@@ -73,7 +72,8 @@ def sigma_growth(optimizer: IVON) -> dict[str, float]:
 
 def _sample(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Of tensors that go with parameters, float32 and on the CPU; a collective where parameters are sharded."""
-    return [sample.float().cpu() for sample in sampled(((p, read(tensor)) for p, tensor in pairs), _stride)]
+    found = sampled(((p, local(tensor.detach()).contiguous().view(-1)) for p, tensor in pairs), _stride)
+    return [sample.float().cpu() for sample in found]
 
 
 def _stride(p: torch.Tensor) -> int:

@@ -8,20 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from threepo.posterior.noise import BLOCK, CHUNK, Key, normal_chunks
-from threepo.posterior.operations import (
-    ESTIMATE_BOUND,
-    HESSIAN_RANGE,
-    AddNoiseTimes,
-    Operation,
-    Perturb,
-    Region,
-    Scalars,
-    Update,
-)
-
-_LONG_ROW = 8 * BLOCK
-"""Rows shorter than this are made several at a time, together with the noise that lies between them."""
+from threepo.posterior.noise import CHUNK, Key, normal_chunks
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
 
 
 def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
@@ -50,20 +38,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(key: Key, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Noise of a region's `count` elements in parts: which elements, and theirs, valid until the next part."""
+    """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is made in vain."""
     start, row, stride = region
-    if count <= row or row >= _LONG_ROW:
-        for first in range(0, count, row):
-            begin = start + first // row * stride
-            for offset, z in normal_chunks(key, begin, begin + min(row, count - first), device):
-                yield slice(first + offset, first + offset + len(z)), z
-        return
-    rows, rest = divmod(count, row)
-    stop = start + rows * stride + rest if rest else start + (rows - 1) * stride + row
+    stop = start + (count - 1) // row * stride + (count - 1) % row + 1
     first = 0
     for offset, z in normal_chunks(key, start, stop, device):
-        columns = torch.arange(offset, offset + len(z), device=device) % stride
-        z = z[columns < row]
+        if count > row:
+            z = z[torch.arange(offset, offset + len(z), device=device) % stride < row]
         yield slice(first, first + len(z)), z
         first += len(z)
 
@@ -96,9 +77,9 @@ def _update_part(
     if moment is not None:
         # The estimate f and the correction use the old Hessian.
         f = (moment * n.precision_root(h) if n.estimator == "price" else moment) * n.estimate_factor
-        f.clamp_(-ESTIMATE_BOUND, ESTIMATE_BOUND)
+        f.clamp_(-n.estimate_bound, n.estimate_bound)
         retraction = (h - f).square_().div_(h + n.weight_decay).mul_(n.retraction_weight)
-        h.mul_(n.beta2).add_(f.mul_(n.estimate_weight)).add_(retraction).clamp_(*HESSIAN_RANGE)
+        h.mul_(n.beta2).add_(f.mul_(n.estimate_weight)).add_(retraction).clamp_(n.hessian_low, n.hessian_high)
     mean = _wide(m)
     move = (mean * n.weight_decay).add_(g * n.momentum_factor).div_(h + n.weight_decay)
     clipped = (move.abs() > n.clip_radius).sum()

@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,23 +35,15 @@ import triton
 import triton.language as tl
 
 from threepo.posterior.noise import BLOCK, _signed
-from threepo.posterior.operations import (
-    ESTIMATE_BOUND,
-    HESSIAN_RANGE,
-    AddNoiseTimes,
-    Operation,
-    Perturb,
-    Update,
-)
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = tl.constexpr(BLOCK)
 _PAIRS = tl.constexpr(BLOCK // 2)
 _ANGLE = tl.constexpr(math.pi * 2.0**-32)
-_KEY = ["first", "second"]
-"""Never specialized: a key is as good as random, and those divisible by 16 would be compiled once more."""
-
 _jit: Any = triton.jit
+# A key is as good as random, and those divisible by 16 would be compiled once more.
+_kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 
 
 def _options() -> dict[str, bool]:
@@ -163,10 +156,6 @@ def _precision_root(h, scalars, isotropic: tl.constexpr):
     return tl.zeros_like(h) + fixed_root if isotropic else tl.sqrt_rn((h + weight_decay) * ess)
 
 
-def _kernel(function: Any) -> Any:
-    return triton.jit(function, do_not_specialize=_KEY)
-
-
 @_jit
 def _perturb_half(tensors, at, count, z, scalars, isotropic: tl.constexpr):
     out, mean, hessian = tensors
@@ -193,12 +182,12 @@ def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr,
 
 
 @_jit
-def _update_half(tensors, at, count, z, scalars, step, bounds, estimator: tl.constexpr, isotropic: tl.constexpr):
+def _update_half(tensors, at, count, z, scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr):
     """Update these elements; returns which of them were clipped."""
     mean, out, hessian, momentum, grad, second_sum = tensors
     weight_decay, _, _, _ = scalars
-    beta1, grad_weight, beta2, estimate_weight, retraction_weight, factor, momentum_factor, clip_radius, size = step
-    estimate_bound, hessian_low, hessian_high = bounds
+    beta1, grad_weight, beta2, estimate_weight, retraction_weight, estimate_factor = step[:6]
+    momentum_factor, clip_radius, step_size, estimate_bound, hessian_low, hessian_high = step[6:]
     m, h, x = _load(mean, at, count), _load(hessian, at, count), _load(grad, at, count)
     g = _load(momentum, at, count) * beta1 + x * grad_weight
     _store(momentum, at, count, g)
@@ -211,14 +200,14 @@ def _update_half(tensors, at, count, z, scalars, step, bounds, estimator: tl.con
             moment = x * x
         if estimator == "price":
             moment *= _precision_root(h, scalars, isotropic)
-        f = _clamp(moment * factor, -estimate_bound, estimate_bound)
+        f = _clamp(moment * estimate_factor, -estimate_bound, estimate_bound)
         gap = h - f
         retraction = tl.div_rn(gap * gap, h + weight_decay) * retraction_weight
         h = _clamp(h * beta2 + f * estimate_weight + retraction, hessian_low, hessian_high)
         _store(hessian, at, count, h)
     move = tl.div_rn(m * weight_decay + g * momentum_factor, h + weight_decay)
     clipped = (tl.abs(move) > clip_radius) & (at >= 0) & (at < count)
-    m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * size, mean)
+    m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * step_size, mean)
     tl.store(mean + at, m, mask=(at >= 0) & (at < count))
     if out is not None:
         _store(out, at, count, _wide(m))
@@ -228,15 +217,15 @@ def _update_half(tensors, at, count, z, scalars, step, bounds, estimator: tl.con
 @_kernel
 def _update(
     tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second,
-    scalars, step, bounds, estimator: tl.constexpr, isotropic: tl.constexpr, noisy: tl.constexpr,
+    scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr, noisy: tl.constexpr,
 ):  # fmt: skip
     block, low, high = _at(start, row, stride, rows)
     if noisy:
         z_low, z_high = _block_normals(block, first, second)
     else:
         z_low, z_high = 0.0, 0.0
-    here = _update_half(tensors, low, count, z_low, scalars, step, bounds, estimator, isotropic)
-    here += _update_half(tensors, high, count, z_high, scalars, step, bounds, estimator, isotropic)
+    here = _update_half(tensors, low, count, z_low, scalars, step, estimator, isotropic)
+    here += _update_half(tensors, high, count, z_high, scalars, step, estimator, isotropic)
     total = tl.sum(here)
     # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
@@ -259,8 +248,8 @@ def _run(operation: Operation) -> torch.Tensor | None:
             assert key is not None or not noisy, "the price estimator needs the draw's noise"
             clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
             tensors = (mean, out, hessian, momentum, grad, second)
-            scalars = (n[:4], n[4:13], (ESTIMATE_BOUND, *HESSIAN_RANGE))
-            _launch(_update, operation, mean, (tensors, clipped), *scalars, n.estimator, n.fixed_root > 0, noisy)
+            options = (n.estimator, n.fixed_root > 0, noisy)
+            _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], *options)
     return clipped
 
 
