@@ -3,9 +3,12 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from threepo.posterior.operations import WHOLE, Region
 
@@ -19,35 +22,21 @@ class Piece(NamedTuple):
     elements: int
 
 
-def _dtensor_class() -> Any:
-    if not torch.distributed.is_available():
-        return ()  # nothing is an instance of it
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
-_DTensor = _dtensor_class()
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is spread over ranks."""
-    return isinstance(tensor, _DTensor)
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
-    return tensor.to_local() if isinstance(tensor, _DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def drop_gathered_copies(model: torch.nn.Module) -> None:
     """Reshard FSDP2 modules that a forward pass left gathered: their copies do not see what is written into shards."""
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -55,28 +44,13 @@ def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(p):
         return tensor
     if not is_dtensor(tensor):
-        return _share_of(tensor, p)
-    if tensor.placements == p.placements:  # type: ignore[attr-defined]
-        return tensor
-    return tensor.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined, no-any-return]
-
-
-def _share_of(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank of a tensor that is whole on every rank, as a DTensor like `p`."""
-    # torch's distribute_tensor would send it from rank 0, and cannot cut a dimension twice into uneven shards.
-    flat, here = tensor.to(p.device).contiguous().view(-1), torch.empty_like(local(p), dtype=tensor.dtype)
-    for piece in pieces(p):
-        start, row, stride = piece.region
-        row = min(row, piece.elements)
-        found = flat.as_strided((piece.elements // row, row), (stride, 1), flat.storage_offset() + start)
-        here.view(-1)[slice(None) if piece.local is None else piece.local] = found.reshape(-1)
-    like = {"shape": p.shape, "stride": p.stride()}
-    return _DTensor.from_local(here, p.device_mesh, p.placements, **like)  # type: ignore[attr-defined, no-any-return]
+        return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return tensor if tensor.placements == p.placements else tensor.redistribute(p.device_mesh, p.placements)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on every rank; a collective if it is spread over ranks."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
@@ -102,38 +76,39 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared
 def sampled(
     values: Iterable[tuple[torch.Tensor, torch.Tensor]], every: Callable[[torch.Tensor], int]
 ) -> list[torch.Tensor]:
-    """Every `every(tensor)`-th element of flat whole tensors, given what this rank holds of them in logical order.
+    """Every `every(parameter)`-th element of flat whole tensors, float32 and on the CPU.
 
-    `values` are parameters, which say what lies here, each with the local elements, flat. A collective where parameters
+    `values` are parameters, each with the tensor to read, which is spread as the parameter is. A collective where they
     are sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
     """
     found, shared = [], defaultdict(list)
-    for tensor, here in values:
-        indices = torch.arange(0, tensor.numel(), every(tensor), device=here.device)
-        if not is_dtensor(tensor):
-            found.append(here[indices])
+    for p, tensor in values:
+        here = local(tensor.detach()).contiguous().view(-1)
+        indices = torch.arange(0, p.numel(), every(p), device=here.device)
+        if not is_dtensor(p):
+            found.append(here[indices].float())
             continue
-        sample = torch.zeros(len(indices), dtype=here.dtype, device=here.device)
-        for piece in pieces(tensor):
+        sample = torch.zeros(len(indices), device=here.device)
+        for piece in pieces(p):
             start, row, stride = piece.region
             columns = (indices - start) % stride
             at = (indices - start) // stride * row + columns
             ours = (indices >= start) & (columns < row) & (at < piece.elements)
-            sample[ours] = (here if piece.local is None else here[piece.local])[at[ours]]
+            sample[ours] = (here if piece.local is None else here[piece.local])[at[ours]].float()
         found.append(sample)
-        shared[_sharding(tensor)].append(sample)
+        shared[_sharding(p)].append(sample)
     for sharding, samples in shared.items():
         together = torch.cat(samples)
         _all_reduce(together, *sharding)  # an element is on one rank of the sharded dimensions, and 0 on the others
         for sample, summed in zip(samples, torch.split(together, [len(s) for s in samples]), strict=True):
             sample.copy_(summed)
-    return found
+    return [sample.cpu() for sample in found]
 
 
-def _sharding(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+def _sharding(tensor: DTensor) -> tuple[Any, tuple[int, ...]]:
     """The mesh of a DTensor, and the dimensions of it that shard; along the others there are replicas."""
-    sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())  # type: ignore[attr-defined]
-    return tensor.device_mesh, sharded  # type: ignore[attr-defined]
+    sharded = tuple(dim for dim, p in enumerate(tensor.placements) if not p.is_replicate())
+    return tensor.device_mesh, sharded
 
 
 def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options: Any) -> None:
@@ -143,7 +118,7 @@ def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options:
 
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
-    meshes: dict[Any, None] = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[attr-defined]
+    meshes: dict[Any, None] = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))
     for mesh in meshes:
         failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
         _all_reduce(failed, mesh, range(mesh.ndim), op=torch.distributed.ReduceOp.MAX)
@@ -155,9 +130,7 @@ def pieces(tensor: torch.Tensor) -> list[Piece]:
     """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
     if not is_dtensor(tensor):
         return [Piece(None, WHOLE, tensor.numel())] if tensor.numel() else []
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return _box(tuple(tensor.shape), tuple(shape), tuple(offset))
 
 

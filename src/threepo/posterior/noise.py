@@ -61,26 +61,24 @@ def _signed(value: int) -> int:
 
 def address_key(domain: str, *parts: int | str) -> Key:
     """128 bits for an address; different domains (noise, sampling, ...) never share numbers."""
-    return _KEY.unpack(hashlib.blake2b(_encoded(parts), digest_size=16, person=domain.encode()).digest())
-
-
-def _encoded(parts: tuple[int | str, ...]) -> bytes:
-    return b"".join(
-        struct.pack("<cq", b"i", part) if isinstance(part, int) else b"s" + part.encode() + b"\0" for part in parts
-    )
-
-
-def noise_key(draw: Draw, name: str) -> Key:
-    """The key of one parameter's noise in one draw."""
-    # address_key("threepo-noise", seed, step, index, name), with what all parameters share hashed once.
-    digest = _noise_hash(draw.seed, draw.step, draw.index).copy()
-    digest.update(b"s" + name.encode() + b"\0")
+    digest = _prefix(domain, *parts[:-1]).copy()
+    digest.update(_encoded(parts[-1]))
     return _KEY.unpack(digest.digest())
 
 
 @lru_cache(maxsize=16)
-def _noise_hash(*parts: int) -> "hashlib.blake2b":
-    return hashlib.blake2b(_encoded(parts), digest_size=16, person=b"threepo-noise")
+def _prefix(domain: str, *parts: int | str) -> "hashlib.blake2b":
+    """The hash of what many addresses share, so that it is made once."""
+    return hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode())
+
+
+def _encoded(part: int | str) -> bytes:
+    return struct.pack("<cq", b"i", part) if isinstance(part, int) else b"s" + part.encode() + b"\0"
+
+
+def noise_key(draw: Draw, name: str) -> Key:
+    """The key of one parameter's noise in one draw."""
+    return address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
 
 
 @cache

@@ -4,20 +4,17 @@ A program works on one noise block: elements j and j + 512 share a counter, so i
 halves of what comes out. Element offsets are 64-bit; blocks are those of the whole flattened tensor, so the first and
 the last program may have less than a block to do.
 
-What the same bits ask of the compiler, besides the order of the operations:
+For the same bits the compiler must also
 
-- no fused multiply-add. A fused one rounds once where torch_kernels.py rounds twice, and Triton fuses unless it is told
-  not to (`enable_fp_fusion`), both in LLVM and in ptxas;
-- correctly rounded roots and quotients: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
-- subnormal numbers (gradients and momenta may be): Triton before 3.6 flushes them to zero in `sqrt_rn` and `div_rn`,
-  and lacks the switch against it (`enable_reflect_ftz`); there `takes` declines everything.
+- not fuse multiplications and additions, which rounds once where torch_kernels.py rounds twice (`enable_fp_fusion`);
+- round roots and quotients correctly: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
+- keep subnormal numbers: Triton before 3.6 flushes them to zero in `sqrt_rn` and `div_rn`, without a switch against it
+  (`enable_reflect_ftz`), so `takes` declines everything there.
 
-Not yet run on a GPU. Tested so far (tests/posterior/test_triton.py): the kernels in Triton's interpreter, bit for bit;
-and the PTX they compile to, with Triton 3.6, 3.7 and 3.9, which has only instructions that round so. On a GPU, compare
-first with torch_kernels.py on a CPU: Perturb with a noise_scale that is no power of two and an ess of 1 at the lowest
-Hessian (fusion, sqrt_rn, div_rn, subnormals), then Update. The interpreter computes with NumPy, which never
-fuses, rounds `sqrt` and `/` correctly and keeps subnormals, so it would notice none of the three. A NaN, which no
-finite gradient makes, may have another payload on a GPU.
+Not yet run on a GPU. Tested in Triton's interpreter, bit for bit, and by the PTX that Triton 3.6 and 3.7 compile, which
+has only instructions that round so (tests/posterior/test_triton.py). The interpreter computes with NumPy, where none of
+the three can go wrong: on a GPU, first compare Perturb with a noise_scale that is no power of two and an ess of 1 at the
+lowest Hessian. A NaN, which no finite gradient makes, may have another payload there.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
@@ -46,17 +43,19 @@ _jit: Any = triton.jit
 _kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 
 
-def _options() -> dict[str, bool]:
-    """For every launch, as far as this Triton knows them; the module's docstring has the reasons."""
-    if importlib.util.find_spec("triton.backends.nvidia") is None:
-        return {}
+_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""Of every launch; the module's docstring has the reasons."""
+
+
+def _knows_options() -> bool:
+    """Not on AMD: nobody has looked at what Triton compiles there."""
+    if torch.version.hip is not None or importlib.util.find_spec("triton.backends.nvidia") is None:
+        return False
     known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
-    return {name: False for name in ("enable_fp_fusion", "enable_reflect_ftz") if name in known}
+    return bool(_OPTIONS.keys() <= known.keys())
 
 
-_OPTIONS = _options()
-available = len(_OPTIONS) == 2 and torch.version.hip is None
-"""Not for AMD: nobody has looked at what Triton compiles there."""
+available = _knows_options()
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
