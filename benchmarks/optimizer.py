@@ -4,8 +4,8 @@
 
 Gradients are given, not computed: what is timed is perturbing the weights, restoring them and stepping. All contenders
 take turns in one process; ratios to AdamW (fused) are taken within a round, and the table shows medians with their
-range. `floor` is the least that memory and noise allow: making the draw twice, in place, and moving the other bytes that
-IVON has to move at the speed of a copy. Peak memory is that of a process of its own for each contender.
+range. `floor` is the least that memory and noise allow: making the draw twice, in place, and moving the other bytes
+that IVON has to move at the speed of a copy. Peak memory is that of a process of its own for each contender.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable
 
     def ours(compiled: bool, draws: int = 1) -> Step:
         params = parameters(size, dtype, device)
-        optimizer = IVON(params, lr=1e-9)
+        optimizer = IVON(params, lr=0.0)
 
         def step() -> None:
             with nullcontext() if compiled else without_compiled_kernels():

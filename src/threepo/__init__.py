@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from threepo.posterior.ivon import IVON
     from threepo.types import Draw, Problem, Verdict
 
+    __version__: str
+
 __all__ = [
     "B3PO",
     "C3PO",
@@ -47,10 +49,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("threepo")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'threepo' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -300,7 +300,9 @@ class IVON(torch.optim.Optimizer):
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
             group["step"] += 1  # its own: a group that was added later is debiased from its own start
-        parameter_state.count_missed(self.state, seen.grad)
+        for p, state in self.state.items():
+            if p not in seen.grad:
+                state["missed_steps"] += 1
         self._count("draws_made", 0)
         self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
@@ -315,9 +317,10 @@ class IVON(torch.optim.Optimizer):
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
-            which = (id(group), parameter_state.updates_of(state, group))
+            updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
+            which = (id(group), updates)
             if which not in shared:
-                shared[which] = step_scalars(group, which[1], seen.draws, factor)
+                shared[which] = step_scalars(group, updates, seen.draws, factor)
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
             sums = (seen.grad.pop(p), seen.second.pop(p, None))
             key = None if first is None else noise_key(first, name)

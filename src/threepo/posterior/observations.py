@@ -35,7 +35,7 @@ class Observations:
     def add(self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool) -> None:
         """Take in the gradients of parameters at `draw`."""
         products = [self._add(entry, grad, draw, cumulative) for entry, grad in found]
-        kernels.run([product for product in products if product])
+        kernels.run([product for product in products if product is not None])
         self.draws.append(draw)
 
     def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> AddNoiseTimes | None:
@@ -52,7 +52,8 @@ class Observations:
         owned = p in self.second  # then self.grad[p] is our sum, and not what backward left
         if not owned:
             self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            if earlier is not None and (product := self._add_second(entry, earlier, self.draws[0])):
+            product = None if earlier is None else self._add_second(entry, earlier, self.draws[0])
+            if product is not None:
                 kernels.run([product])  # at once, because two threads must not add to the same sum
         if earlier is None:
             self.grad[p] = grad.to(torch.float32, copy=True)

@@ -24,18 +24,6 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
         state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
 
-def count_missed(states: Mapping[torch.Tensor, dict[str, Any]], moved: Mapping[torch.Tensor, object]) -> None:
-    """Count a step for the parameters that are not moved in it."""
-    for p, state in states.items():
-        if p not in moved:
-            state["missed_steps"] += 1
-
-
-def updates_of(state: dict[str, Any], group: dict[str, Any]) -> int:
-    """Steps that have updated the parameter's momentum, the current one included."""
-    return int(group["step"]) - int(state["missed_steps"])
-
-
 def missed_steps(saved: Mapping[str, Any]) -> torch.Tensor:
     """The count in saved state. Older versions saved the first step of late parameters, counted from 1, or nothing."""
     missed = saved.get("missed_steps", saved.get("first_step", torch.tensor(1.0)) - 1)

@@ -13,8 +13,8 @@ For the same bits the compiler must also
 
 Not yet run on a GPU. Tested in Triton's interpreter, bit for bit, and by the PTX that Triton 3.6 and 3.7 compile, which
 has only instructions that round so (tests/posterior/test_triton.py). The interpreter computes with NumPy, where none of
-the three can go wrong: on a GPU, first compare Perturb with a noise_scale that is no power of two and an ess of 1 at the
-lowest Hessian. A NaN, which no finite gradient makes, may have another payload there.
+the three can go wrong. On a GPU, first compare Perturb with a noise_scale that is no power of two and an ess of 1 at
+the lowest Hessian. A NaN, which no finite gradient makes, may have another payload there.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
