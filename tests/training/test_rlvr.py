@@ -54,7 +54,7 @@ def assert_it_learned_something(config: TrainConfig) -> None:
     first, now = load_policy(config.model, config.run.seed), load_file(last / "model.safetensors")
     assert all(not torch.equal(now[name], p) for name, p in first.model.named_parameters())
     moments = load_file(last / "optimizer.safetensors")
-    assert all(moment.any() for moment in moments.values())
+    assert all(moment.any() for name, moment in moments.items() if not name.startswith("missed_steps/"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
