@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from drawn import normal
 from threepo import compiled
 from threepo.compiled import Library
-from threepo.posterior import kernels, native
+from threepo.posterior import native
 from threepo.rollout import native as attention
 from threepo.rollout import stacked_linear
 from threepo.types import Draw
@@ -22,11 +23,11 @@ def test_a_missing_library_is_said_once_with_what_it_costs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """At its first use, whoever asks for it; the numbers are the same without it."""
-    expected = kernels.normal(DRAW, "weight", 0, 5000)
+    expected = normal(DRAW, "weight", 0, 5000)
     monkeypatch.setattr(native, "LIBRARY", Library(tmp_path / "_native.so", 4, "everything takes twice as long"))
     assert capsys.readouterr().err == ""
     for _ in range(2):
-        assert torch.equal(kernels.normal(DRAW, "weight", 0, 5000), expected)
+        assert torch.equal(normal(DRAW, "weight", 0, 5000), expected)
     assert capsys.readouterr().err == (
         "threepo: _native.so is missing: everything takes twice as long, with plain torch instead; install a C "
         "compiler (cc, gcc or clang), then threepo again\n"
@@ -46,9 +47,9 @@ def test_a_library_of_another_version_is_not_used(library: Library, capsys: pyte
 @needs_native
 def test_one_thread_does_it_all_where_torch_has_no_openmp_team(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(3)
-    expected = kernels.normal(DRAW, "weight", 0, 1 << 20)
+    expected = normal(DRAW, "weight", 0, 1 << 20)
     monkeypatch.setattr(compiled, "_openmp", None)
-    assert torch.equal(kernels.normal(DRAW, "weight", 0, 1 << 20), expected)
+    assert torch.equal(normal(DRAW, "weight", 0, 1 << 20), expected)
 
 
 def test_the_kernels_work_in_a_forked_process() -> None:

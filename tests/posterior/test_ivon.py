@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import ReferenceIVON
 
+from drawn import normal
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import normal
 from threepo.posterior.policy_optimizer import PointAdamW
 from threepo.types import Draw
 

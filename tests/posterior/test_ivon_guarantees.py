@@ -20,7 +20,6 @@ from threepo.posterior import kernels
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.groups import NOISE_SCALES, RANGES
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import normal
 from threepo.posterior.noise import noise_key
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.types import Draw
@@ -419,5 +418,3 @@ def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
     assert p.grad is not None
     with pytest.raises(UserError, match="64-bit"):
         IVON([p], seed=2**63)
-    with pytest.raises(AssertionError, match="do not exist"):
-        normal(DRAW, "w", -3, 5)

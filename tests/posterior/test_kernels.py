@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import normal
 from threepo.posterior import kernels, native, torch_kernels
-from threepo.posterior.kernels import normal
 from threepo.posterior.layout import _box
 from threepo.posterior.noise import BLOCK, Key, noise_key
 from threepo.posterior.operations import HESSIAN_RANGE, WHOLE, AddNoiseTimes, Perturb, Region, Scalars, Update

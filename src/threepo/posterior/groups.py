@@ -9,12 +9,7 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.operations import HESSIAN_RANGE, Scalars
 from threepo.types import Draw
 
-RANGES = {
-    "lr": (0.0, 1e18),
-    "ess": (1e-8, 1e20),
-    "hess_init": HESSIAN_RANGE,
-    "weight_decay": (0.0, HESSIAN_RANGE[1]),
-}
+RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
 """Far beyond what trains. Within them ess * (h + weight_decay) neither overflows nor vanishes in float32, for any h."""
 NOISE_SCALES = (1e-10, 1e10)
 """The same; or 0, which is no noise."""

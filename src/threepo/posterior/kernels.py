@@ -16,19 +16,13 @@ import torch
 
 from threepo.posterior import native, torch_kernels
 from threepo.posterior.layout import local, pieces
-from threepo.posterior.noise import noise_key
-from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
-from threepo.types import Draw
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 BATCH = 1 << 20
 """Elements that are handed over together, about: enough for every core, few enough that what they were made from (a
 gradient, a copy) is freed soon."""
-_STATE = ("hessian", "momentum", "second")
-_WRITTEN: dict[type, tuple[str, ...]] = {
-    Perturb: ("out",),
-    AddNoiseTimes: ("second",),
-    Update: ("mean", "out", "hessian", "momentum"),
-}
+_FLOAT32 = ("hessian", "momentum", "second")
+_WRITTEN = {Perturb: ("out",), AddNoiseTimes: ("second",), Update: ("mean", "out", "hessian", "momentum")}
 
 
 @cache
@@ -80,10 +74,8 @@ class _Batch:
         own = [None if tensor is None else local(tensor) for tensor in tensors]
         _check(own, kind._fields)
         dense: list[Any] = [None if tensor is None else tensor.contiguous() for tensor in own]
-        kernels, found = (
-            backend(*dense),
-            pieces(operation.grad if isinstance(operation, AddNoiseTimes) else operation.mean),
-        )
+        parameter = operation.grad if isinstance(operation, AddNoiseTimes) else operation.mean
+        kernels, found = backend(*dense), pieces(parameter)
         for piece in found:
             if kernels is not self._kernels or self._elements + piece.elements > BATCH:
                 self.flush()
@@ -117,18 +109,7 @@ def _check(own: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
     assert own[0] is not None
     shape = own[0].shape
     for name, tensor in zip(names, own, strict=False):
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
+        if tensor is not None and tensor.shape != shape:
             raise RuntimeError(f"shapes differ: {list(shape)} and {list(tensor.shape)}, here or in their shards")
-        if name in _STATE and tensor.dtype != torch.float32:
+        if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
             raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
-
-
-def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Noise of the elements [start, stop) of the flattened parameter `name` under `draw`: float32, [stop - start]."""
-    assert 0 <= start <= stop, f"elements [{start}, {stop}) do not exist"
-    z, ones = torch.zeros(stop - start, device=device), torch.ones(stop - start, device=device)
-    unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
-    backend(z).run([Perturb(z, z, ones, noise_key(draw, name), unit, Region(start))])
-    return z

@@ -20,8 +20,6 @@ the lowest Hessian. A NaN, which no finite gradient makes, may have another payl
 # Triton reads annotations as its own, so the kernels have none of ours.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -45,17 +43,8 @@ _kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 
 _OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Of every launch; the module's docstring has the reasons."""
-
-
-def _knows_options() -> bool:
-    """Not on AMD: nobody has looked at what Triton compiles there."""
-    if torch.version.hip is not None or importlib.util.find_spec("triton.backends.nvidia") is None:
-        return False
-    known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
-    return bool(_OPTIONS.keys() <= known.keys())
-
-
-available = _knows_options()
+available = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and torch.version.hip is None
+"""Not on AMD: nobody has looked at what Triton compiles there."""
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
