@@ -1,11 +1,11 @@
-"""Time and memory of one optimizer step, IVON's draw included, beside ivon-opt, AdamW and SGD.
+"""Time and memory of one optimizer step, IVON's draw included, next to ivon-opt, AdamW and SGD.
 
     python benchmarks/optimizer.py [--sizes 1 33.5 200] [--rounds 9] [--device cpu]
 
 Gradients are given, not computed: what is timed is perturbing the weights, restoring them and stepping. All contenders
 take turns in one process; ratios to AdamW (fused) are taken within a round, and the table shows medians with their
-range. `floor` is the least that memory and noise allow: the bytes that IVON has to move over the copy bandwidth
-measured beside it, plus two noise passes. Peak memory is that of a process of its own for each contender.
+range. `floor` is the least that memory and noise allow: making the draw twice, in place, and moving the other bytes
+that IVON has to move at the speed of a copy. Peak memory is that of a process of its own for each contender.
 """
 
 import argparse
@@ -23,15 +23,15 @@ import torch
 from threepo import IVON
 from threepo.posterior import kernels, native
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operands import Place
+from threepo.posterior.operations import Perturb, Scalars
 from threepo.types import Draw
 
 TENSORS = 32
 """The parameters are split into this many tensors."""
-BYTES_PERTURB = 4 + 4 + 4 + 4 + 4 + 8
-"""Per float32 parameter: copy of the mean (read, write), mean and Hessian read, weights written; restored again."""
-BYTES_STEP = 4 + 16 + 12
-"""Norm of the gradient; mean, Hessian, momentum and gradient read; the first three written."""
+BYTES_PERTURB = 8 + 8
+"""Per float32 parameter, without the draw (mean and Hessian read, weights written): copy of the mean; restoring it."""
+BYTES_STEP = 4 + 8 + 8
+"""Norm of the gradient; momentum and gradient read; momentum and Hessian written."""
 
 Step = Callable[[], object]
 
@@ -39,11 +39,11 @@ Step = Callable[[], object]
 @contextmanager
 def without_compiled_kernels() -> Iterator[None]:
     """Only plain torch, as where there is no C compiler."""
-    before, native.available = native.available, False
+    before, native.takes = native.takes, lambda *_: False
     try:
         yield
     finally:
-        native.available = before
+        native.takes = before
 
 
 def parameters(size: int, dtype: torch.dtype, device: str) -> list[torch.nn.Parameter]:
@@ -72,7 +72,7 @@ def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable
 
     def ours(compiled: bool, draws: int = 1) -> Step:
         params = parameters(size, dtype, device)
-        optimizer = IVON(params, lr=1e-9)
+        optimizer = IVON(params, lr=0.0)
 
         def step() -> None:
             with nullcontext() if compiled else without_compiled_kernels():
@@ -125,12 +125,10 @@ def milliseconds(work: Step, device: str) -> float:
 
 def floor_parts(size: int, device: str) -> dict[str, Step]:
     """What the floor is computed from."""
-    source, target = torch.randn(size, device=device), torch.empty(size, device=device)
-    key = noise_key(Draw(0, 0, 0), "w")
-    return {
-        "copy": lambda: target.copy_(source),
-        "noise": lambda: kernels.backend(target).normal(target, key, Place(0)),
-    }
+    source, target = torch.randn(size, device=device), torch.ones(size, device=device)
+    hessian, unit = torch.ones(size, device=device), Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
+    draw = Perturb(target, target, hessian, noise_key(Draw(0, 0, 0), "w"), unit)
+    return {"copy": lambda: target.copy_(source), "draw": lambda: kernels.run([draw])}
 
 
 def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str]) -> None:
@@ -151,10 +149,10 @@ def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str
             f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
         )
     if dtype == torch.float32:
-        copy, noise = (statistics.median(taken[part]) for part in ("copy", "noise"))
+        copy, draw = (statistics.median(taken[part]) for part in ("copy", "draw"))
         moved = copy / 8 * (BYTES_PERTURB + BYTES_STEP)
-        parts_text = f"copy {copy:.1f}, noise {noise:.1f}"
-        print(f"| {size / 1e6:g} M float32 | floor for IVON | {moved + 2 * noise:.1f} | {parts_text} |")
+        parts_text = f"copy {copy:.1f}, draw {draw:.1f}"
+        print(f"| {size / 1e6:g} M float32 | floor for IVON | {moved + 2 * draw:.1f} | {parts_text} |")
 
 
 def peak(name: str, size: int) -> None:
@@ -195,7 +193,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             table(int(size * 1e6) // TENSORS * TENSORS, dtype, options.device, options.rounds, set(options.skip))
     if options.device == "cpu":
-        print("\n| optimizer | peak bytes a float32 parameter, beside parameters and gradients |\n| --- | --- |")
+        print("\n| optimizer | peak bytes a float32 parameter, besides parameters and gradients |\n| --- | --- |")
         for name in contenders(TENSORS, torch.float32, "cpu"):
             command = [sys.executable, __file__, "--peak", name, "--sizes", "33.5"]
             print(f"| {name} | {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()} |")

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import threepo
 
 
-def make() -> tuple[torch.nn.Module, threepo.IVON]:
+def make(device: torch.device) -> tuple[torch.nn.Module, threepo.IVON]:
     """A small network, sharded, and its optimizer; made after the model is sharded, as any optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
@@ -27,7 +27,7 @@ def make() -> tuple[torch.nn.Module, threepo.IVON]:
     return model, threepo.IVON(model.named_parameters(), lr=0.1, ess=1e5, hess_init=1.0, clip_radius=0.1, model=model)
 
 
-def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int) -> float:
+def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int, device: torch.device) -> float:
     """Every rank has data of its own; FSDP averages the gradients. A draw is an address: nothing is sent."""
     x = torch.linspace(-3, 3, 256, device=device)[dist.get_rank() :: dist.get_world_size(), None]
     for _ in range(steps):
@@ -40,23 +40,31 @@ def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int) -> float:
         return mse_loss(model(x), x.sin()).item()
 
 
+def main() -> None:
+    """Train, save, train on; then load into a new model, and train that as far."""
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    model, optimizer = make(device)
+    before = train(model, optimizer, 0, device)
+    train(model, optimizer, 150, device)
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)  # all ranks write into the folder of the first
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    after = train(model, optimizer, 150, device)
+
+    resumed, resumed_optimizer = make(device)
+    weights, state = get_state_dict(resumed, resumed_optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    set_state_dict(resumed, resumed_optimizer, model_state_dict=weights, optim_state_dict=state)
+    again = train(resumed, resumed_optimizer, 150, device)
+    if dist.get_rank() == 0:
+        print(f"loss before {before:.3f}, after {after:.3f}; the same after loading: {again == after}")
+    dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+
+
 dist.init_process_group()
-device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
-model, optimizer = make()
-before = train(model, optimizer, 0)
-train(model, optimizer, 150)
-
-folder = [tempfile.mkdtemp()]
-dist.broadcast_object_list(folder)  # all ranks write into the folder of the first
-weights, state = get_state_dict(model, optimizer)
-dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-after = train(model, optimizer, 150)
-
-resumed, resumed_optimizer = make()
-weights, state = get_state_dict(resumed, resumed_optimizer)
-dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-set_state_dict(resumed, resumed_optimizer, model_state_dict=weights, optim_state_dict=state)
-again = train(resumed, resumed_optimizer, 150)
-if dist.get_rank() == 0:
-    print(f"loss before {before:.3f}, after {after:.3f}; the same after loading: {again == after}")
-dist.destroy_process_group()
+try:
+    main()
+finally:
+    dist.destroy_process_group()  # also after an exception, or threads that still hold tensors can abort Python's exit

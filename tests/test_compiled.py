@@ -1,117 +1,55 @@
-"""Work in threads: in as many as were asked for, from several callers at a time, and nothing is left running."""
+"""Compiled libraries: they work after a fork, and a missing one is said, not hidden."""
 
-import gc
-import itertools
-import signal
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import FrameType
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch
 
+from drawn import normal
 from threepo import compiled
-from threepo.compiled import in_threads
+from threepo.compiled import Library
+from threepo.posterior import native
+from threepo.rollout import native as attention
+from threepo.rollout import stacked_linear
+from threepo.types import Draw
+
+DRAW = Draw(0, 0, 0)
+needs_native = pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no compiled kernels here")
 
 
-@pytest.mark.parametrize("threads", [2, 3, 8])
-def test_work_is_done_in_so_many_threads_at_a_time(threads: int) -> None:
-    together = threading.Barrier(threads)
-    places: list[int] = []
-
-    def work() -> None:
-        places.append(together.wait(timeout=10))  # an error unless so many wait at a time
-
-    in_threads(threads, work)
-    assert sorted(places) == list(range(threads))
-
-
-def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
-    def caller(seed: int) -> None:
-        for i in range(100):
-            threads = 2 + (seed + i) % 7  # the pool is exchanged under the other callers' feet
-            calls: list[int] = []
-            in_threads(threads, partial(calls.append, i))
-            assert len(calls) == threads
-
-    with ThreadPoolExecutor(4) as callers:
-        for done in [callers.submit(caller, seed) for seed in range(4)]:
-            done.result()
-
-
-def test_an_error_waits_for_the_others() -> None:
-    caller, started, finished = threading.get_ident(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        if threading.get_ident() != caller:
-            started.set()
-            assert not finished.wait(0.05)
-            finished.set()
-            return
-        assert started.wait(10)
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        in_threads(2, work)
-    assert finished.is_set()
-
-
-def test_an_error_of_another_thread_is_raised_here() -> None:
-    caller = threading.get_ident()
-
-    def work() -> None:
-        if threading.get_ident() != caller:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        in_threads(2, work)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_leaves_no_work_behind_wherever_it_comes(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_a_missing_library_is_said_once_with_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Work that goes on would write into memory that was given back, or into weights that were just restored."""
-    interrupts, late = 0, []
-    monkeypatch.setattr(compiled, "_pool", None)  # that threads must be started is part of it
-    request.addfinalizer(gc.enable)
-    gc.disable()  # finalizers pass over interrupts
-    for moment in itertools.count():
-        over, left = threading.Event(), moment
+    """At its first use, whoever asks for it; the numbers are the same without it."""
+    expected = normal(DRAW, "weight", 0, 5000)
+    monkeypatch.setattr(native, "LIBRARY", Library(tmp_path / "_native.so", 4, "everything takes twice as long"))
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert torch.equal(normal(DRAW, "weight", 0, 5000), expected)
+    assert capsys.readouterr().err == (
+        "threepo: _native.so is missing: everything takes twice as long, with plain torch instead; install a C "
+        "compiler (cc, gcc or clang), then threepo again\n"
+    )
 
-        def work(over: threading.Event = over) -> None:
-            main = threading.current_thread() is threading.main_thread()
-            over.wait(0.001 if main else 0.002)
-            late.append(over.is_set())
 
-        def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                signal.raise_signal(signal.SIGINT)
-            return interrupt
+@pytest.mark.parametrize("library", [native.LIBRARY, attention.LIBRARY, stacked_linear.LIBRARY])
+def test_a_library_of_another_version_is_not_used(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
+    if library.loaded is None:
+        pytest.skip("not compiled here")
+    assert Library(library._path, 999, "all is slower").loaded is None
+    assert f"{library._path.name} was compiled from another version of its source: all is slower" in (
+        capsys.readouterr().err
+    )
 
-        before = sys.gettrace()
-        try:
-            sys.settrace(interrupt)
-            in_threads(3, work)
-        except KeyboardInterrupt:
-            interrupts += 1
-        finally:
-            sys.settrace(before)
-            over.set()
-            if compiled._pool is not None:
-                compiled._pool.shutdown()
-                compiled._pool = None
-        if left >= 0:  # no line was left to interrupt
-            break
-    time.sleep(0.1)  # for what should not be there
-    assert interrupts == moment
-    assert not any(late)
+
+@needs_native
+def test_one_thread_does_it_all_where_torch_has_no_openmp_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    expected = normal(DRAW, "weight", 0, 1 << 20)
+    monkeypatch.setattr(compiled, "_openmp", None)
+    assert torch.equal(normal(DRAW, "weight", 0, 1 << 20), expected)
 
 
 def test_the_kernels_work_in_a_forked_process() -> None:
@@ -119,14 +57,16 @@ def test_the_kernels_work_in_a_forked_process() -> None:
     program = """
 import os, signal, torch
 from threepo.posterior import kernels
-from threepo.types import Draw
+from threepo.posterior.operations import Perturb, Scalars
 
 torch.set_num_threads(2)
-before = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
+mean, hessian, before, after = torch.ones(4, 1 << 20).unbind()  # before the fork: torch's own operations wait after it
+scalars = Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
+kernels.run([Perturb(before, mean, hessian, (1, 2), scalars)])
 child = os.fork()
 if not child:
-    signal.alarm(30)  # whoever waits forever is not left behind
-after = kernels.normal(Draw(0, 0, 0), "weight", 0, 1 << 20)
+    signal.alarm(30)  # a child that waits forever must not be left behind
+kernels.run([Perturb(after, mean, hessian, (1, 2), scalars)])
 same = bool((before.numpy() == after.numpy()).all())
 if not child:
     os._exit(0 if same else 1)

@@ -1,6 +1,7 @@
 """The import rule of the design, and what an import costs."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -137,5 +138,6 @@ def test_nothing_heavy_is_imported_to_answer_quickly(statement: str) -> None:
 def test_all_public_names_are_there() -> None:
     for name in threepo.__all__:
         assert getattr(threepo, name) is not None
+    assert threepo.__version__ == importlib.metadata.version("threepo")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = threepo.nothing

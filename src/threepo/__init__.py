@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from threepo.posterior.ivon import IVON
     from threepo.types import Draw, Problem, Verdict
 
+    __version__: str
+
 __all__ = [
     "B3PO",
     "C3PO",
@@ -55,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

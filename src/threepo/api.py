@@ -26,7 +26,7 @@ from threepo.evaluation.records import Origin, Records, data_label, refuse_taken
 from threepo.evaluation.scores import average, plain, score
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.rewards.grading import load_grader
 from threepo.run_folder import SUMMARY, RunFolder, completion_row, model_folder, read_metrics
 from threepo.training import rlvr, sft
@@ -72,11 +72,12 @@ def _seconds_before(run: Path, step: int) -> float:
 
 
 def closing_words(run: Path) -> str:
-    """What the command line says of a finished run: what it did, where it is, and how to look at it."""
+    """The last lines of a finished run: what it did, where it is, and the command that comes next."""
     rows = [row for row in read_metrics(run) if row["step"] >= 0]
     name, command = ("reward/mean", f"threepo report {run}")
     if name not in rows[0]:
-        name, command = ("sft/loss", f"threepo train RECIPE model.path={run}")
+        prior = f" optimizer.load_hessian={run}" if (model_folder(run) / FILE_NAME).is_file() else ""
+        name, command = ("sft/loss", f"threepo train RECIPE model.path={run}{prior}")
     first, last = ("-" if rows[i][name] is None else f"{rows[i][name]:.3g}" for i in (0, -1))
     seconds = read_json(run / SUMMARY)["seconds"]
     what = name.removesuffix("/mean").removeprefix("sft/")

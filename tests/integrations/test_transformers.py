@@ -296,11 +296,11 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0.*set max_grad_norm=0.0"),
         ({"weight_decay": 0.1}, "precision of the prior"),
         ({"fp16": True}, "bf16=True"),
-        ({"fsdp": True}, "shards nothing"),
+        ({"fsdp": True}, "does not shard"),
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
         ({"ivon": {"params": []}}, "drop it"),
         ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "SGD has no posterior"),
-        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "without effect"),
+        ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "has no effect"),
     ],
 )
 def test_what_ivon_cannot_have_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -309,5 +309,8 @@ def test_what_ivon_cannot_have_is_refused(tmp_path: Path, settings: dict[str, An
 
 
 def test_adamws_learning_rate_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(ThreepoWarning, match="5e-05 is its default"):
-        make_trainer(tmp_path, learning_rate=5e-5).create_optimizer()
+    """The Trainer's default, with IVON's: no weight moves by more than 5e-5 * 1e-3 * 1e-3 a step."""
+    with pytest.warns(
+        ThreepoWarning, match=r"lr = 5e-05: .*= 5e-11 a step; .*in TrainingArguments it is learning_rate"
+    ):
+        make_trainer(tmp_path, learning_rate=5e-5, ivon=None).create_optimizer()

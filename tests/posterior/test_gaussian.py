@@ -57,12 +57,13 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a safetensors file")
     with pytest.raises(UserError, match="damaged"):
         Posterior.from_pretrained(tmp_path)
-    save_file({"w": torch.zeros(1)}, tmp_path / FILE_NAME)
-    with pytest.raises(UserError, match="format"):
+    save_file({"w": torch.zeros(1)}, tmp_path / FILE_NAME, metadata={"format": "threepo-posterior-9"})
+    with pytest.raises(UserError, match="format 'threepo-posterior-9' is not"):
         Posterior.from_pretrained(tmp_path)
     other = torch.nn.Linear(3, 3)
     Posterior.of(trained(other)).save(tmp_path)
     posterior = Posterior.from_pretrained(tmp_path)
+    assert posterior.step == 2
     with pytest.raises(UserError, match="another model"):
         posterior.load_into(IVON(policy.model.named_parameters()))
     with pytest.raises(UserError, match="another model"):
@@ -74,11 +75,24 @@ def test_what_does_not_fit_is_refused(policy: Policy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [None, "[", "7", '[{"ess": 1.0}]', "[]"])
-def test_metadata_that_cannot_be_read_are_refused(groups: str | None, tmp_path: Path) -> None:
+def test_damaged_metadata_are_refused(groups: str | None, tmp_path: Path) -> None:
     metadata = {"format": "threepo-posterior-1", "step": "1", "seed": "2"} | ({"groups": groups} if groups else {})
     save_file({"w": torch.ones(2)}, tmp_path / FILE_NAME, metadata=metadata)
-    with pytest.raises(UserError, match="metadata are damaged"):
+    with pytest.raises(UserError, match="damaged"):
         Posterior.from_pretrained(tmp_path)
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint_and_the_repr_is_one_line(tmp_path: Path) -> None:
+    for step in (9, 10):
+        optimizer = trained(torch.nn.Linear(3, 3))
+        folder = tmp_path / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        Posterior.of(optimizer).save(folder)
+    posterior = Posterior.from_pretrained(tmp_path)
+    assert posterior.folder == folder
+    assert torch.equal(posterior.hessian["bias"], Posterior.of(optimizer).hessian["bias"])
+    assert repr(posterior) == f"Posterior(2 parameters, 12 elements, step 2, from '{folder}')"
+    assert repr(Posterior.of(optimizer)) == "Posterior(2 parameters, 12 elements, step 2)"
 
 
 def test_a_draw_is_a_state_dict_of_the_saved_model(tmp_path: Path, policy: Policy) -> None:

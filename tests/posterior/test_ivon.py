@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import ReferenceIVON
 
-from threepo.errors import UserError
+from drawn import normal
+from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import normal
 from threepo.posterior.policy_optimizer import PointAdamW
 from threepo.types import Draw
 
@@ -440,6 +440,28 @@ def test_misuse_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=next(iter(bad))):
             IVON([torch.nn.Parameter(torch.ones(2))], **bad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "move"),
+    [
+        ({"lr": 1e-5}, "1e-11"),  # AdamW's, with IVON's own defaults: 1e-5 * 1e-3 * 1e-3
+        ({"lr": 1e-3}, "1e-09"),
+        ({"lr": 5e-5, "hess_init": 0.1, "clip_radius": 0.1}, "5e-07"),
+        ({"lr": 1e-6, "rescale_lr": False, "clip_radius": 0.5}, "5e-07"),
+    ],
+)
+def test_a_learning_rate_of_adamws_size_warns_with_the_largest_move(settings: dict[str, float], move: str) -> None:
+    with pytest.warns(
+        ThreepoWarning, match=rf"lr = {settings['lr']:g}: no weight moves by more than .*= {move} a step"
+    ):
+        IVON([torch.nn.Parameter(torch.ones(2))], **settings)
+
+
+def test_small_learning_rates_that_move_weights_do_not_warn() -> None:
+    """The suite turns warnings into errors."""
+    for settings in ({"lr": 0.0}, {"lr": 1e-2}, {"lr": 1e-3, "hess_init": 1.0, "clip_radius": math.inf}):
+        IVON([torch.nn.Parameter(torch.ones(2))], **settings)
 
 
 def train(optimizer: IVON, p: torch.nn.Parameter, steps: range) -> None:

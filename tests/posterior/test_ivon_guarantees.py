@@ -20,10 +20,8 @@ from threepo.posterior import kernels
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.groups import NOISE_SCALES, RANGES
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import normal
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operands import Perturb
-from threepo.posterior.scalars import Scale
+from threepo.posterior.operations import Perturb, Scalars
 from threepo.types import Draw
 
 DRAW = Draw(0, 0, 0)
@@ -141,8 +139,8 @@ def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypat
 
 def test_a_state_that_is_not_float32_is_refused() -> None:
     with pytest.raises(RuntimeError, match="state is float32, this is torch.bfloat16"):
-        job = Perturb(torch.ones(4), torch.ones(4), torch.ones(4).bfloat16(), noise_key(DRAW, "w"), Scale(1, 0, 1))
-        kernels.perturb([job])
+        hessian, scalars = torch.ones(4).bfloat16(), Scalars(0.0, 1.0, 0.0, 1.0)
+        kernels.run([Perturb(torch.ones(4), torch.ones(4), hessian, noise_key(DRAW, "w"), scalars)])
 
 
 def test_copies_and_pickles_go_on_like_the_original() -> None:
@@ -277,29 +275,30 @@ def test_a_group_added_later_is_debiased_from_its_own_start() -> None:
 DEBIASED = {"lr": 1.0, "rescale_lr": False, "clip_radius": 10.0, "hess_init": 1.0}
 
 
-def unfrozen_late(steps_before: int, steps_after: int) -> tuple[IVON, nn.Module]:
-    """Two parameters in one group; "late" is trained in the last steps only."""
+def joined_late(steps_before: int, steps_after: int, frozen: bool = True) -> tuple[IVON, nn.Module]:
+    """Two parameters in one group; "late" is frozen, or only has no gradient, in all but the last steps."""
     model = nn.ParameterDict({"early": nn.Parameter(torch.zeros(3)), "late": nn.Parameter(torch.zeros(3))})
-    model["late"].requires_grad_(False)
+    model["late"].requires_grad_(not frozen)
     optimizer = IVON(model.named_parameters(), **DEBIASED)
-    go_on(optimizer, model, range(steps_before))
+    go_on(optimizer, model, range(steps_before), without="late")
     model["late"].requires_grad_(True)
     go_on(optimizer, model, range(steps_before, steps_before + steps_after))
     return optimizer, model
 
 
-def go_on(optimizer: IVON, model: nn.Module, steps: range) -> None:
+def go_on(optimizer: IVON, model: nn.Module, steps: range, without: str = "") -> None:
     for index in steps:
         draw = Draw(0, index, 0)
         with optimizer.perturbed(draw):
-            for p in model.parameters():
-                p.grad = torch.full((3,), 1.0 + index) if p.requires_grad else None
+            for name, p in model.named_parameters():
+                p.grad = None if name == without else torch.full((3,), 1.0 + index)
         optimizer.observe(draw)
         optimizer.step()
 
 
-def test_a_parameter_unfrozen_later_is_debiased_from_its_own_start() -> None:
-    _, model = unfrozen_late(20, 3)
+@pytest.mark.parametrize("frozen", [True, False], ids=["unfrozen late", "without a gradient so far, as an expert"])
+def test_momentum_is_debiased_by_the_gradients_that_a_parameter_has_had(frozen: bool) -> None:
+    _, model = joined_late(20, 3, frozen)
     alone = nn.ParameterDict({"late": nn.Parameter(torch.zeros(3))})
     go_on(IVON(alone.named_parameters(), **DEBIASED), alone, range(20, 23))
     assert torch.equal(model["late"], alone["late"])
@@ -308,9 +307,21 @@ def test_a_parameter_unfrozen_later_is_debiased_from_its_own_start() -> None:
     assert torch.equal(model["early"], always["early"])
 
 
+def test_steps_without_a_gradient_in_between_do_not_count() -> None:
+    """Gradients of 1 in steps 1 and 4 alone: the momentum is 0.1 and then 0.19, debiased 1 each time."""
+    model = nn.ParameterDict({"p": nn.Parameter(torch.zeros(1)), "other": nn.Parameter(torch.zeros(1))})
+    optimizer = IVON(model.named_parameters(), noise_scale=0.0, weight_decay=0.0, **DEBIASED)
+    for has_gradient in (True, False, False, True):
+        model["p"].grad, model["other"].grad = torch.ones(1) if has_gradient else None, torch.ones(1)
+        optimizer.observe(None)
+        optimizer.step()
+    assert float(optimizer.state[model["p"]]["momentum"]) == pytest.approx(0.19)
+    assert float(model["p"].detach()) == pytest.approx(-2.0)
+
+
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
-def test_when_a_parameter_joined_is_saved_and_loaded(way: str, tmp_path: Path) -> None:
-    optimizer, model = unfrozen_late(20, 1)
+def test_how_many_gradients_a_parameter_has_had_is_saved_and_loaded(way: str, tmp_path: Path) -> None:
+    optimizer, model = joined_late(20, 1)
     other_model = copy.deepcopy(model)
     other = IVON(other_model.named_parameters(), **DEBIASED)
     if way == "state_dict":
@@ -328,10 +339,10 @@ def test_when_a_parameter_joined_is_saved_and_loaded(way: str, tmp_path: Path) -
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_path: Path) -> None:
     """All parameters count as there from the start; the group's count must not be lost with the missing one."""
-    optimizer, model = unfrozen_late(0, 20)
+    optimizer, model = joined_late(0, 20)
     old = copy.deepcopy(optimizer.state_dict()) if way == "state_dict" else get_state_dict(model, optimizer)[1]
     for entry in old["state"].values():
-        del entry["first_step"]
+        del entry["missed_steps"]
     other_model = copy.deepcopy(model)
     other = IVON(other_model.named_parameters(), **DEBIASED)
     if way == "state_dict":
@@ -342,9 +353,23 @@ def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_pat
         planner = DefaultLoadPlanner(allow_partial_load=True)  # torch refuses any key that the file lacks without it
         dcp.load(into, checkpoint_id=tmp_path, planner=planner)
         set_optimizer_state_dict(other_model, other, into["optimizer"])
-    optimizer, model = unfrozen_late(0, 20)
+    optimizer, model = joined_late(0, 20)
     go_on(optimizer, model, range(20, 22))
     go_on(other, other_model, range(20, 22))
+    assert torch.equal(model["late"], other_model["late"])
+
+
+def test_state_that_has_the_first_step_of_late_parameters_goes_on_as_it_did() -> None:
+    """As version 0.1.0 saved it up to November 2026."""
+    optimizer, model = joined_late(20, 2)
+    old = copy.deepcopy(optimizer.state_dict())
+    for entry in old["state"].values():
+        entry["first_step"] = entry.pop("missed_steps") + 1
+    other_model = copy.deepcopy(model)
+    other = IVON(other_model.named_parameters(), **DEBIASED)
+    other.load_state_dict(old)
+    go_on(optimizer, model, range(22, 24))
+    go_on(other, other_model, range(22, 24))
     assert torch.equal(model["late"], other_model["late"])
 
 
@@ -393,5 +418,3 @@ def test_what_cannot_be_computed_is_said_before_anything_is_lost() -> None:
     assert p.grad is not None
     with pytest.raises(UserError, match="64-bit"):
         IVON([p], seed=2**63)
-    with pytest.raises(AssertionError, match="do not exist"):
-        normal(DRAW, "w", -3, 5)

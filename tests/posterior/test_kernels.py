@@ -1,19 +1,19 @@
-"""The compiled kernels compute the bits of the plain ones; any layout, dtype and split of the work gives the same."""
+"""The compiled kernels compute the bits of the torch ones; any layout, dtype and split of the work gives the same."""
 
 import math
 import shutil
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.posterior import kernels, native, plain
-from threepo.posterior.kernels import normal
+from drawn import normal
+from threepo.posterior import kernels, native, torch_kernels
 from threepo.posterior.layout import _box
-from threepo.posterior.noise import BLOCK, noise_key
-from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Seen, State, Update
-from threepo.posterior.scalars import HESSIAN_RANGE, Scale, StepNumbers
+from threepo.posterior.noise import BLOCK, Key, noise_key
+from threepo.posterior.operations import HESSIAN_RANGE, WHOLE, AddNoiseTimes, Perturb, Region, Scalars, Update
 from threepo.types import Draw
 
 DRAW = Draw(3, 5, 1)
@@ -22,38 +22,54 @@ SIZES = st.one_of(st.integers(1, 3 * BLOCK), st.just(3 * 65536 + 17))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-def places(starts: st.SearchStrategy[int]) -> st.SearchStrategy[Place]:
+def regions(starts: st.SearchStrategy[int]) -> st.SearchStrategy[Region]:
     """In one row, and in rows narrower and wider than a block and than what plain torch takes at once."""
     rows = st.one_of(st.integers(1, 40), st.integers(400, 1100), st.just(8 * BLOCK + 5))
     gaps = st.one_of(st.integers(0, 40), st.integers(400, 1100), st.just(3 * BLOCK))
-    in_rows = st.builds(lambda start, row, gap: Place(start, row, row + gap), starts, rows, gaps)
-    return st.one_of(starts.map(Place), in_rows)
+    in_rows = st.builds(lambda start, row, gap: Region(start, row, row + gap), starts, rows, gaps)
+    return st.one_of(starts.map(Region), in_rows)
 
 
-PLACES = places(st.integers(0, 5000))
+REGIONS = regions(st.integers(0, 5000))
 
-needs_native = pytest.mark.skipif(not native.available, reason="no compiled kernels here")
+needs_native = pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no compiled kernels here")
 
 
 def test_the_kernels_were_compiled_where_there_is_a_compiler() -> None:
-    assert native.available or not any(map(shutil.which, ("cc", "gcc", "clang")))
+    assert native.LIBRARY.loaded or not any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def numbers(estimator: str, scale: Scale, **changed: float) -> StepNumbers:
+def sigma(ess: float, weight_decay: float, noise_scale: float, isotropic: float | None = None) -> Scalars:
+    """What makes a sigma out of a Hessian; `isotropic` takes its place."""
+    root = 0.0 if isotropic is None else math.sqrt(ess * (isotropic + weight_decay))
+    return Scalars(weight_decay, ess, root, noise_scale)
+
+
+def noise(kernels: ModuleType, size: int, key: Key = KEY, region: Region = WHOLE) -> torch.Tensor:
+    """What these kernels add to a mean of 0 with a sigma of 1."""
+    z = torch.zeros(size)
+    kernels.run([Perturb(z, z, torch.ones(size), key, sigma(1.0, 0.0, 1.0), region)])
+    return z
+
+
+def step(estimator: str, scalars: Scalars, **changed: float) -> Scalars:
+    """A whole step's, of the mean of four gradients."""
     settings = {
         "beta1": 0.9,
+        "grad_weight": 0.1 * 0.25,
         "beta2": 0.99,
-        "grad_factor": 0.25,
-        "second_factor": 0.25,
-        "debias": 0.19,
+        "estimate_weight": 0.01,
+        "retraction_weight": 0.5e-4,
+        "estimate_factor": 0.25 / scalars.noise_scale if estimator == "price" else 0.25 * scalars.ess,
+        "momentum_factor": 1 / 0.19,
         "clip_radius": 2.0,
         "step_size": 1e-3,
     }
-    return StepNumbers(scale=scale, estimator=estimator, **(settings | changed))
+    return scalars._replace(estimator=estimator, **(settings | changed))
 
 
-SCALES = st.builds(
-    Scale,
+SCALARS = st.builds(
+    sigma,
     st.sampled_from([1.0, 50.0, 1e9]),
     st.sampled_from([0.0, 1e-8, 0.1]),
     st.sampled_from([1.0, 0.7]),
@@ -62,68 +78,65 @@ SCALES = st.builds(
 
 
 @needs_native
-@given(size=SIZES, place=PLACES)
-def test_compiled_noise_is_the_noise_that_plain_torch_defines(size: int, place: Place) -> None:
-    ours, defined = torch.empty(size), torch.empty(size)
-    native.normal(ours, KEY, place)
-    plain.normal(defined, KEY, place)
-    assert torch.equal(ours, defined)
+@given(size=SIZES, region=REGIONS)
+def test_compiled_noise_is_the_noise_that_torch_defines(size: int, region: Region) -> None:
+    assert torch.equal(noise(native, size, KEY, region), noise(torch_kernels, size, KEY, region))
 
 
 @needs_native
-@given(size=SIZES, place=PLACES, dtype=DTYPES, out_dtype=DTYPES, scale=SCALES)
-def test_compiled_perturb_is_the_plain_one(
-    size: int, place: Place, dtype: torch.dtype, out_dtype: torch.dtype, scale: Scale
+@given(size=SIZES, region=REGIONS, dtype=DTYPES, out_dtype=DTYPES, scalars=SCALARS)
+def test_compiled_perturb_is_the_torch_one(
+    size: int, region: Region, dtype: torch.dtype, out_dtype: torch.dtype, scalars: Scalars
 ) -> None:
     torch.manual_seed(size)
     mean, h = torch.randn(size).to(dtype), torch.rand(size) + 1e-4
     ours, defined = torch.empty(size, dtype=out_dtype), torch.empty(size, dtype=out_dtype)
-    native.perturb([Perturb(ours, mean, h, KEY, scale, place)])
-    plain.perturb([Perturb(defined, mean, h, KEY, scale, place)])
+    native.run([Perturb(ours, mean, h, KEY, scalars, region)])
+    torch_kernels.run([Perturb(defined, mean, h, KEY, scalars, region)])
     assert torch.equal(ours, defined)
 
 
 @needs_native
-@given(size=SIZES, place=PLACES, dtype=DTYPES)
-def test_compiled_accumulation_is_the_plain_one(size: int, place: Place, dtype: torch.dtype) -> None:
+@given(size=SIZES, region=REGIONS, dtype=DTYPES)
+def test_compiled_accumulation_is_the_torch_one(size: int, region: Region, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     grad, total = torch.randn(size).to(dtype), torch.randn(size)
     ours, defined = total.clone(), total.clone()
-    native.add_noise_times([AddNoiseTimes(ours, grad, KEY, place)])
-    plain.add_noise_times([AddNoiseTimes(defined, grad, KEY, place)])
+    native.run([AddNoiseTimes(ours, grad, KEY, region)])
+    torch_kernels.run([AddNoiseTimes(defined, grad, KEY, region)])
     assert torch.equal(ours, defined)
 
 
 @needs_native
 @given(
     size=SIZES,
-    place=PLACES,
+    region=REGIONS,
     dtype=DTYPES,
     copied=st.booleans(),
     summed=st.booleans(),
     estimator=st.sampled_from(["price", "gradsq", "none"]),
-    scale=SCALES,
+    scalars=SCALARS,
     grad_size=st.sampled_from([1e-6, 1.0, 1e30]),
 )
-def test_compiled_update_is_the_plain_one(
+def test_compiled_update_is_the_torch_one(
     size: int,
-    place: Place,
+    region: Region,
     dtype: torch.dtype,
     copied: bool,
     summed: bool,
     estimator: str,
-    scale: Scale,
+    scalars: Scalars,
     grad_size: float,
 ) -> None:
     torch.manual_seed(size)
     mean, grad = torch.randn(size).to(dtype), (torch.randn(size) * grad_size).to(dtype)
     h, g, second = torch.rand(size) + 1e-4, torch.randn(size), torch.randn(size) if summed else None
     results = []
-    for module in (native, plain):
+    for module in (native, torch_kernels):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = torch.empty(size, dtype=torch.bfloat16) if copied else None
-        state = State(own[0], copy, own[1], own[2])
-        (clipped,) = module.update([Update(state, Seen(grad, second, KEY), numbers(estimator, scale), place)])
+        update = Update(own[0], copy, own[1], own[2], grad, second, KEY, step(estimator, scalars), region)
+        (clipped,) = module.run([update])
         results.append([*own, clipped, *([copy] if copied else [])])
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
@@ -137,15 +150,13 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     torch.manual_seed(0)
     mean, h, g, grad = torch.randn(size), torch.rand(size) + 0.1, torch.randn(size), torch.randn(size)
     results = []
-    for module in (native, plain):
-        m, hessian, momentum, total, z = mean.clone(), h.clone(), g.clone(), g.clone(), torch.empty(size)
-        module.normal(z, KEY, Place(300))
-        module.perturb([Perturb(m, m, hessian, KEY, Scale(10.0, 0.1, 1.0), Place(300))])
-        module.add_noise_times([AddNoiseTimes(total, grad, KEY, Place(300))])
-        step = numbers("price", Scale(10.0, 0.1, 1.0))
-        state = State(m, None, hessian, momentum)
-        (clipped,) = module.update([Update(state, Seen(grad, None, KEY), step, Place(300))])
-        results.append((z, m, hessian, momentum, total, clipped))
+    for module in (native, torch_kernels):
+        m, hessian, momentum, total = mean.clone(), h.clone(), g.clone(), g.clone()
+        module.run([Perturb(m, m, hessian, KEY, sigma(10.0, 0.1, 1.0), Region(300))])
+        module.run([AddNoiseTimes(total, grad, KEY, Region(300))])
+        scalars = step("price", sigma(10.0, 0.1, 1.0))
+        (clipped,) = module.run([Update(m, None, hessian, momentum, grad, None, KEY, scalars, Region(300))])
+        results.append((m, hessian, momentum, total, clipped))
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
 
@@ -154,7 +165,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 def test_every_dtype_adds_in_wide_and_rounds_once(dtype: torch.dtype) -> None:
     mean, h = torch.randn(2000).to(dtype), torch.full((2000,), 0.25)
     out = torch.empty_like(mean)
-    kernels.perturb([Perturb(out, mean, h, KEY, Scale(100.0, 0.0, 1.0))])
+    kernels.run([Perturb(out, mean, h, KEY, sigma(100.0, 0.0, 1.0))])
     wide = mean if dtype == torch.float64 else mean.float()
     assert torch.equal(out, (wide + normal(DRAW, "w", 0, 2000) * 0.2).to(dtype))
 
@@ -170,12 +181,12 @@ def test_every_dtype_adds_in_wide_and_rounds_once(dtype: torch.dtype) -> None:
 def test_noise_goes_by_the_logical_index_not_by_the_memory(strided: torch.Tensor) -> None:
     dense = strided.contiguous()
     h, g, grad = torch.rand(dense.shape) + 0.1, torch.randn(dense.shape), torch.randn(dense.shape)
-    step = numbers("price", Scale(10.0, 0.1, 1.0))
+    scalars = step("price", sigma(10.0, 0.1, 1.0))
     results = []
     for mean in (strided.clone(memory_format=torch.preserve_format), dense.clone()):
         hessian, momentum = h.clone(), g.clone()
-        kernels.perturb([Perturb(mean, mean, hessian, KEY, step.scale)])
-        kernels.update([Update(State(mean, None, hessian, momentum), Seen(grad, None, KEY), step)])
+        kernels.run([Perturb(mean, mean, hessian, KEY, scalars)])
+        kernels.run([Update(mean, None, hessian, momentum, grad, None, KEY, scalars)])
         results.append((mean, hessian, momentum))
     for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
@@ -194,25 +205,25 @@ def test_the_hessian_stays_positive_and_everything_finite_for_any_gradient(
     grad: float, h: float, delta: float, ess: float, estimator: str, beta2: float
 ) -> None:
     mean, hessian, momentum = torch.zeros(BLOCK), torch.full((BLOCK,), h), torch.zeros(BLOCK)
-    step = numbers(estimator, Scale(ess, delta, 1.0), beta2=beta2, grad_factor=1.0, debias=1.0)
+    weights = {"beta2": beta2, "estimate_weight": 1 - beta2, "retraction_weight": 0.5 * (1 - beta2) ** 2}
+    factors = {"estimate_factor": ess if estimator == "gradsq" else 1.0, "momentum_factor": 1.0, "grad_weight": 0.1}
+    scalars = step(estimator, sigma(ess, delta, 1.0), **weights, **factors)
     for _ in range(3):
-        seen = Seen(torch.full((BLOCK,), grad), None, KEY)
-        kernels.update([Update(State(mean, None, hessian, momentum), seen, step)])
+        kernels.run([Update(mean, None, hessian, momentum, torch.full((BLOCK,), grad), None, KEY, scalars)])
         assert hessian.min() >= HESSIAN_RANGE[0] * 0.99
         assert all(bool(tensor.isfinite().all()) for tensor in (mean, hessian, momentum))
-        kernels.perturb([Perturb(torch.empty(BLOCK), mean, hessian, KEY, step.scale)])
+        kernels.run([Perturb(torch.empty(BLOCK), mean, hessian, KEY, scalars)])
 
 
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
     mean = torch.zeros(10)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.perturb([Perturb(mean, mean, torch.ones(9), KEY, Scale(1.0, 0.0, 1.0))])
+        kernels.run([Perturb(mean, mean, torch.ones(9), KEY, sigma(1.0, 0.0, 1.0))])
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.add_noise_times([AddNoiseTimes(torch.zeros(11), torch.ones(10), KEY)])
-    seen = Seen(torch.ones(5), None, KEY)
+        kernels.run([AddNoiseTimes(torch.zeros(11), torch.ones(10), KEY)])
+    scalars = step("price", sigma(1.0, 0.0, 1.0))
     with pytest.raises(RuntimeError, match="shapes differ"):
-        state = State(mean, None, torch.ones(10), torch.zeros(10))
-        kernels.update([Update(state, seen, numbers("price", Scale(1.0, 0.0, 1.0)))])
+        kernels.run([Update(mean, None, torch.ones(10), torch.zeros(10), torch.ones(5), None, KEY, scalars)])
     assert mean.eq(0).all()
 
 
@@ -220,19 +231,17 @@ def test_autograd_notices_what_the_kernels_write() -> None:
     p = torch.nn.Parameter(torch.ones(5000))
     loss = (p**2).sum()
     with torch.no_grad():
-        kernels.perturb([Perturb(p, p, torch.ones(5000), KEY, Scale(1.0, 0.0, 1.0))])
+        kernels.run([Perturb(p, p, torch.ones(5000), KEY, sigma(1.0, 0.0, 1.0))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@given(size=st.integers(1, 3 * BLOCK), place=PLACES)
-def test_noise_of_rows_is_that_of_their_elements_in_the_whole(size: int, place: Place) -> None:
-    start, row, stride = place
+@given(size=st.integers(1, 3 * BLOCK), region=REGIONS)
+def test_noise_of_rows_is_that_of_their_elements_in_the_whole(size: int, region: Region) -> None:
+    start, row, stride = region
     elements = torch.tensor([start + i // row * stride + i % row for i in range(size)])
-    whole, rows = torch.empty(int(elements[-1]) + 1), torch.empty(size)
-    plain.normal(whole, KEY, Place(0))
-    plain.normal(rows, KEY, place)
-    assert torch.equal(rows, whole[elements])
+    whole = noise(torch_kernels, int(elements[-1]) + 1)
+    assert torch.equal(noise(torch_kernels, size, KEY, region), whole[elements])
 
 
 @given(st.data())
@@ -253,22 +262,21 @@ def test_a_box_of_a_tensor_is_found_in_its_pieces(data: st.DataObject) -> None:
 
 @needs_native
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_jobs_in_one_call_are_what_each_is_alone(threads: int) -> None:
-    """Of sizes that threads cut across, among them nothing, some in rows, with numbers of their own."""
+def test_many_operations_in_one_call_are_what_each_is_alone(threads: int) -> None:
+    """Of sizes that threads cut across, among them nothing, some in rows, with scalars of their own."""
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
     sizes = [1, 0, 1023, 70_000, 0, 5, 200_001, 333]
     results = []
     for together in (True, False):
         torch.manual_seed(0)
-        jobs = []
+        updates = []
         for index, size in enumerate(sizes):
-            state = State(torch.randn(size), None, torch.rand(size) + 0.1, torch.randn(size))
-            step = numbers("price", Scale(10.0, 0.1, 1.0), clip_radius=0.5 + index)
-            place = Place(index, 100, 128) if index % 2 else Place(index)
-            jobs.append(Update(state, Seen(torch.randn(size), None, noise_key(DRAW, str(index))), step, place))
-        clipped = native.update(jobs) if together else [count for job in jobs for count in plain.update([job])]
-        results.append([tensor for job in jobs for tensor in job.state if tensor is not None] + clipped)
+            tensors = (torch.randn(size), None, torch.rand(size) + 0.1, torch.randn(size), torch.randn(size), None)
+            scalars = step("price", sigma(10.0, 0.1, 1.0), clip_radius=0.5 + index)
+            region = Region(index, 100, 128) if index % 2 else Region(index)
+            updates.append(Update(*tensors, noise_key(DRAW, str(index)), scalars, region))
+        clipped = native.run(updates) if together else [torch_kernels.run([update])[0] for update in updates]
+        results.append([tensor for update in updates for tensor in (update.mean, *update[2:4])] + clipped)
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
 
@@ -280,8 +288,8 @@ def test_what_waits_for_company_is_done_whatever_comes_after_it() -> None:
     means = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     means[0] = torch.zeros(3, 7).t()
     keys = [noise_key(DRAW, str(mean.shape)) for mean in means]
-    kernels.perturb(
-        Perturb(mean, mean, torch.ones(mean.shape), key, Scale(1.0, 0.0, 1.0))
+    kernels.run(
+        Perturb(mean, mean, torch.ones(mean.shape), key, sigma(1.0, 0.0, 1.0))
         for mean, key in zip(means, keys, strict=True)
     )
     for mean in means:

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -10,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.posterior.kernels import normal
+from drawn import normal
 from threepo.posterior.noise import BLOCK, CHUNK, address_key, noise_key, uniforms
 from threepo.types import Draw
 
 DRAW = Draw(seed=3, step=5, index=1)
+TESTS = Path(__file__).parents[1]
 N = 2_000_000
 
 
@@ -39,10 +41,12 @@ def test_noise_does_not_depend_on_the_number_of_threads() -> None:
 
 def test_another_process_makes_the_same_noise() -> None:
     program = (
-        "from threepo.posterior.kernels import normal; from threepo.types import Draw;"
+        "from drawn import normal; from threepo.types import Draw;"
         "print(normal(Draw(3, 5, 1), 'w', 70_000, 70_003).tolist())"
     )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=TESTS
+    ).stdout
     assert printed.strip() == str(normal(DRAW, "w", 70_000, 70_003).tolist())
 
 

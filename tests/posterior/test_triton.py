@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from threepo.posterior import kernels, plain
+from threepo.posterior import kernels, torch_kernels
 
 INTERPRETED = Path(__file__).with_name("triton_interpreted.py")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_kernels_compute_the_plain_ones_bits() -> None:
+def test_interpreted_kernels_compute_the_torch_ones_bits() -> None:
     # In a process of its own, because Triton decides when it is imported whether it interprets.
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -31,14 +31,13 @@ def test_interpreted_kernels_compute_the_plain_ones_bits() -> None:
 
 
 F32 = "fp32"
-SCALE = (F32,) * 4
+SCALARS = (F32,) * 4
 ROWS = {"row": "i32", "stride": "i32", "rows": "constexpr"}
 ADDRESS = {"start": "i32", "count": "i32", **ROWS, "first": "i64", "second": "i64"}
 SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
-    "_normal": ({"out": "*fp32", **ADDRESS}, {(5,): False}),
     "_perturb": (
-        {"out": "*bf16", "mean": "*fp32", "hessian": "*fp32", **ADDRESS, "scale": SCALE, "isotropic": "constexpr"},
-        {(7,): False, (11,): False},
+        {"tensors": ("*bf16", "*fp32", "*fp32"), **ADDRESS, "scalars": SCALARS, "isotropic": "constexpr"},
+        {(5,): False, (9,): False},
     ),
     "_add_noise_times": ({"total": "*fp32", "grad": "*fp16", **ADDRESS}, {(6,): True}),
     "_update": (
@@ -46,12 +45,11 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
             "tensors": ("*fp32", "*bf16", "*fp32", "*fp32", "*bf16", "constexpr"),
             "clipped": "*i64",
             **ADDRESS,
-            "scale": SCALE,
-            "estimate": (F32,) * 7,
-            "move_by": (F32,) * 5,
+            "scalars": SCALARS,
+            "step": (F32,) * 12,
             **dict.fromkeys(("estimator", "isotropic", "noisy"), "constexpr"),
         },
-        {(0, 5): None, (6,): True, (12,): "price", (13,): False, (14,): True},
+        {(0, 5): None, (6,): True, (11,): "price", (12,): False, (13,): True},
     ),
 }
 
@@ -94,7 +92,7 @@ class TestCompiled:
         assert asm["cubin"]
 
     def test_without_our_options_it_would_not(self) -> None:
-        assert "fma.rn.f32" in arithmetic(compiled("_normal", 90, enable_fp_fusion=True)["ptx"])
+        assert "fma.rn.f32" in arithmetic(compiled("_perturb", 90, enable_fp_fusion=True)["ptx"])
 
     @pytest.mark.parametrize("name", SIGNATURES)
     def test_elements_are_counted_in_64_bits(self, name: str) -> None:
@@ -102,7 +100,7 @@ class TestCompiled:
         assert set(offsets) == {"i64"}
 
     def test_both_halves_of_a_block_come_from_one_hash(self) -> None:
-        ttir = compiled("_normal", 90)["ttir"]
+        ttir = compiled("_perturb", 90)["ttir"]
         assert len(re.findall(r"arith\.muli .*tensor<512xi64>", ttir)) == 3
         assert ttir.count("tt.store") == 2
 
@@ -114,8 +112,8 @@ def test_they_are_chosen_for_cuda_tensors_of_their_dtypes() -> None:
         mean, half = torch.empty(8, device="cuda"), torch.empty(8, device="cuda", dtype=torch.bfloat16)
         double, here = torch.empty(8, device="cuda", dtype=torch.float64), torch.empty(8)
     assert kernels.backend(mean, half, None) is triton_kernels
-    assert kernels.backend(mean, double) is plain
-    assert kernels.backend(mean, here) is plain
+    assert kernels.backend(mean, double) is torch_kernels
+    assert kernels.backend(mean, here) is torch_kernels
 
 
 def test_a_triton_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,4 +122,4 @@ def test_a_triton_that_flushes_subnormals_is_not_used(monkeypatch: pytest.Monkey
     with FakeTensorMode():
         mean = torch.empty(8, device="cuda")
     monkeypatch.setattr(triton_kernels, "available", False)
-    assert kernels.backend(mean) is plain
+    assert kernels.backend(mean) is torch_kernels

@@ -1,31 +1,30 @@
-"""The Triton kernels compute the plain ones' bits. test_triton.py runs this, with TRITON_INTERPRET=1."""
+"""The Triton kernels compute the torch ones' bits. test_triton.py runs this, with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posterior.test_kernels import KEY, SCALES, numbers, places
-from threepo.posterior import plain, triton_kernels
+from posterior.test_kernels import KEY, SCALARS, noise, regions, sigma, step
+from threepo.posterior import torch_kernels, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
-from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Seen, State, Update
-from threepo.posterior.scalars import HESSIAN_RANGE, Scale
+from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Perturb, Region, Scalars, Update
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = st.one_of(st.integers(1, 2 * BLOCK), st.sampled_from([1, BLOCK // 2, BLOCK, 3 * BLOCK]))
 STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK, 2**31 - 700, 2**41 + 5]))
-CASES = st.tuples(SIZES, places(STARTS)).map(lambda case: (in_few_blocks(*case), case[1]))
+CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_few_blocks(*case), case[1]))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 some = settings(max_examples=12)
 
 
-def in_few_blocks(size: int, place: Place) -> int:
+def in_few_blocks(size: int, region: Region) -> int:
     """The size, or as much of it as lies in some 64 blocks: the interpreter takes 10 ms for each."""
-    if place.row == place.stride:
+    if region.row == region.stride:
         return size
-    return min(size, place.row * max(1, 64 * BLOCK // place.stride))
+    return min(size, region.row * max(1, 64 * BLOCK // region.stride))
 
 
 def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
@@ -37,11 +36,9 @@ def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
 
 @some
 @given(case=CASES)
-def test_noise(case: tuple[int, Place]) -> None:
-    size, place = case
-    ours, defined = torch.empty(size), torch.empty(size)
-    triton_kernels.normal(ours, KEY, place)
-    plain.normal(defined, KEY, place)
+def test_noise(case: tuple[int, Region]) -> None:
+    size, region = case
+    ours, defined = (noise(kernels, size, KEY, region) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
 
 
@@ -65,9 +62,7 @@ def key_for(bits: int) -> Key:
 @pytest.mark.parametrize("low", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
     key = key_for(sign | high << 32 | low)
-    ours, defined = torch.empty(BLOCK), torch.empty(BLOCK)
-    triton_kernels.normal(ours, key, Place(0))
-    plain.normal(defined, key, Place(0))
+    ours, defined = (noise(kernels, BLOCK, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
     radius = defined[0].hypot(defined[BLOCK // 2])
     if high == 0 and sign == 0:
@@ -80,31 +75,27 @@ def test_counters_start_where_the_key_says() -> None:
     block, bits = 2**31 + 7, 1 << 63
     first, second = key_for(bits)
     key = ((first - block * (BLOCK // 2) * _GOLDEN) % 2**64, second)
-    out = torch.empty(BLOCK)
-    triton_kernels.normal(out, key, Place(block * BLOCK))
-    assert out[0] == 0
+    assert noise(triton_kernels, BLOCK, key, Region(block * BLOCK))[0] == 0
 
 
 @pytest.mark.parametrize("key", [(0, 0), (1, 1), (16, 2**31), (2**32 - 1, 2**63), (2**64 - 1, 2**64 - 2**31)])
 def test_keys_of_any_width(key: Key) -> None:
-    ours, defined = torch.empty(100), torch.empty(100)
-    triton_kernels.normal(ours, key, Place(0))
-    plain.normal(defined, key, Place(0))
+    ours, defined = (noise(kernels, 100, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
 
 
 @some
-@given(case=CASES, dtype=DTYPES, out_dtype=DTYPES, scale=SCALES)
-def test_perturb(case: tuple[int, Place], dtype: torch.dtype, out_dtype: torch.dtype, scale: Scale) -> None:
-    size, place = case
+@given(case=CASES, dtype=DTYPES, out_dtype=DTYPES, scalars=SCALARS)
+def test_perturb(case: tuple[int, Region], dtype: torch.dtype, out_dtype: torch.dtype, scalars: Scalars) -> None:
+    size, region = case
     torch.manual_seed(size)
     mean, h = torch.randn(size).to(dtype), torch.rand(size) + 1e-4
     ours, defined = torch.empty(size, dtype=out_dtype), torch.empty(size, dtype=out_dtype)
-    triton_kernels.perturb([Perturb(ours, mean, h, KEY, scale, place)])
-    plain.perturb([Perturb(defined, mean, h, KEY, scale, place)])
+    triton_kernels.run([Perturb(ours, mean, h, KEY, scalars, region)])
+    torch_kernels.run([Perturb(defined, mean, h, KEY, scalars, region)])
     assert_same_bits(ours, defined)
     if dtype == out_dtype:
-        triton_kernels.perturb([Perturb(mean, mean, h, KEY, scale, place)])
+        triton_kernels.run([Perturb(mean, mean, h, KEY, scalars, region)])
         assert_same_bits(mean, defined)
 
 
@@ -119,21 +110,21 @@ def test_rounding_of_all_kinds_of_numbers(dtype: torch.dtype, out_dtype: torch.d
         mean = every.to(torch.int16).view(dtype)
     mean = mean[mean.isfinite()]
     ours, defined = torch.empty(len(mean), dtype=out_dtype), torch.empty(len(mean), dtype=out_dtype)
-    still = Scale(1.0, 1.0, 0.0)
-    triton_kernels.perturb([Perturb(ours, mean, torch.ones(len(mean)), KEY, still, Place(0))])
-    plain.perturb([Perturb(defined, mean, torch.ones(len(mean)), KEY, still, Place(0))])
+    still = sigma(1.0, 1.0, 0.0)
+    triton_kernels.run([Perturb(ours, mean, torch.ones(len(mean)), KEY, still, Region(0))])
+    torch_kernels.run([Perturb(defined, mean, torch.ones(len(mean)), KEY, still, Region(0))])
     assert_same_bits(ours, defined)
 
 
 @some
 @given(case=CASES, dtype=DTYPES)
-def test_accumulation(case: tuple[int, Place], dtype: torch.dtype) -> None:
-    size, place = case
+def test_accumulation(case: tuple[int, Region], dtype: torch.dtype) -> None:
+    size, region = case
     torch.manual_seed(size)
     grad, total = torch.randn(size).to(dtype), torch.randn(size)
     ours, defined = total.clone(), total.clone()
-    triton_kernels.add_noise_times([AddNoiseTimes(ours, grad, KEY, place)])
-    plain.add_noise_times([AddNoiseTimes(defined, grad, KEY, place)])
+    triton_kernels.run([AddNoiseTimes(ours, grad, KEY, region)])
+    torch_kernels.run([AddNoiseTimes(defined, grad, KEY, region)])
     assert_same_bits(ours, defined)
 
 
@@ -144,32 +135,32 @@ def test_accumulation(case: tuple[int, Place], dtype: torch.dtype) -> None:
     copy_dtype=st.one_of(st.none(), DTYPES),
     summed=st.booleans(),
     estimator=st.sampled_from(["price", "gradsq", "none"]),
-    scale=SCALES,
+    scalars=SCALARS,
     grad_size=st.sampled_from([0.0, 1e-30, 1e-6, 1.0, 1e30]),
     least_hessian=st.booleans(),
 )
 def test_update(
-    case: tuple[int, Place],
+    case: tuple[int, Region],
     dtype: torch.dtype,
     copy_dtype: torch.dtype | None,
     summed: bool,
     estimator: str,
-    scale: Scale,
+    scalars: Scalars,
     grad_size: float,
     least_hessian: bool,
 ) -> None:
-    size, place = case
+    size, region = case
     torch.manual_seed(size)
     grad_size = min(grad_size, 1e3) if dtype == torch.float16 else grad_size
     mean, grad = torch.randn(size).to(dtype), (torch.randn(size) * grad_size).to(dtype)
     h = torch.full((size,), HESSIAN_RANGE[0]) if least_hessian else torch.rand(size) + 1e-4
     g, second = torch.randn(size), torch.randn(size) if summed else None
     results = []
-    for module in (triton_kernels, plain):
+    for module in (triton_kernels, torch_kernels):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = None if copy_dtype is None else torch.empty(size, dtype=copy_dtype)
-        state = State(own[0], copy, own[1], own[2])
-        (clipped,) = module.update([Update(state, Seen(grad, second, KEY), numbers(estimator, scale), place)])
+        update = Update(own[0], copy, own[1], own[2], grad, second, KEY, step(estimator, scalars), region)
+        (clipped,) = module.run([update])
         results.append([*own, clipped, *([] if copy is None else [copy])])
     for ours, defined in zip(*results, strict=True):
         assert_same_bits(ours, defined)
@@ -178,7 +169,7 @@ def test_update(
 def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
     whole, h = torch.full((5000,), 7.0), torch.ones(5000)
     part = slice(1001, 3333)
-    triton_kernels.perturb([Perturb(whole[part], whole[part], h[part], KEY, Scale(1.0, 0.0, 1.0), Place(1001))])
+    triton_kernels.run([Perturb(whole[part], whole[part], h[part], KEY, sigma(1.0, 0.0, 1.0), Region(1001))])
     assert whole[:1001].eq(7).all()
     assert whole[3333:].eq(7).all()
     assert not whole[part].eq(7).any()
@@ -186,7 +177,7 @@ def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
 
 def test_nothing_to_do_is_no_error() -> None:
     empty = torch.empty(0)
-    triton_kernels.normal(empty, KEY, Place(5))
-    step = numbers("none", Scale(1.0, 0.0, 1.0))
-    nothing = Update(State(empty, None, empty, empty), Seen(empty, None, None), step, Place(5))
-    assert triton_kernels.update([nothing]) == [0]
+    triton_kernels.run([AddNoiseTimes(empty, empty, KEY, Region(5))])
+    scalars = step("none", sigma(1.0, 0.0, 1.0))
+    nothing = Update(empty, None, empty, empty, empty, None, None, scalars, Region(5))
+    assert triton_kernels.run([nothing]) == [0]

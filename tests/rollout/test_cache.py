@@ -66,7 +66,7 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.skipif(native._library is None, reason="no compiled attention here")
+@pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no compiled attention here")
 @settings(max_examples=40, deadline=None)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)),

@@ -2,7 +2,7 @@
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threepo import compiled
 from threepo.rollout import stacked_linear
 from threepo.rollout.stacked_linear import LANES, pack, padded, product
 
 CPU = torch.device("cpu")
-BEST = dict(stacked_linear._levels)
+BEST = {dtype: stacked_linear.level(dtype) for dtype in (torch.float32, torch.bfloat16)}
 DTYPES = [dtype for dtype, level in BEST.items() if level]
 """Processors with matrix units have no compiled products of bfloat16."""
 LEVELS = {dtype: range(1, level + 1) for dtype, level in BEST.items()}
@@ -27,12 +26,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+levels = dict(BEST)
+"""In force, for a test to change."""
+
+
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    stacked_linear._levels.update(BEST)
+def _best_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels.update(BEST)
+    monkeypatch.setattr(stacked_linear, "level", lambda dtype: levels.get(dtype, 0))
 
 
 def packed(weights: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_products_are_torchs(
 ) -> None:
     """Any number of rows for each draw, none included; any number of outputs; every level of processors."""
     torch.set_num_threads(threads)
-    stacked_linear._levels[dtype] = data.draw(st.sampled_from(LEVELS[dtype]))
+    levels[dtype] = data.draw(st.sampled_from(LEVELS[dtype]))
     seed, inputs = data.draw(st.integers(0, 1000)), chunks * LANES * 4 // dtype.itemsize
     x = random(sum(counts), inputs, dtype=dtype, seed=seed)
     weights = random(len(counts), outputs, inputs, dtype=dtype, seed=seed + 1)
@@ -100,7 +101,7 @@ def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> Non
     memory = packed(weights)
     row = random(1, 256, dtype=dtype, seed=3)
     for level in LEVELS[dtype]:
-        stacked_linear._levels[dtype] = level
+        levels[dtype] = level
         alone = product(row, memory[1:2], bias[1:2], 300, starts_of([1]))
         for count in (*range(1, 40), 200, 500):
             for threads in (1, 2):
@@ -110,16 +111,6 @@ def test_a_rows_result_does_not_depend_on_its_company(dtype: torch.dtype) -> Non
                 others[place] = row
                 many = product(others, memory, bias, 300, starts_of([7, count, 13]))
                 assert torch.equal(many[place : place + 1], alone)
-
-
-@pytest.mark.skipif(compiled._openmp is None, reason="torch has no OpenMP team here: the pool is what all tests use")
-def test_without_torchs_team_a_pool_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weights = random(300, 128, dtype=torch.float32, seed=0), packed(random(2, 200, 128, dtype=torch.float32, seed=1))
-    monkeypatch.setattr(stacked_linear, "_SERIAL", 0)
-    torch.set_num_threads(3)
-    expected = product(x, weights, None, 200, starts_of([100, 200]))
-    monkeypatch.setattr(compiled, "_openmp", None)
-    assert torch.equal(product(x, weights, None, 200, starts_of([100, 200])), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +134,7 @@ def test_rows_and_weights_of_two_dtypes_are_refused() -> None:
 
 def test_what_is_not_served_is_refused() -> None:
     """Its result would be memory that nobody has written."""
-    stacked_linear._levels[torch.bfloat16] = 0
+    levels[torch.bfloat16] = 0
     weights = packed(random(1, 16, 64, dtype=torch.bfloat16, seed=1))
     with pytest.raises(RuntimeError, match="no compiled products of torch.bfloat16"):
         product(random(2, 64, dtype=torch.bfloat16, seed=0), weights, None, 16, starts_of([2]))

@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion, row
-from threepo.config import Correction, RunConfig, ScheduleConfig
+from threepo.config import Correction, IVONConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PointAdamW
+from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.batching import collate, pack
+from threepo.training.build import build_optimizer, load_prior
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.schedule import factor
@@ -207,6 +208,71 @@ def test_a_checkpoint_restores_the_optimizer_bitwise(policy: Policy, kind: str, 
     advance(resumed, range(3, 5))
     assert all(torch.equal(p, e) for p, e in zip(policy.model.parameters(), expected, strict=True))
     assert (tmp_path / "step-000003" / "posterior.safetensors").exists() is (kind == "ivon")
+
+
+def test_a_resumed_run_debiases_a_parameter_that_joined_late_as_one_that_never_stopped(
+    policy: Policy, tmp_path: Path
+) -> None:
+    late = policy.model.model.norm.weight.requires_grad_(False)
+    settings = {"noise_scale": 0.0, "lr": 1.0, "rescale_lr": False, "hess_init": 1.0, "clip_radius": 10.0}
+
+    def advance(optimizer: IVON, steps: int) -> None:
+        for _ in range(steps):
+            for p in policy.model.parameters():
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+            optimizer.observe(None)
+            optimizer.step()
+
+    optimizer = IVON(policy.model.named_parameters(), **settings)
+    advance(optimizer, 3)
+    late.requires_grad_(True)
+    advance(optimizer, 1)
+    state = TrainState(step=4, optimizer_steps=4)
+    save_checkpoint(tmp_path / "step-000004", policy, optimizer, state)
+    saved = late.detach().clone()
+    advance(optimizer, 1)
+    expected = late.detach().clone()
+    with torch.no_grad():
+        late.copy_(saved)
+    resumed = IVON(policy.model.named_parameters(), **settings)
+    restore_optimizer(tmp_path / "step-000004", resumed, state)
+    advance(resumed, 1)
+    assert torch.equal(late, expected)
+
+
+def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path: Path) -> None:
+    """Twenty-one gradients of 1: the momentum is 1 - 0.9^21, and debiased by these 21 it is 1, so a weight moves by lr.
+
+    Debiased as if the last were the first, it would be (1 - 0.9^21) / 0.1 = 8.9.
+    """
+    config = IVONConfig(
+        lr=0.5,
+        ess=1e9,
+        rescale_lr=False,
+        weight_decay=0.0,
+        hess_init=1.0,
+        clip_radius=100.0,
+        noise_scale=0.0,
+        load_hessian=str(tmp_path / "step-000020"),
+        load_momentum=True,
+    )
+
+    def advance(optimizer: PolicyOptimizer, steps: int) -> None:
+        for _ in range(steps):
+            for p in policy.model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.observe(None)
+            optimizer.step()
+
+    source = build_optimizer(config, policy.model, seed=0)
+    advance(source, 20)
+    save_checkpoint(tmp_path / "step-000020", policy, source, TrainState(step=20, optimizer_steps=20))
+    weight = policy.model.model.norm.weight
+    before = weight.detach().clone()
+    optimizer = build_optimizer(config, policy.model, seed=0)
+    load_prior(config, optimizer)
+    advance(optimizer, 1)
+    torch.testing.assert_close(weight, before - 0.5, rtol=0, atol=1e-5)
 
 
 def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:

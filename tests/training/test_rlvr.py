@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import outcome, train_config
+from runs import outcome, sft_config, train_config
 from threepo import api
 from threepo.config import IVONConfig, TrainConfig
 from threepo.config.method import PRESETS
@@ -52,7 +53,7 @@ def assert_it_learned_something(config: TrainConfig) -> None:
     first, now = load_policy(config.model, config.run.seed), load_file(last / "model.safetensors")
     assert all(not torch.equal(now[name], p) for name, p in first.model.named_parameters())
     moments = load_file(last / "optimizer.safetensors")
-    assert all(moment.any() for moment in moments.values())
+    assert all(moment.any() for name, moment in moments.items() if not name.startswith("missed_steps/"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -271,6 +272,7 @@ def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:IVON lr:threepo.errors.ThreepoWarning")
 def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
     tmp_path: Path, learnable: list[str]
 ) -> None:
@@ -318,6 +320,29 @@ def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[s
         loaded = any(bool(run.optimizer.state[p]["momentum"].any()) for p in run.policy.model.parameters())
         assert loaded is (momentum == "true")
         run.folder.close()
+
+
+@pytest.mark.parametrize("kind", ["ivon", "adamw"])
+def test_a_posterior_that_is_not_used_is_named_at_the_start(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where there is one, and IVON could use it; resuming says nothing."""
+    warm, name = tmp_path / "warm", "optimizer.load_hessian"
+    api.fine_tune(sft_config(warm, "run.steps=1", f"optimizer.kind={kind}"))
+    assert (f"model.path={warm} {name}={warm}" in api.closing_words(warm)) is (kind == "ivon")
+
+    def said(*settings: str) -> str:
+        capsys.readouterr()
+        config = train_config(tmp_path / "rl", f"model.path={warm}", "run.steps=1", *settings)
+        rlvr.start(config).folder.close()
+        shutil.rmtree(tmp_path / "rl")
+        return capsys.readouterr().err
+
+    unused = said("method.preset=b3po")
+    assert (f"has a learned posterior, which is not used; {name}={warm}" in unused) is (kind == "ivon")
+    assert name not in said("method.preset=grpo", "optimizer.kind=adamw", "optimizer.lr=1e-6")
+    if kind == "ivon":
+        assert name not in said("method.preset=b3po", f"{name}={warm}")
 
 
 def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@
     trainer.train()
 
 Each optimizer step has one draw: all its micro-batches see the same weights, mean + sigma * z(draw), forward and
-backward, and between them the model holds the mean. So evaluation, checkpoints and the saved model are of the mean, and
-`posterior.safetensors` beside every saved model is what draws are made with. Under data parallelism every rank makes
-the same draw without communicating, because noise is a function of its address (seed, step, draw, parameter name).
+backward. Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
+saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every rank makes the
+same draw without communicating, because noise is a function of its address (seed, step, draw, parameter name).
 Needs accelerate (`pip install threepo[trainer]`).
 """
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import posterior_metrics
@@ -32,18 +31,17 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
 
     Args:
-        model: as of Trainer, and so is all else but `ivon`.
-        args: its `learning_rate` is IVON's `lr`, which schedulers follow; its `seed` seeds the noise too. Of the rest
-            that Trainer has for optimizers, `max_grad_norm` must be 0, `weight_decay` must be 0, and the others have
-            no use.
+        model: as in Trainer; so is everything else except `ivon`.
+        args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
+            `weight_decay` must be 0; the other settings for optimizers are not used.
         ivon: further settings of `threepo.IVON`. For parameter groups, pass an IVON as `optimizers=(optimizer, None)`
             instead.
 
-    The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` beside the loss.
+    The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` next to the loss.
     """
 
     optimizer: Any
-    """IVON, from the start of training on in accelerate's wrapping; None before, unless it was given."""
+    """IVON, wrapped by accelerate once training has begun; None before, unless it was given."""
 
     def __init__(
         self,
@@ -57,11 +55,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self._draw: Draw | None = None
         """Of the optimizer step in progress."""
         self._best: Path | None = None
-        """The checkpoint that the weights were taken back from, if they are not those of the last step."""
-        if args is not None:
-            _check_arguments(args)  # before Trainer builds anything on them
+        """The checkpoint that the weights come from, if they are not those of the last step."""
+        _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
-        _check_arguments(self.args)
         self._check_optimizer()
         self.add_callback(_StepHooks(self))
 
@@ -76,11 +72,10 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             named = (self.model if model is None else model).named_parameters()
             settings = {"seed": self.args.seed, **self._settings, "lr": self.args.learning_rate}
             self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
-            _warn_of_default_rate(self.args, self.optimizer)
         return self.optimizer
 
     def train(self, *args: Any, **settings: Any) -> Any:
-        """As Trainer's; with `load_best_model_at_end`, the best checkpoint's posterior comes back with its weights."""
+        """As in Trainer; with `load_best_model_at_end`, the best checkpoint's posterior is loaded with its weights."""
         self._best = None
         output = super().train(*args, **settings)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
@@ -100,7 +95,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             return super().training_step(*args, **settings)  # type: ignore[no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, with `posterior.safetensors` beside the model once there is an optimizer."""
+        """As in Trainer, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
         if not self.args.should_save or self.optimizer is None:
             return
@@ -111,7 +106,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             shutil.copyfile(self._best / FILE_NAME, folder / FILE_NAME)
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
-        """As Trainer's, with what IVON has to say beside every training loss."""
+        """As in Trainer, with IVON's metrics next to every training loss."""
         if "loss" in logs and self.optimizer is not None:
             metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
             logs = {**logs, **{name: metrics[name] for name in _LOGGED}}
@@ -132,17 +127,17 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
                 f"leave it out and give the settings as ivon={{}}"
             )
         if self._settings:
-            raise UserError("IVONTrainer ivon: without effect beside optimizers=(...); give the settings to that IVON")
+            raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); give the settings to that IVON")
 
 
 class _StepHooks(TrainerCallback):  # type: ignore[misc]
-    """What IVON does at moments that Trainer has callbacks for."""
+    """What IVON does when Trainer calls its callbacks."""
 
     def __init__(self, trainer: IVONTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """A step that an exception cut off is over: its gradients are cleared, and a resumed run has other draws."""
+        """A step that an exception interrupted is dropped: its gradients are cleared, and a resumed run draws anew."""
         self._trainer._draw = None
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -154,33 +149,22 @@ class _StepHooks(TrainerCallback):  # type: ignore[misc]
 def _check_arguments(args: TrainingArguments) -> None:
     if args.max_grad_norm:
         raise UserError(
-            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, "
-            f"and clipping their norm would falsify it; set max_grad_norm=0.0; ivon={{'clip_radius': ...}} limits steps"
+            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, so "
+            f"they must not be clipped; set max_grad_norm=0.0 (ivon={{'clip_radius': ...}} limits steps)"
         )
     if args.weight_decay:
         raise UserError(
-            f"TrainingArguments weight_decay = {args.weight_decay!r}: in IVON it is the precision of the prior; set it "
-            f"as ivon={{'weight_decay': ...}} and leave this one at 0"
+            f"TrainingArguments weight_decay = {args.weight_decay!r}: in IVON it is the precision of the prior; leave "
+            f"it at 0 here and set ivon={{'weight_decay': ...}}"
         )
     if args.mixed_precision == "fp16":
         raise UserError(
-            "TrainingArguments fp16 = True: float16 needs scaled gradients, and IVON would take the scale for "
-            "curvature; set bf16=True instead, or neither"
+            "TrainingArguments fp16 = True: float16 needs scaled gradients, which IVON would mistake for curvature; "
+            "set bf16=True instead, or neither"
         )
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
             raise UserError(
-                f"TrainingArguments {name} = {getattr(args, name)!r}: IVONTrainer shards nothing; leave it out (data "
-                f"parallelism works as it is), or use threepo.IVON with FSDP2 in a loop of your own"
+                f"TrainingArguments {name} = {getattr(args, name)!r}: IVONTrainer does not shard; leave it out (data "
+                f"parallelism works without it), or use threepo.IVON with FSDP2 in your own loop"
             )
-
-
-def _warn_of_default_rate(args: TrainingArguments, optimizer: IVON) -> None:
-    default = TrainingArguments.__dataclass_fields__["learning_rate"].default
-    if args.learning_rate == default and optimizer.defaults["rescale_lr"]:
-        warnings.warn(
-            f"TrainingArguments learning_rate = {default} is its default, meant for AdamW; IVON's is 1.0 or so, "
-            f"because it multiplies it by hess_init",
-            ThreepoWarning,
-            stacklevel=3,
-        )

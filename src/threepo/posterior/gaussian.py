@@ -1,7 +1,7 @@
-"""A learned posterior as an artifact: `posterior.safetensors` beside a Hugging Face model.
+"""A learned posterior as an artifact: `posterior.safetensors` next to a Hugging Face model.
 
 The model's weights are the mean. The file holds the Hessian of every trained parameter by name and in the parameter's
-shape, so it does not depend on how training was sharded, and in its metadata the numbers that turn a Hessian into a
+shape, so it does not depend on how training was sharded. Its metadata have the numbers that turn a Hessian into a
 standard deviation.
 """
 
@@ -16,13 +16,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
+from threepo.files import atomic_file
 from threepo.posterior import kernels
+from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, whole
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operands import Perturb
+from threepo.posterior.operations import Perturb
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
-from threepo.posterior.scalars import Scale
+from threepo.run_folder import model_folder
 from threepo.types import Draw
 
 FILE_NAME = "posterior.safetensors"
@@ -41,12 +43,6 @@ class GroupSettings:
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """`isotropic`: hess_init takes the Hessian's place in sigma."""
 
-    @property
-    def scale(self) -> Scale:
-        """The same as the kernels take it."""
-        isotropic = self.hess_init if self.noise_shape == "isotropic" else None
-        return Scale(self.ess, self.weight_decay, self.noise_scale, isotropic)
-
 
 @dataclass(frozen=True)
 class Posterior:
@@ -60,10 +56,15 @@ class Posterior:
     """float32, by parameter name, in the parameter's shape."""
     groups: tuple[GroupSettings, ...]
     step: int
-    """Training steps that formed it; also the `step` of the draws that `draw` makes."""
+    """Optimizer steps that formed it; also the `step` of the draws that `draw` makes."""
     seed: int
     folder: Path | None = None
     """Where it was read from; the mean is in the model's files there."""
+
+    def __repr__(self) -> str:
+        elements = sum(hessian.numel() for hessian in self.hessian.values())
+        folder = f", from {str(self.folder)!r}" if self.folder else ""
+        return f"Posterior({len(self.hessian)} parameters, {elements:,} elements, step {self.step}{folder})"
 
     @classmethod
     def of(cls, optimizer: IVON) -> "Posterior":
@@ -72,12 +73,8 @@ class Posterior:
         named = named_in_groups(optimizer.param_groups)
         groups = tuple(
             GroupSettings(
-                group["ess"],
-                group["weight_decay"],
-                group["noise_scale"],
-                group["hess_init"],
-                tuple(name for name, p, own in named if own is group and p.requires_grad),
-                group["noise_shape"],
+                parameters=tuple(name for name, p, own in named if own is group and p.requires_grad),
+                **{name: group[name] for name in ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape")},
             )
             for group in optimizer.param_groups
         )
@@ -86,8 +83,12 @@ class Posterior:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Posterior":
-        """Read `posterior.safetensors` from a checkpoint folder. `UserError` if there is none or it is damaged."""
-        path = Path(folder) / FILE_NAME
+        """Read `posterior.safetensors` from a checkpoint, or from the newest one of a run folder.
+
+        `UserError` if there is none or it is damaged.
+        """
+        folder = model_folder(Path(folder))
+        path = folder / FILE_NAME
         if not path.is_file():
             raise UserError(
                 f"{folder}: holds no {FILE_NAME}; only models trained with optimizer.kind = 'ivon' have one"
@@ -96,23 +97,15 @@ class Posterior:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
-        except SafetensorError as error:
-            raise UserError(f"{path}: damaged ({error}); copy it again from where it was made") from error
-        if metadata.get("format") != _FORMAT:
-            raise UserError(
-                f"{path}: format {metadata.get('format')!r} is not {_FORMAT!r}; written by another version?"
-            )
-        try:
-            groups = tuple(
-                GroupSettings(**{**group, "parameters": tuple(group["parameters"])})
-                for group in json.loads(metadata["groups"])
-            )
-            step, seed = int(metadata["step"]), int(metadata["seed"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: its metadata are damaged ({error!r}); copy it again") from error
-        if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
-            raise UserError(f"{path}: its metadata are damaged ({min(missing)!r} is in no group); copy it again")
-        return cls(hessian, groups, step, seed, Path(folder))
+            if (found := metadata.get("format", _FORMAT)) != _FORMAT:
+                raise UserError(f"{path}: format {found!r} is not {_FORMAT!r}; it was written by another version")
+            entries = json.loads(metadata["groups"])
+            groups = tuple(GroupSettings(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
+            if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
+                raise KeyError(f"{min(missing)} is in no group")
+            return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder)
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
 
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -123,14 +116,15 @@ class Posterior:
             "seed": str(self.seed),
         }
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
-        save_file(tensors, folder / FILE_NAME, metadata=metadata)
+        with atomic_file(folder / FILE_NAME) as file:
+            save_file(tensors, file, metadata=metadata)
 
     def address(self, index: int) -> Draw:
         """The address of the `index`-th draw of this posterior; indices below 0 do not exist."""
         return Draw(self.seed, self.step, index)
 
     def mean(self) -> dict[str, torch.Tensor]:
-        """The model's weights by name, from the safetensors files beside `posterior.safetensors`."""
+        """The model's weights by name, from the safetensors files next to `posterior.safetensors`."""
         if self.folder is None:
             raise UserError("posterior: was not read from a folder, so it has no mean; use perturb_ on the model")
         files = sorted(file for file in self.folder.glob("*.safetensors") if file.name.startswith("model"))
@@ -144,33 +138,34 @@ class Posterior:
         self.perturb_(weights.items(), self.address(index))
         return weights
 
-    @torch.no_grad()
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
         """Replace means, given by name, by the weights of `draw`, in place."""
         means = dict(parameters)
-        self.check(means)
-        for name in self.hessian:
-            self.write(means[name], name, means[name], draw)
+        for _ in self.weights(means, draw, into=means):
+            pass
 
-    def check(self, means: Weights) -> None:
-        """`UserError` unless these are the weights of the model that this is the posterior of."""
+    @torch.no_grad()
+    def weights(self, means: Weights, draw: Draw, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and weights of a model with these means under `draw`; `into` as of WeightSource.weights.
+
+        `UserError` if this is the posterior of another model.
+        """
         for name, h in self.hessian.items():
-            if name not in means:
-                raise UserError(f"posterior of {name}: the model has no such parameter; it belongs to another model")
-            if h.shape != means[name].shape:
-                raise UserError(
-                    f"posterior of {name}: has shape {list(h.shape)}, the model's is {list(means[name].shape)}; "
-                    f"it belongs to another model"
-                )
-
-    def write(self, out: torch.Tensor, name: str, mean: torch.Tensor, draw: Draw) -> None:
-        """Put the weights of `draw` for the parameter `name` into `out`, which may be the mean, in its dtype."""
-        scale = next(group.scale for group in self.groups if name in group.parameters)
-        if scale.noise_scale:
-            h = like_parameter(self.hessian[name].to(mean.device), mean)
-            kernels.perturb([Perturb(out, mean, h, noise_key(draw, name), scale)])
-        elif out is not mean:
-            out.copy_(mean)
+            found = "is missing there" if name not in means else f"has shape {list(means[name].shape)} there"
+            if name not in means or h.shape != means[name].shape:
+                raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
+        for name, mean in means.items():
+            if name not in self.hessian:  # what was frozen in training has no posterior, and gets no noise
+                yield name, mean
+                continue
+            out = into[name] if into else torch.empty_like(mean)
+            scalars = next(sigma_scalars(vars(group)) for group in self.groups if name in group.parameters)
+            if scalars.noise_scale:
+                h = like_parameter(self.hessian[name].to(mean.device), mean)
+                kernels.run([Perturb(out, mean, h, noise_key(draw, name), scalars)])
+            elif out is not mean:
+                out.copy_(mean)
+            yield name, out
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
@@ -189,20 +184,12 @@ class FixedWeights:
     model: torch.nn.Module
     posterior: Posterior | None = None
 
-    @torch.no_grad()
     def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
+        means = {name: p.detach() for name, p in self.model.named_parameters()}
         if draw is None:
-            yield from ((name, p.detach()) for name, p in self.model.named_parameters())
-            return
-        if self.posterior is None:
+            yield from means.items()
+        elif self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        self.posterior.check(parameters)
-        for name, p in parameters.items():
-            if name not in self.posterior.hessian:  # what was frozen in training has no posterior, and gets no noise
-                yield name, p
-                continue
-            value = into[name] if into else torch.empty_like(p)
-            self.posterior.write(value, name, p, draw)
-            yield name, value
+        else:
+            yield from self.posterior.weights(means, draw, into)

@@ -1,49 +1,56 @@
-"""Settings of IVON's parameter groups: what they mean together, and which are refused."""
+"""Settings of IVON's parameter groups: which are refused, and the numbers that kernels make of them."""
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
-from threepo.errors import UserError
-from threepo.posterior.scalars import HESSIAN_RANGE, Scale, StepNumbers
+from threepo.errors import ThreepoWarning, UserError
+from threepo.posterior.operations import HESSIAN_RANGE, Scalars
 from threepo.types import Draw
 
-RANGES = {
-    "lr": (0.0, 1e18),
-    "ess": (1e-8, 1e20),
-    "hess_init": HESSIAN_RANGE,
-    "weight_decay": (0.0, HESSIAN_RANGE[1]),
-}
+RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
 """Far beyond what trains. Within them ess * (h + weight_decay) neither overflows nor vanishes in float32, for any h."""
 NOISE_SCALES = (1e-10, 1e10)
 """The same; or 0, which is no noise."""
+ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
+"""An lr up to the first is of AdamW's size; with it, a largest move below the second is surely not what was meant."""
 
 
-def scale_of(group: dict[str, Any]) -> Scale:
-    """What a parameter group's Hessians mean."""
-    isotropic = group["hess_init"] if group["noise_shape"] == "isotropic" else None
-    return Scale(group["ess"], group["weight_decay"], group["noise_scale"], isotropic)
+def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
+    """What turns a group's Hessians into standard deviations."""
+    isotropic = group["noise_shape"] == "isotropic"
+    root = math.sqrt(group["ess"] * (group["hess_init"] + group["weight_decay"])) if isotropic else 0.0
+    return Scalars(group["weight_decay"], group["ess"], root, group["noise_scale"])
 
 
-def step_numbers(group: dict[str, Any], steps: int, draws: list[Draw | None], factor: float) -> StepNumbers:
-    """Of the update that is a parameter's `steps`-th, from sums over these draws (None: at the mean).
+def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None], factor: float) -> Scalars:
+    """The numbers of a parameter's `updates`-th update from sums over `draws` (None: at the mean).
 
     `factor` turns the sum of the gradients into their mean.
     """
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), price = group["betas"], group["estimator"] == "price"
     learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
-    return StepNumbers(
-        scale=scale_of(group),
-        estimator=group["estimator"] if learns else "none",
+    estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
+    return sigma_scalars(group)._replace(
         beta1=beta1,
+        grad_weight=(1 - beta1) * factor,
         beta2=beta2,
-        grad_factor=factor,
-        second_factor=factor if group["estimator"] == "price" else len(draws) * factor**2,
-        debias=1 - beta1**steps if group["debias"] else 1.0,
+        estimate_weight=1 - beta2,
+        retraction_weight=0.5 * (1 - beta2) ** 2,
+        estimate_factor=estimate,
+        momentum_factor=1 / (1 - beta1**updates) if group["debias"] else 1.0,
         clip_radius=group["clip_radius"],
-        step_size=group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0),
+        step_size=_step_size(group),
+        estimator=group["estimator"] if learns else "none",
     )
 
 
-def check_group(group: dict[str, Any]) -> None:
+def _step_size(group: Mapping[str, Any]) -> float:
+    return float(group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0))
+
+
+def check_group(group: Mapping[str, Any]) -> None:
     """Raise `UserError` if a parameter group has settings, or parameters, that IVON cannot work with."""
     ranges = RANGES | ({"noise_scale": NOISE_SCALES} if group["noise_scale"] != 0 else {})
     for name, (low, high) in ranges.items():
@@ -61,3 +68,17 @@ def check_group(group: dict[str, Any]) -> None:
     for p in group["params"]:
         if not p.dtype.is_floating_point:
             raise UserError(f"IVON params: one has dtype {p.dtype}; leave out what has no gradient")
+
+
+def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
+    """`ThreepoWarning` if the learning rate is one for AdamW, with which IVON hardly moves."""
+    move = _step_size(group) * group["clip_radius"]
+    if 0 < group["lr"] <= ADAMW_LR and move < SMALL_MOVE:
+        factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
+        warnings.warn(
+            f"IVON lr = {group['lr']:g}: no weight moves by more than {factors} * clip_radius = {move:.2g} a step; "
+            f"AdamW's learning rates are too small here: set lr to 1 (reinforcement learning) to 50 (fine-tuning); "
+            f"in TrainingArguments it is learning_rate",
+            ThreepoWarning,
+            stacklevel=stacklevel + 1,
+        )

@@ -8,9 +8,8 @@
         optimizer.observe(draw)               # several draws before a step are averaged
         optimizer.step()
 
-The parameters hold the mean. The optimizer holds the Hessian and the momentum, in float32, in `state[p]`, and for
-parameters of lower precision a float32 mean too; its counts are in `param_groups`, so `state_dict` has all there is.
-The mean is restored bitwise, also after an exception.
+The parameters hold the mean; `state[p]` holds the Hessian and the momentum, in float32, and a float32 mean if the
+parameter has lower precision; `param_groups` holds counts. The mean is restored bitwise, also after an exception.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,51 +20,49 @@ import torch
 
 from threepo.errors import UserError
 from threepo.posterior import kernels, parameter_state
-from threepo.posterior.groups import check_group, scale_of, step_numbers
+from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
-from threepo.posterior.observations import LastStep, Observations
-from threepo.posterior.operands import Perturb, Seen, State, Update
-from threepo.posterior.policy_optimizer import Weights, named_in_groups, total_norm
-from threepo.posterior.scalars import StepNumbers
+from threepo.posterior.observations import Observations
+from threepo.posterior.operations import Perturb, Scalars, Update
+from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 MOST_NORM = 1e18
-"""Of gradients: so that sums of them, and of their squares or products with noise, are finite in float32."""
+"""From this norm on gradients are skipped, so that sums, squares and products with noise are finite in float32."""
 
 
 class IVON(torch.optim.Optimizer):
     """A diagonal Gaussian over the weights, learned by natural-gradient variational inference.
 
     Args:
-        params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them,
-            which are then addressed by position. Groups may have any of the settings below for themselves, except
-            `seed`; `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device,
-            and DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
-        lr: learning rate; multiplied by `hess_init + weight_decay` when `rescale_lr` is set.
+        params: `model.named_parameters()`, so that noise is addressed by name; or parameters or groups of them, whose
+            noise is addressed by position. A group may have its own value of any setting below except `seed`;
+            `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and
+            DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
+        lr, rescale_lr: learning rate; multiplied by `hess_init + weight_decay` when `rescale_lr` is set.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
         hess_init: initial Hessian h0.
         betas: decay rates of momentum and Hessian.
         weight_decay: delta, the precision of the prior.
         clip_radius: xi; the preconditioned step is clipped to [-xi, xi] in every coordinate.
         estimator: "price" (noise times gradient) or "gradsq" (squared gradient) for the Hessian.
-        debias: divide the momentum by 1 - beta1^t.
-        rescale_lr: see `lr`.
+        debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, that of `hess_init`.
-        learn_hessian: without it the Hessian stays what it is.
+        learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.
         seed: noise seed of the draws that `next_draw` makes.
-        model: the module that DTensor parameters belong to; needed with them and no use without. FSDP2 modules in it
-            are resharded whenever weights change, because a copy gathered by an earlier forward pass would be stale.
+        model: the module that DTensor parameters belong to; only needed for them. FSDP2 modules in it are resharded
+            whenever weights change, because a copy gathered by an earlier forward pass would be stale.
 
     There is no gradient-norm clipping: it would change the statistics that the Hessian is learned from (method.md 1.4).
-    A gradient that is not finite makes `step` do nothing but count, in `skipped_steps`. So does one whose norm is
-    MOST_NORM or more. With a float16 gradient scaler: `scaler.unscale_(optimizer)`, `observe`, and `step` of this
-    optimizer, from which `scaler.step` would hide the skipped step.
+    If a gradient is not finite, or its norm is MOST_NORM or more, `step` only counts it, in `skipped_steps`. With a
+    float16 gradient scaler call `scaler.unscale_(optimizer)`, `observe`, and this optimizer's own `step`, because
+    `scaler.step` would hide the skipped step.
     """
 
     def __init__(
@@ -88,38 +85,28 @@ class IVON(torch.optim.Optimizer):
         seed: int = 0,
         model: torch.nn.Module | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "betas": tuple(betas),
-            "weight_decay": weight_decay,
-            "clip_radius": clip_radius,
-            "estimator": estimator,
-            "debias": debias,
-            "rescale_lr": rescale_lr,
-            "noise_scale": noise_scale,
-            "noise_shape": noise_shape,
-            "learn_hessian": learn_hessian,
-            "master_weights": master_weights,
-            "seed": seed,
-            "step": 0,
-            "draws_made": 0,
-            "skipped_steps": 0,
-        }
+        defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
+        defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
+        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "learn_hessian": learn_hessian}
+        defaults |= {"master_weights": master_weights, "seed": seed, "step": 0, "draws_made": 0, "skipped_steps": 0}
         self._model = model
         self._forget_this_step()
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            warn_of_small_moves(group, stacklevel=2)
         self.trainable()  # makes the state, so that memory runs out here if it does
 
     def _forget_this_step(self) -> None:
         self._perturbed = False
         self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = Observations()
-        self._last: LastStep | None = None
+        self._norm = 0.0
+        """Of the last step's gradient."""
+        self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters moved in the last step, and how many of their local coordinates were clipped."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """After pickling, deep copies and loading; torch keeps state and param_groups alone."""
+        """After pickling, deep copies and loading; torch keeps only state and param_groups."""
         super().__setstate__(state)
         self.__dict__.setdefault("_model", None)
         self._forget_this_step()
@@ -169,19 +156,19 @@ class IVON(torch.optim.Optimizer):
         try:
             self._reshard()
             with torch.no_grad():
-                noisy = [(name, p, p, group) for name, p, group in self.trainable() if group["noise_scale"]]
-                for _, p, *_ in noisy:
-                    # Complete before it is needed, whatever interrupts: so not made in the pass that perturbs.
+                noisy = [entry for entry in self.trainable() if entry[2]["noise_scale"]]
+                for _, p, _ in noisy:
+                    # All copies are made before anything is perturbed, so that an interrupt can always be undone.
                     self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
-                self._write(noisy, draw)
+                self._write([p for _, p, _ in noisy], noisy, draw)
             yield
         finally:
             self.restore()
 
     def restore(self) -> None:
-        """Put the mean back. `perturbed` does; call it only where Ctrl-C came just as that block was being left.
+        """Put the mean back. `perturbed` does it; call it only if Ctrl-C came just when that block was left.
 
-        In reverse order, so that parameters which share memory get back what they had. An interrupt waits.
+        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
         """
         interrupt: KeyboardInterrupt | None = None
         try:
@@ -208,7 +195,7 @@ class IVON(torch.optim.Optimizer):
 
     @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
-        """A fresh draw for the body, observed on leaving it when `train`; for code written for ivon-opt."""
+        """A fresh draw for the body, observed after it when `train`; for code written for ivon-opt."""
         draw = self.next_draw()
         with self.perturbed(draw):
             yield
@@ -219,7 +206,7 @@ class IVON(torch.optim.Optimizer):
     def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        Values are made in the dtype of the parameter, one at a time, or of the tensors in `into`, all at once.
+        Without `into`, values are made one at a time, in the parameter's dtype; with it, all at once.
         """
         self.trainable()
         noisy = []
@@ -232,18 +219,18 @@ class IVON(torch.optim.Optimizer):
         if draw is None:
             return
         for some in [noisy] if into else [[entry] for entry in noisy]:
-            made = [(name, into[name] if into else torch.empty_like(p), p, group) for name, p, group in some]
+            made = [into[name] if into else torch.empty_like(p) for name, p, _ in some]
             self._refuse_while_perturbed("weights are read")
-            self._write(made, draw)
-            yield from ((name, value) for name, value, *_ in made)
+            self._write(made, some, draw)
+            yield from ((name, value) for (name, *_), value in zip(some, made, strict=True))
 
-    def _write(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, dict[str, Any]]], draw: Draw) -> None:
-        """The weights of a draw, of each (name, where to, parameter, group)."""
-        scales = {id(group): scale_of(group) for *_, group in entries}
-        states = (self.state[p] for _, _, p, _ in entries)
-        kernels.perturb(
-            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scales[id(group)])
-            for (name, out, p, group), state in zip(entries, states, strict=True)
+    def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw) -> None:
+        """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
+        scalars = {id(group): sigma_scalars(group) for *_, group in entries}
+        states = (self.state[p] for _, p, _ in entries)
+        kernels.run(
+            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scalars[id(group)])
+            for out, (name, p, group), state in zip(outs, entries, states, strict=True)
         )
 
     # Learning
@@ -252,40 +239,35 @@ class IVON(torch.optim.Optimizer):
     def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
         """Take the parameters' gradients, divided by `divisor`, as the gradient at `draw` (None: at the mean).
 
-        The gradients are moved out of the parameters, not copied. With `cumulative`, each draw's gradient has those
-        before it added (method.md 7). Returns False if a gradient is not finite, or its norm is MOST_NORM or more: the
-        coming `step` is then skipped.
+        The gradients are moved out of the parameters, not copied. With `cumulative`, the gradients of earlier draws are
+        added to each one (method.md 7). Returns False if the gradient is not finite or its norm is MOST_NORM or more;
+        the next `step` is then skipped.
         """
         self._refuse_while_perturbed("gradients are observed")
         if not divisor > 0:
             raise RuntimeError(f"observe(divisor={divisor!r}): must be above 0")
-        found = [
-            (name, p, group, like_parameter(p.grad, p)) for name, p, group in self.trainable() if p.grad is not None
-        ]
-        if not found:
+        entries = [entry for entry in self.trainable() if entry[1].grad is not None]
+        if not entries:
             raise RuntimeError("no parameter has a gradient: run backward inside `with optimizer.perturbed(draw)`")
-        sparse = [name for name, _, _, grad in found if grad.is_sparse]
-        if sparse:
+        grads = [like_parameter(p.grad, p) for _, p, _ in entries if p.grad is not None]
+        if sparse := [name for (name, *_), grad in zip(entries, grads, strict=True) if grad.is_sparse]:
             raise UserError(f"IVON: the gradient of {sparse[0]!r} is sparse, its noise is not; set sparse=False there")
-        seen = self._observed
-        for _, p, _, _ in found:
+        for _, p, _ in entries:
             p.grad = None
-        seen.norm = total_norm([grad for *_, grad in found]) / divisor
-        if seen.rejected or not seen.norm < MOST_NORM:
+        norm = total_norm(grads) / divisor
+        if self._observed.rejected or not norm < MOST_NORM:
             self._observed = Observations(rejected=True)
             return False
-        products = [
-            seen.add(p, grad.float() / divisor if divisor != 1.0 else grad, draw, name, group, cumulative)
-            for name, p, group, grad in found
-        ]
-        kernels.add_noise_times(product for product in products if product is not None)
-        seen.draws.append(draw)
+        if divisor != 1.0:
+            grads = [grad.float() / divisor for grad in grads]
+        self._observed.norm = norm
+        self._observed.add(zip(entries, grads, strict=True), draw, cumulative)
         return True
 
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
-        self._observed = Observations()  # the count of draws goes on: the step's address has not changed
-        self._last = None
+        self._observed = Observations()  # the count of draws is kept: this step's draws must not be made again
+        self._norm, self._clipped = 0.0, []
         self.zero_grad(set_to_none=True)
         self._count("skipped_steps", self.skipped_steps + 1)
 
@@ -293,9 +275,8 @@ class IVON(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
         """Update mean, momentum and Hessian from the gradients observed since the last step.
 
-        The gradient is the observed sum over `divisor`; left out, that is the number of draws, a true mean. A closure
-        is evaluated at one draw of its own. Without an observation this raises; if a gradient was not finite, it does
-        nothing but count.
+        The gradient is the observed sum over `divisor`, by default the number of draws. A closure is evaluated at one
+        draw of its own. Raises if nothing was observed; if a gradient was not finite, it only counts a skipped step.
         """
         loss = None
         if closure is not None:
@@ -315,51 +296,46 @@ class IVON(torch.optim.Optimizer):
             raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; leave it out for a mean over draws")
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
         for group in self.param_groups:
-            group["step"] += 1  # its own: a group that was added later is debiased from its own start
+            group["step"] += 1  # a group that was added later counts its own
+        for p, state in self.state.items():
+            if p not in seen.grad:
+                state["missed_steps"] += 1
         self._count("draws_made", 0)
-        norm = seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values()))
-        self._last = LastStep(norm * factor)
+        self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
-        counts = kernels.update(self._updates(moved, seen, factor))
-        self._last.clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
+        counts = kernels.run(self._updates(moved, seen, factor))
+        self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
         return loss
 
-    def _updates(
-        self, entries: list[tuple[str, torch.nn.Parameter, dict[str, Any]]], seen: Observations, factor: float
-    ) -> Iterator[Update]:
-        """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it was used."""
-        shared: dict[tuple[int, int], StepNumbers] = {}
+    def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
+        """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it is used."""
+        shared: dict[tuple[int, int], Scalars] = {}
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
-            which = (id(group), parameter_state.steps_of(state, group))
+            updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
+            which = (id(group), updates)
             if which not in shared:
-                shared[which] = step_numbers(group, which[1], seen.draws, factor)
-            observed = Seen(
-                seen.grad.pop(p), seen.second.pop(p, None), None if first is None else noise_key(first, name)
-            )
-            mean, copy = (state["mean"], p) if "mean" in state else (p, None)
-            yield Update(State(mean, copy, state["hessian"], state["momentum"]), observed, shared[which])
+                shared[which] = step_scalars(group, updates, seen.draws, factor)
+            mean, out = (state["mean"], p) if "mean" in state else (p, None)
+            sums = (seen.grad.pop(p), seen.second.pop(p, None))
+            key = None if first is None else noise_key(first, name)
+            yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, shared[which])
 
     # State
 
     def step_metrics(self) -> dict[str, float]:
         """Gradient norm and share of clipped coordinates of the last step (0 if it was skipped); steps skipped so far.
 
-        With sharded parameters every rank must call it: the share is summed over the shards.
+        With sharded parameters every rank must call it, because the share is summed over the shards.
         """
-        last = self._last or LastStep(0.0)
-        clipped = sum_over_shards(last.clipped)
-        count = sum(p.numel() for p, _ in last.clipped)
-        return {
-            "optimizer/grad_norm": last.grad_norm,
-            "posterior/clipped_share": clipped / max(count, 1),
-            "optimizer/skipped_steps": float(self.skipped_steps),
-        }
+        share = sum_over_shards(self._clipped) / max(sum(p.numel() for p, _ in self._clipped), 1)
+        metrics = {"optimizer/grad_norm": self._norm, "posterior/clipped_share": share}
+        return metrics | {"optimizer/skipped_steps": float(self.skipped_steps)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All state, with the mean in the parameters; refused while weights are perturbed or a step is half done."""
+        """All state. Refused while weights are perturbed or gradients are observed but not used."""
         self._refuse_while_perturbed("a checkpoint is taken")
         if self._observed.draws or self._observed.rejected:
             raise RuntimeError("gradients are observed but not used: call step() before taking a checkpoint")
@@ -368,14 +344,14 @@ class IVON(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, and keep it in float32 whatever the parameters' dtype (torch would cast it to theirs).
 
-        Gradients observed before are forgotten. `UserError` if the parameters' names, where both have them, or their
+        Gradients observed before are forgotten. `UserError` if the parameters' names (where both sides have them) or
         shapes differ.
         """
         self._refuse_while_perturbed("state is loaded")
         parameter_state.check_saved(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         order = [p for group in self.param_groups for p in group["params"]]
-        for saved, p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
+        for (_, saved), p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
             if saved:
                 self.state[p].update(parameter_state.loaded(saved, p))
         with torch.no_grad():
@@ -383,8 +359,8 @@ class IVON(torch.optim.Optimizer):
                 if "mean" in self.state[p]:
                     p.copy_(self.state[p]["mean"])
 
-    def trainable(self) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
-        """Names, parameters and groups of all that is trained now; what was unfrozen since gets its state here."""
+    def trainable(self) -> list[Entry]:
+        """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
             parameter_state.fill(self.state[p], p, group)

@@ -1,11 +1,11 @@
-/* IVON's inner loops for CPUs, in one pass over memory each. The arithmetic is that of noise.py and kernels.py, operation
- * for operation: the same bits come out, so a machine without this library computes the same run, only slower.
+/* IVON's operations on CPUs, in one pass over memory each. The arithmetic is that of noise.py and torch_kernels.py, step
+ * for step: the same bits come out, so a machine without this library computes the same run, only slower.
  *
  * Plain C99. Compile with -ffp-contract=off and without -ffast-math: a fused or reordered operation would change the
  * bits. Work goes block by block (1024 elements) through buffers that stay in the first-level cache.
  *
- * Every function takes an array of jobs, a job being elements of one tensor, and any number of threads may call it with
- * the same work: they take pieces of all jobs in a row until none is left, so that they share the work evenly, and small
+ * Every function takes an array of operations, each on the elements of one tensor. Any number of threads may call it with
+ * the same work: they take pieces of all operations in a row until none is left. So they share the work evenly, and small
  * tensors need no call of their own.
  */
 #include <math.h>
@@ -31,33 +31,33 @@ typedef struct {
     uint64_t first, second;
 } Key;
 
-/* Same fields, in the same order, as in native.py. */
+/* Same fields, in the same order, as in native.py; Scalars of operations.py explains them. */
 typedef struct {
-    float weight_decay, ess, root, noise_scale;
-    float beta1, grad_weight, beta2, estimate_weight, retraction_weight, second_factor;
+    float weight_decay, ess, fixed_root, noise_scale;
+    float beta1, grad_weight, beta2, estimate_weight, retraction_weight, estimate_factor;
     float momentum_factor, clip_radius, step_size, estimate_bound, hessian_low, hessian_high;
     int32_t estimator;
-} Numbers;
+} Scalars;
 
 /* Same fields, in the same order, as in native.py. Element i of the `count` that the pointers point to is element
  * start + i / row * stride + i % row of the whole flattened tensor, because noise belongs to that index. */
 typedef struct {
     Key key;
     int64_t start, row, stride, count;
-    void *mean, *out; /* `out` may be `mean`; in an update it is a second home of the new mean, or NULL */
+    void *mean, *out; /* `out` may be `mean`; in an update it receives the new mean too, or is NULL */
     float *hessian, *momentum;
     const void *grad;
     float *second; /* in an update the observed sum, or NULL: it is made from `grad` (and the noise) */
-    const Numbers *numbers;
+    const Scalars *scalars;
     int32_t mean_dtype, out_dtype, grad_dtype, padding;
-} Job;
+} Operation;
 
 /* Same fields, in the same order, as in native.py. */
 typedef struct {
-    const Job *jobs;
-    int64_t count;    /* elements of all jobs */
+    const Operation *operations;
+    int64_t count;    /* elements of all operations */
     int64_t next;     /* the first that nobody has taken yet */
-    int64_t *clipped; /* of each job, of an update */
+    int64_t *clipped; /* by each operation, in an update */
 } Work;
 
 INLINE float from_bits(uint32_t bits)
@@ -152,48 +152,48 @@ INLINE int take(Work *work, int64_t *first, int64_t *count)
     return *count > 0;
 }
 
-/* The job that the next elements lie in: *first is counted from `job` on, then from the one returned on. Its share of
- * the *count ends at *end, and is taken off. */
-INLINE const Job *next_job(const Job *job, int64_t *first, int64_t *count, int64_t *end)
+/* The operation that the next elements belong to: *first is counted from `operation` on, then from the one returned on.
+ * Its share of the *count ends at *end, and is taken off. */
+INLINE const Operation *next_operation(const Operation *op, int64_t *first, int64_t *count, int64_t *end)
 {
-    for (; *first >= job->count; job++)
-        *first -= job->count;
-    *end = *first + *count < job->count ? *first + *count : job->count;
+    for (; *first >= op->count; op++)
+        *first -= op->count;
+    *end = *first + *count < op->count ? *first + *count : op->count;
     *count -= *end - *first;
-    return job;
+    return op;
 }
 
-/* How many of a job's elements [i, end) follow each other in the whole tensor within one block. Its noise is put into
+/* How many of an operation's elements [i, end) follow each other in the whole tensor within one block. Its noise is put into
  * z, unless it is there already, as it is for the next row if rows are short; that of element i is at *inside. */
-INLINE int next_part(const Job *job, int64_t i, int64_t end, float *z, int64_t *in_z, int *inside)
+INLINE int next_part(const Operation *op, int64_t i, int64_t end, float *z, int64_t *in_z, int *inside)
 {
-    int64_t column = i % job->row, index = job->start + i / job->row * job->stride + column;
+    int64_t column = i % op->row, index = op->start + i / op->row * op->stride + column;
     *inside = (int)(index % BLOCK);
-    int64_t left = end - i, width = job->row - column, room = BLOCK - *inside;
+    int64_t left = end - i, width = op->row - column, room = BLOCK - *inside;
     if (z && *in_z != index / BLOCK) {
         *in_z = index / BLOCK;
-        block_normals(job->key, (uint64_t)*in_z, z);
+        block_normals(op->key, (uint64_t)*in_z, z);
     }
     left = left < width ? left : width;
     return (int)(left < room ? left : room);
 }
 
-INLINE float sigma_inverse(float hessian, const Numbers *n)
+INLINE float sigma_inverse(float hessian, const Scalars *n)
 {
-    return n->root > 0 ? n->root : sqrtf((hessian + n->weight_decay) * n->ess);
+    return n->fixed_root > 0 ? n->fixed_root : sqrtf((hessian + n->weight_decay) * n->ess);
 }
 
 /* Hessian, momentum and mean `m` of the elements [first, first + part), from their gradient x. How many were clipped. */
-INLINE int32_t update_part(const Job *job, const Numbers *n, int64_t first, int part, float *restrict m,
+INLINE int32_t update_part(const Operation *op, const Scalars *n, int64_t first, int part, float *restrict m,
                            float *restrict x, const float *restrict z)
 {
-    float *restrict h = job->hessian + first, *restrict g = job->momentum + first;
+    float *restrict h = op->hessian + first, *restrict g = op->momentum + first;
     for (int i = 0; i < part; i++)
         g[i] = g[i] * n->beta1 + x[i] * n->grad_weight;
     if (n->estimator != NONE) {
         float *moment = x;
-        if (job->second)
-            memcpy(moment, job->second + first, (size_t)part * sizeof(float));
+        if (op->second)
+            memcpy(moment, op->second + first, (size_t)part * sizeof(float));
         else if (n->estimator == PRICE)
             for (int i = 0; i < part; i++)
                 moment[i] = x[i] * z[i];
@@ -201,8 +201,8 @@ INLINE int32_t update_part(const Job *job, const Numbers *n, int64_t first, int 
             for (int i = 0; i < part; i++)
                 moment[i] = x[i] * x[i];
         for (int i = 0; i < part; i++) {
-            float f = n->estimator == PRICE ? moment[i] * sigma_inverse(h[i], n) * n->second_factor
-                                            : moment[i] * n->second_factor;
+            float f = n->estimator == PRICE ? moment[i] * sigma_inverse(h[i], n) * n->estimate_factor
+                                            : moment[i] * n->estimate_factor;
             f = f < -n->estimate_bound ? -n->estimate_bound : f;
             f = f > n->estimate_bound ? n->estimate_bound : f;
             float gap = h[i] - f;
@@ -223,25 +223,10 @@ INLINE int32_t update_part(const Job *job, const Numbers *n, int64_t first, int 
     return clipped;
 }
 
-/* Of this interface; native.py wants the same. */
-__attribute__((visibility("default"))) int threepo_version(void)
+/* Of this interface; native.py asks for the same. */
+__attribute__((visibility("default"))) int threepo_native_version(void)
 {
-    return 3;
-}
-
-/* out = z. */
-EXPORT void threepo_normal(Work *work)
-{
-    float z[BLOCK];
-    for (int64_t first, count, end; take(work, &first, &count);)
-        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
-            job = next_job(job, &first, &count, &end);
-            int64_t in_z = -1;
-            for (int inside, part; first < end; first += part) {
-                part = next_part(job, first, end, z, &in_z, &inside);
-                memcpy((float *)job->out + first, z + inside, (size_t)part * sizeof(float));
-            }
-        }
+    return 4;
 }
 
 /* out = mean + sigma z. */
@@ -249,17 +234,17 @@ EXPORT void threepo_perturb(Work *work)
 {
     float z[BLOCK], m[BLOCK];
     for (int64_t first, count, end; take(work, &first, &count);)
-        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
-            job = next_job(job, &first, &count, &end);
-            const Numbers n = *job->numbers;
+        for (const Operation *op = work->operations; count > 0; op++, first = 0) {
+            op = next_operation(op, &first, &count, &end);
+            const Scalars n = *op->scalars;
             int64_t in_z = -1;
             for (int inside, part; first < end; first += part) {
-                part = next_part(job, first, end, z, &in_z, &inside);
-                load(m, job->mean, job->mean_dtype, first, part);
-                const float *restrict h = job->hessian + first;
+                part = next_part(op, first, end, z, &in_z, &inside);
+                load(m, op->mean, op->mean_dtype, first, part);
+                const float *restrict h = op->hessian + first;
                 for (int i = 0; i < part; i++)
                     m[i] = m[i] + n.noise_scale / sigma_inverse(h[i], &n) * z[inside + i];
-                store(job->out, job->out_dtype, first, m, part);
+                store(op->out, op->out_dtype, first, m, part);
             }
         }
 }
@@ -269,39 +254,39 @@ EXPORT void threepo_add_noise_times(Work *work)
 {
     float z[BLOCK], x[BLOCK];
     for (int64_t first, count, end; take(work, &first, &count);)
-        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
-            job = next_job(job, &first, &count, &end);
+        for (const Operation *op = work->operations; count > 0; op++, first = 0) {
+            op = next_operation(op, &first, &count, &end);
             int64_t in_z = -1;
             for (int inside, part; first < end; first += part) {
-                part = next_part(job, first, end, z, &in_z, &inside);
-                load(x, job->grad, job->grad_dtype, first, part);
-                float *restrict total = job->second + first;
+                part = next_part(op, first, end, z, &in_z, &inside);
+                load(x, op->grad, op->grad_dtype, first, part);
+                float *restrict total = op->second + first;
                 for (int i = 0; i < part; i++)
                     total[i] = total[i] + x[i] * z[inside + i];
             }
         }
 }
 
-/* One IVON step. Adds to clipped[j] how many coordinates of job j were clipped. */
+/* One IVON step. Adds to clipped[j] how many coordinates operation j clipped. */
 EXPORT void threepo_update(Work *work)
 {
     float z[BLOCK], m[BLOCK], x[BLOCK];
     for (int64_t first, count, end; take(work, &first, &count);)
-        for (const Job *job = work->jobs; count > 0; job++, first = 0) {
-            job = next_job(job, &first, &count, &end);
-            const Numbers n = *job->numbers;
-            float *noise = n.estimator == PRICE && !job->second ? z : NULL;
+        for (const Operation *op = work->operations; count > 0; op++, first = 0) {
+            op = next_operation(op, &first, &count, &end);
+            const Scalars n = *op->scalars;
+            float *noise = n.estimator == PRICE && !op->second ? z : NULL;
             int64_t in_z = -1, clipped = 0;
             for (int inside, part; first < end; first += part) {
-                part = next_part(job, first, end, noise, &in_z, &inside);
-                load(m, job->mean, job->mean_dtype, first, part);
-                load(x, job->grad, job->grad_dtype, first, part);
-                clipped += update_part(job, &n, first, part, m, x, z + inside);
-                store(job->mean, job->mean_dtype, first, m, part);
-                if (job->out)
-                    store(job->out, job->out_dtype, first, m, part);
+                part = next_part(op, first, end, noise, &in_z, &inside);
+                load(m, op->mean, op->mean_dtype, first, part);
+                load(x, op->grad, op->grad_dtype, first, part);
+                clipped += update_part(op, &n, first, part, m, x, z + inside);
+                store(op->mean, op->mean_dtype, first, m, part);
+                if (op->out)
+                    store(op->out, op->out_dtype, first, m, part);
             }
             if (clipped)
-                __atomic_fetch_add(&work->clipped[job - work->jobs], clipped, __ATOMIC_RELAXED);
+                __atomic_fetch_add(&work->clipped[op - work->operations], clipped, __ATOMIC_RELAXED);
         }
 }

@@ -61,26 +61,24 @@ def _signed(value: int) -> int:
 
 def address_key(domain: str, *parts: int | str) -> Key:
     """128 bits for an address; different domains (noise, sampling, ...) never share numbers."""
-    return _KEY.unpack(hashlib.blake2b(_encoded(parts), digest_size=16, person=domain.encode()).digest())
-
-
-def _encoded(parts: tuple[int | str, ...]) -> bytes:
-    return b"".join(
-        struct.pack("<cq", b"i", part) if isinstance(part, int) else b"s" + part.encode() + b"\0" for part in parts
-    )
-
-
-def noise_key(draw: Draw, name: str) -> Key:
-    """The key of one parameter's noise in one draw."""
-    # address_key("threepo-noise", seed, step, index, name), with what all parameters share hashed once.
-    digest = _noise_hash(draw.seed, draw.step, draw.index).copy()
-    digest.update(b"s" + name.encode() + b"\0")
+    digest = _prefix(domain, *parts[:-1]).copy()
+    digest.update(_encoded(parts[-1]))
     return _KEY.unpack(digest.digest())
 
 
 @lru_cache(maxsize=16)
-def _noise_hash(*parts: int) -> "hashlib.blake2b":
-    return hashlib.blake2b(_encoded(parts), digest_size=16, person=b"threepo-noise")
+def _prefix(domain: str, *parts: int | str) -> "hashlib.blake2b":
+    """The hash of what many addresses share, so that it is made once."""
+    return hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode())
+
+
+def _encoded(part: int | str) -> bytes:
+    return struct.pack("<cq", b"i", part) if isinstance(part, int) else b"s" + part.encode() + b"\0"
+
+
+def noise_key(draw: Draw, name: str) -> Key:
+    """The key of one parameter's noise in one draw."""
+    return address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
 
 
 @cache
@@ -88,13 +86,15 @@ def _counter_base(device: torch.device) -> torch.Tensor:
     return torch.arange(CHUNK // 2, dtype=torch.int64, device=device) * _signed(_GOLDEN)
 
 
-def _mix(z: torch.Tensor, second: int | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+def _logical_shift(z: torch.Tensor, by: int) -> torch.Tensor:
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)  # torch shifts signed integers arithmetically
+
+
+def _mix(z: torch.Tensor, second: int | torch.Tensor) -> torch.Tensor:
     """SplitMix64 in place, from a counter times the golden gamma plus the first half of the key; any int64 shape."""
-    # Torch shifts signed integers arithmetically; the masks make the shifts logical.
-    z.bitwise_xor_(torch.bitwise_right_shift(z, 30, out=scratch).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
-    z.bitwise_xor_(second)
-    z.bitwise_xor_(torch.bitwise_right_shift(z, 27, out=scratch).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
-    return z.bitwise_xor_(torch.bitwise_right_shift(z, 31, out=scratch).bitwise_and_((1 << 33) - 1))
+    z.bitwise_xor_(_logical_shift(z, 30)).mul_(_signed(_MIX1)).bitwise_xor_(second)
+    z.bitwise_xor_(_logical_shift(z, 27)).mul_(_signed(_MIX2))
+    return z.bitwise_xor_(_logical_shift(z, 31))
 
 
 def sqrt_(x: torch.Tensor) -> torch.Tensor:
@@ -105,64 +105,41 @@ def sqrt_(x: torch.Tensor) -> torch.Tensor:
     return x.sqrt_() if x.device.type == "mps" else x.copy_(x.double().sqrt_())
 
 
-def _horner(x: torch.Tensor, coefficients: tuple[float, ...], out: torch.Tensor) -> torch.Tensor:
+def _horner(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tensor:
     """The polynomial with these coefficients, highest power first. Torch fuses nothing across these calls."""
-    torch.mul(x, coefficients[0], out=out).add_(coefficients[1])
+    result = (x * coefficients[0]).add_(coefficients[1])
     for c in coefficients[2:]:
-        out.mul_(x).add_(c)
-    return out
+        result.mul_(x).add_(c)
+    return result
 
 
-class _Scratch:
-    """Buffers of one pass over `pairs` counters, so that nothing is allocated in the loop."""
-
-    def __init__(self, pairs: int, device: torch.device) -> None:
-        self.bits, self.shifted = torch.empty(2, pairs, dtype=torch.int64, device=device).unbind()
-        self.u, self.x, self.v, self.a, self.b = torch.empty(5, pairs, device=device).unbind()
-        self.exponent = torch.empty(pairs, dtype=torch.int32, device=device)
-
-    def box_muller(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-        """Turn `bits` into normals; the outputs have a view's shape of [pairs]. Overwrites all buffers."""
-        u, x, v, a, b, exponent = self.u, self.x, self.v, self.a, self.b, self.exponent
-        x.copy_(torch.bitwise_left_shift(self.bits, 32, out=self.shifted)).mul_(math.pi * 2.0**-64)
-        signed = a.copy_(self.bits)  # the leading 24 of 63 bits: small u are fine-grained, tails reach 9.4 sigma
-        torch.abs(signed, out=u).mul_(2.0**-63).add_(2.0**-64)  # half a step, because log(0) has no place here
-        u_bits = u.view(torch.int32)
-        torch.sub(u_bits, SQRT_HALF_BITS, out=exponent).bitwise_right_shift_(23)
-        u_bits.sub_(exponent.mul_(1 << 23))
-        torch.sub(u, 1.0, out=v)
-        u.copy_(exponent).mul_(2.0**-23)  # u = 2^exponent (1 + v); from here `u` is the exponent
-        _horner(v, LOG, out=b).mul_(v)
-        squared = torch.mul(v, v, out=self.shifted.view(torch.float32)[: len(v)])
-        b.mul_(squared).sub_(squared.mul_(0.5)).add_(v)
-        radius = torch.copysign(sqrt_(u.mul_(LN2).add_(b).mul_(-2.0)), signed, out=u)
-        q = torch.mul(x, x, out=v)
-        sine = _horner(q, SIN, out=a).mul_(q).mul_(x).add_(x)
-        cosine = _horner(q, COS, out=b).mul_(q).add_(1.0)
-        torch.mul(radius.view(cosines.shape), cosine.view(cosines.shape), out=cosines)
-        torch.mul(radius.view(sines.shape), sine.view(sines.shape), out=sines)
+def _box_muller(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two standard normals, float32, of each of some 64 bits (int64, any shape)."""
+    x = (bits << 32).float().mul_(math.pi * 2.0**-64)
+    signed = bits.float()  # the leading 24 of 63 bits: small u are fine-grained, tails reach 9.4 sigma
+    u = signed.abs().mul_(2.0**-63).add_(2.0**-64)  # half a step more, so that it is never 0
+    u_bits = u.view(torch.int32)
+    exponent = (u_bits - SQRT_HALF_BITS).bitwise_right_shift_(23)
+    v = u_bits.sub_(exponent << 23).view(torch.float32).sub_(1.0)  # u = 2^exponent (1 + v)
+    squared = v * v
+    log = _horner(v, LOG).mul_(v).mul_(squared).sub_(squared.mul_(0.5)).add_(v)
+    radius = sqrt_((exponent * LN2).add_(log).mul_(-2.0)).copysign_(signed)
+    q = x * x
+    return _horner(q, COS).mul_(q).add_(1.0).mul_(radius), _horner(q, SIN).mul_(q).mul_(x).add_(x).mul_(radius)
 
 
 def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
     """Standard normals for the elements [start, stop) of a flattened tensor, as (offset from start, float32 chunk).
 
-    A chunk is valid until the next one is asked for. Whole blocks are computed, always from their beginning, so that
-    an element's number does not depend on which slice it is read with.
+    Whole blocks are computed, always from their beginning, so that an element's number does not depend on which slice
+    it is read with.
     """
-    if start >= stop:
-        return
-    begin = start // BLOCK * BLOCK
-    most = min(CHUNK // BLOCK, -(-(stop - begin) // BLOCK))  # blocks a pass
-    scratch = _Scratch(most * _PAIRS, device)
-    normals = torch.empty(most * BLOCK, dtype=torch.float32, device=device)
-    pairs = normals.view(most, 2, _PAIRS)
-    base = _counter_base(device)[: most * _PAIRS]
-    for first in range(begin, stop, most * BLOCK):
-        torch.add(base, _signed(first // 2 * _GOLDEN + key[0]), out=scratch.bits)
-        _mix(scratch.bits, _signed(key[1]), scratch.shifted)
-        scratch.box_muller(pairs[:, 0], pairs[:, 1])
-        low, high = max(start, first), min(stop, first + most * BLOCK)
-        yield low - start, normals[low - first : high - first]
+    for first in range(start // BLOCK * BLOCK, stop, CHUNK):
+        blocks = min(CHUNK // BLOCK, -(-(stop - first) // BLOCK))
+        counters = _counter_base(device)[: blocks * _PAIRS] + _signed(first // 2 * _GOLDEN + key[0])
+        pairs = _box_muller(_mix(counters, _signed(key[1])).view(blocks, _PAIRS))
+        low, high = max(start, first), min(stop, first + CHUNK)
+        yield low - start, torch.cat(pairs, dim=1).view(-1)[low - first : high - first]
 
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -170,6 +147,5 @@ def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str 
     first = torch.tensor([_signed(key[0]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     second = torch.tensor([_signed(key[1]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
     counters = torch.arange(start, stop, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    keyed = counters + first
-    z = _mix(keyed, second, torch.empty_like(keyed))
+    z = _mix(counters + first, second)
     return ((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53

@@ -1,20 +1,24 @@
-"""What IVON has seen since its last step: one draw's gradients as they are, or running sums over several draws."""
+"""What IVON has observed since its last step: one draw's gradients as they are, or sums over several draws."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from threepo.posterior import kernels
 from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operands import AddNoiseTimes
+from threepo.posterior.operations import AddNoiseTimes
+from threepo.posterior.policy_optimizer import Entry
 from threepo.types import Draw
 
 
 @dataclass
 class Observations:
-    """Sums over draws, per parameter. Of a single draw nothing is copied, and its second statistic is not made."""
+    """Sums over the draws since the last step, per parameter.
+
+    With a single draw nothing is copied, and its second statistic is not made.
+    """
 
     draws: list[Draw | None] = field(default_factory=list)
     grad: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -22,25 +26,21 @@ class Observations:
     second: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     """Sum of noise * gradient (price), or of squared gradients (gradsq); filled from the second draw on."""
     carried: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    """The last draw's gradient, where each draw is to add to the one before."""
+    """The last draw's gradient, where each draw's is added to the one before."""
     norm: float = 0.0
     """Of the last draw's gradient, over all parameters."""
     rejected: bool = False
     """A gradient was not finite, so there will be no step."""
 
-    def add(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        draw: Draw | None,
-        name: str,
-        group: dict[str, Any],
-        cumulative: bool,
-    ) -> AddNoiseTimes | None:
-        """Take in one parameter's gradient at `draw`, which is put into `draws` when all parameters are in.
+    def add(self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool) -> None:
+        """Take in the gradients of parameters at `draw`."""
+        products = [self._add(entry, grad, draw, cumulative) for entry, grad in found]
+        kernels.run([product for product in products if product is not None])
+        self.draws.append(draw)
 
-        Returns what is still to be added up: for all parameters together that is faster.
-        """
+    def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> AddNoiseTimes | None:
+        """Take in one gradient. Returns what is still to be added up: for all parameters together that is faster."""
+        p = entry[1]
         if local(grad)._is_view() or local(grad).untyped_storage().nbytes() > local(grad).nbytes:
             grad = grad.clone()  # of a buffer, such as DDP's, that the next backward writes into
         if cumulative:
@@ -49,35 +49,23 @@ class Observations:
         if earlier is None and not self.draws:
             self.grad[p] = grad
             return None
-        second = self.second.get(p)
-        summed = second is not None  # then self.grad[p] is our sum, and not what backward left
-        if second is None:
-            second = self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
-            if earlier is not None and (product := _add_second(second, earlier, self.draws[0], name, group)):
-                kernels.add_noise_times([product])  # now: two threads may not add to the same sum
-        product = _add_second(second, grad, draw, name, group)
+        owned = p in self.second  # then self.grad[p] is our sum, and not what backward left
+        if not owned:
+            self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+            product = None if earlier is None else self._add_second(entry, earlier, self.draws[0])
+            if product is not None:
+                kernels.run([product])  # at once, because two threads must not add to the same sum
         if earlier is None:
             self.grad[p] = grad.to(torch.float32, copy=True)
-        elif summed:
+        elif owned:
             earlier.add_(grad)
         else:  # whoever made the gradients may hold on to them
             self.grad[p] = earlier.float() + grad
-        return product
+        return self._add_second(entry, grad, draw)
 
-
-@dataclass
-class LastStep:
-    """What there is to report of a step."""
-
-    grad_norm: float
-    clipped: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Parameters, and how many of their local coordinates were clipped: read when somebody asks."""
-
-
-def _add_second(
-    second: torch.Tensor, grad: torch.Tensor, draw: Draw | None, name: str, group: dict[str, Any]
-) -> AddNoiseTimes | None:
-    if group["estimator"] == "gradsq":
-        second.add_(grad.float().square())
-        return None
-    return None if draw is None else AddNoiseTimes(second, grad, noise_key(draw, name))
+    def _add_second(self, entry: Entry, grad: torch.Tensor, draw: Draw | None) -> AddNoiseTimes | None:
+        name, p, group = entry
+        if group["estimator"] == "gradsq":
+            self.second[p].add_(grad.float().square())
+            return None
+        return None if draw is None else AddNoiseTimes(self.second[p], grad, noise_key(draw, name))

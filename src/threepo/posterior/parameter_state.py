@@ -1,7 +1,11 @@
-"""What IVON holds for one parameter: `hessian`, `momentum`, `mean` (a float32 master, where it has one), all of its
-shape; and `first_step`, the first step of its group, counted from 1, that it is trained in: 0-dim, on the CPU, float32
-like the step of torch's own optimizers. The momentum is debiased by the steps since."""
+"""What IVON holds for one parameter, in `IVON.state[p]`.
 
+`hessian`, `momentum` and, for a parameter of low precision, `mean` (a float32 master) have the parameter's shape.
+`missed_steps` counts the steps of its group in which it had no gradient: 0-dim, on the CPU, float32 like the step of
+torch's own optimizers. The momentum is debiased by the other steps, those that updated it.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,51 +13,49 @@ import torch
 from threepo.errors import UserError
 from threepo.posterior.policy_optimizer import named_in_groups, plain_name
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-
 
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     """Make what is missing of a parameter's state; tensors have its shape and placement and are float32."""
     if "hessian" not in state:
         zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
         state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
-        state["first_step"] = torch.tensor(group["step"] + 1.0)
-    if "mean" not in state and p.dtype in _LOW_PRECISION and group["master_weights"]:
+        state["missed_steps"] = torch.tensor(float(group["step"]))
+    if "mean" not in state and p.dtype in (torch.bfloat16, torch.float16) and group["master_weights"]:
         state["mean"] = torch.empty_like(state["momentum"]).copy_(p.detach())
 
 
-def saved_in_order(state_dict: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """What an optimizer's `state_dict` holds of every parameter; empty where nothing."""
-    return [state_dict["state"].get(key, {}) for group in state_dict["param_groups"] for key in group["params"]]
+def missed_steps(saved: Mapping[str, Any]) -> torch.Tensor:
+    """The count in saved state. Older versions saved the first step of late parameters, counted from 1, or nothing."""
+    missed = saved.get("missed_steps", saved.get("first_step", torch.tensor(1.0)) - 1)
+    return missed.detach().to("cpu", torch.float32, copy=True)  # type: ignore[no-any-return]
+
+
+def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A copy of a parameter's saved state, in float32 whatever its dtype is (torch would cast it to that)."""
+    tensors = {name: value.detach() for name, value in saved.items() if name not in ("missed_steps", "first_step")}
+    copies = {name: value.to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
+    return copies | {"missed_steps": missed_steps(saved)}
+
+
+def saved_in_order(state_dict: dict[str, Any]) -> list[tuple[str | None, dict[str, torch.Tensor]]]:
+    """Every parameter's name, where there are names, and state in an optimizer's `state_dict`; empty where none."""
+    found: list[tuple[str | None, dict[str, torch.Tensor]]] = []
+    for group in state_dict["param_groups"]:
+        names = group.get("param_names") or [None] * len(group["params"])
+        found += [(name, state_dict["state"].get(key, {})) for name, key in zip(names, group["params"], strict=True)]
+    return found
 
 
 def check_saved(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
     """Raise `UserError` if saved state is not IVON's, or of other parameters or another order of them."""
-    for group in state_dict["param_groups"]:
-        if "hess_init" not in group:
-            raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
-    own = named_in_groups(param_groups)
-    names = [plain_name(name) for group in state_dict["param_groups"] for name in group.get("param_names", ())]
+    if any("hess_init" not in group for group in state_dict["param_groups"]):
+        raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
     # Where they differ in number, torch says so.
-    for saved, (name, _, group) in zip(names, own, strict=False):
-        if "param_names" in group and saved != name:
+    for (saved, state), (name, p, group) in zip(
+        saved_in_order(state_dict), named_in_groups(param_groups), strict=False
+    ):
+        if saved and "param_names" in group and plain_name(saved) != name:
             raise UserError(f"IVON state: holds {saved!r} where this optimizer has {name!r}; give it the same order")
-    for state, (name, p, _) in zip(saved_in_order(state_dict), own, strict=False):
         if "hessian" in state and state["hessian"].shape != p.shape:
-            raise UserError(
-                f"IVON state: {name!r} has shape {list(state['hessian'].shape)} there, {list(p.shape)} here; "
-                f"it belongs to another model"
-            )
-
-
-def loaded(saved: dict[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A copy of saved state, in float32 whatever the parameter's dtype is (torch would cast it to that)."""
-    tensors = dict(saved)
-    first = tensors.pop("first_step", torch.tensor(1.0))  # saved without it: as it was taken then, from the start
-    copies = {name: value.detach().to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
-    return copies | {"first_step": first.detach().to("cpu", torch.float32, copy=True)}
-
-
-def steps_of(state: dict[str, Any], group: dict[str, Any]) -> int:
-    """Steps of its group, the current one included, since the parameter is trained."""
-    return int(group["step"]) - int(state["first_step"]) + 1
+            there, here = list(state["hessian"].shape), list(p.shape)
+            raise UserError(f"IVON state: {name!r} has shape {there} there, {here} here; it belongs to another model")

@@ -20,6 +20,8 @@ from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
 """By parameter name."""
+Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
+"""A parameter's name, the parameter, and its group in the optimizer."""
 
 
 class WeightSource(Protocol):
@@ -55,16 +57,16 @@ class PolicyOptimizer(WeightSource, Protocol):
         """Forget the observed gradients instead of stepping, and count it."""
 
     def step_metrics(self) -> dict[str, float]:
-        """What the last step has to say for the log."""
+        """What there is to log of the last step."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def named_in_groups(param_groups: list[dict[str, Any]]) -> list[tuple[str, torch.nn.Parameter, dict[str, Any]]]:
+def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
     """Every parameter with its name and group; without names, its position in the optimizer is its name."""
-    found: list[tuple[str, torch.nn.Parameter, dict[str, Any]]] = []
+    found: list[Entry] = []
     for group in param_groups:
         names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
         found += [(plain_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
@@ -100,22 +102,13 @@ class PointAdamW(torch.optim.AdamW):
     skipped and counted.
     """
 
+    _observed = 0
+    _norm = 0.0
+
     def __init__(self, params: Any, max_grad_norm: float = 1.0, **settings: Any) -> None:
         super().__init__(params, **settings)
-        self.max_grad_norm = max_grad_norm
         for group in self.param_groups:
-            group["skipped_steps"] = 0
-        self._observed = 0
-        self._norm = 0.0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling and deep copies; torch keeps state and param_groups alone."""
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """The counterpart of __getstate__; also called by load_state_dict."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._observed, self._norm = 0, 0.0
+            group.update(max_grad_norm=max_grad_norm, skipped_steps=0)
 
     @property
     def skipped_steps(self) -> int:
@@ -139,29 +132,23 @@ class PointAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:
-        """Divide the gradients, clip their norm, and step; then clear them."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            self.observe(None)
-        grads = self._grads()
+        """Divide the gradients, clip their norm, and step; then clear them. Takes no closure."""
+        assert closure is None
+        grads, most = self._grads(), self.param_groups[0]["max_grad_norm"]
         torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
-        self._observed = 0
-        self._norm = total_norm(grads)
-        if math.isfinite(self._norm):
-            if 0 < self.max_grad_norm < self._norm:
-                torch._foreach_mul_(grads, self.max_grad_norm / self._norm)
-            super().step()
-            self.zero_grad(set_to_none=True)
-        else:
+        norm = total_norm(grads)
+        if not math.isfinite(norm):
             self.discard()
-        return loss
+            return
+        if 0 < most < norm:
+            torch._foreach_mul_(grads, most / norm)
+        super().step()
+        self._observed, self._norm = 0, norm
+        self.zero_grad(set_to_none=True)
 
     def discard(self) -> None:
         """Clear the gradients, and count a skipped step."""
-        self._observed = 0
-        self._norm = 0.0
+        self._observed, self._norm = 0, 0.0
         self.zero_grad(set_to_none=True)
         skipped = self.skipped_steps + 1
         for group in self.param_groups:

@@ -1,13 +1,11 @@
 """What the log says about a posterior: is the Hessian alive, and how loud is the noise (method.md 1.6)?"""
 
 import math
-from collections.abc import Iterable, Sequence
 
 import torch
 
-from threepo.posterior.groups import scale_of
+from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
-from threepo.posterior.kernels import read
 from threepo.posterior.layout import sampled
 
 SAMPLE = 4096
@@ -31,22 +29,18 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
     entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
-    hessians = _sample((p, optimizer.state[p]["hessian"]) for _, p, _ in entries)
-    means = _sample((p, p) for _, p, _ in entries)
+    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
+    means = sampled(((p, p) for _, p, _ in entries), _stride)
     for (name, p, group), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / group["hess_init"])
         weights.append(torch.full_like(h, p.numel() / len(h)))
-        sigma = scale_of(group).sigma(h)
+        sigma = sigma_scalars(group).sigma(h)
         total = squares.setdefault(layer_kind(name), [0.0, 0.0])
         total[0] += float(sigma.square().mean()) * p.numel()
         total[1] += float(m.square().mean()) * p.numel()
     ratio, weight = torch.cat(ratios), torch.cat(weights).double()
     outside = ((ratio < 0.9) | (ratio > 1.1)).double()
-    levels = (5, 50, 95)
-    metrics = {
-        f"posterior/hessian_p{level:02d}": value
-        for level, value in zip(levels, _quantiles(ratio, weight, levels), strict=True)
-    }
+    metrics = {f"posterior/hessian_p{level:02d}": q for level, q in _quantiles(ratio, weight, (5, 50, 95)).items()}
     metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
     metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
     everything = [sum(column) for column in zip(*squares.values(), strict=True)]
@@ -64,16 +58,11 @@ def sigma_growth(optimizer: IVON) -> dict[str, float]:
     """
     ratios: dict[str, list[torch.Tensor]] = {}
     entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
-    hessians = _sample((p, optimizer.state[p]["hessian"]) for _, p, _ in entries)
+    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
     for (name, _, group), h in zip(entries, hessians, strict=True):
         ratio = ((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).sqrt()
         ratios.setdefault(layer_kind(name), []).append(ratio)
     return {kind: float(torch.cat(found).median()) for kind, found in ratios.items()}
-
-
-def _sample(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Of tensors that go with parameters, float32 and on the CPU; a collective where parameters are sharded."""
-    return [sample.float().cpu() for sample in sampled(((p, read(tensor)) for p, tensor in pairs), _stride)]
 
 
 def _stride(p: torch.Tensor) -> int:
@@ -88,10 +77,10 @@ def _root_ratio(sigma_square: float, weight_square: float) -> float:
     return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf
 
 
-def _quantiles(values: torch.Tensor, weights: torch.Tensor, levels: Sequence[int]) -> list[float]:
+def _quantiles(values: torch.Tensor, weights: torch.Tensor, levels: tuple[int, ...]) -> dict[int, float]:
     """Of weighted values, at levels in per cent; sorting is what costs, so it is done once."""
     ordered, index = values.sort()
     cumulative = weights[index].cumsum(0)
     sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
     at = torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)
-    return ordered[at].tolist()
+    return dict(zip(levels, ordered[at].tolist(), strict=True))

@@ -1,68 +1,54 @@
-"""The kernels for CUDA tensors, in Triton: one pass over memory each. Same functions, same bits as plain.py.
+"""The operations on CUDA tensors, in Triton: one pass over memory each. Same bits as torch_kernels.py.
 
 A program works on one noise block: elements j and j + 512 share a counter, so it hashes 512 counters and uses both
 halves of what comes out. Element offsets are 64-bit; blocks are those of the whole flattened tensor, so the first and
 the last program may have less than a block to do.
 
-What the same bits ask of the compiler, beyond the order of the operations:
+For the same bits the compiler must also
 
-- no fused multiply-add. A fused one rounds once where plain.py rounds twice, and Triton fuses unless it is told not to
-  (`enable_fp_fusion`), both in LLVM and in ptxas;
-- correctly rounded roots and quotients: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
-- subnormal numbers, of which the Hessian's lower bound is one: Triton before 3.6 flushes them in `sqrt_rn` and
-  `div_rn`. Those versions lack the switch for it (`enable_reflect_ftz`); there `takes` declines everything.
+- not fuse multiplications and additions, which rounds once where torch_kernels.py rounds twice (`enable_fp_fusion`);
+- round roots and quotients correctly: Triton's `sqrt` and `/` are approximations, `sqrt_rn` and `div_rn` are not;
+- keep subnormal numbers: Triton before 3.6 flushes them to zero in `sqrt_rn` and `div_rn`, without a switch against it
+  (`enable_reflect_ftz`), so `takes` declines everything there.
 
-Not yet run on a GPU. Tested so far: the kernels in Triton's interpreter, bit for bit against plain.py; and the PTX they
-compile to, with Triton 3.6, 3.7 and 3.9, which has only instructions that round so (tests/posterior/test_triton.py).
-On a GPU, check first, against plain.py on a CPU: `normal` (fusion, sqrt_rn), `perturb` with a noise_scale that is no
-power of two and an ess of 1 at the lowest Hessian (div_rn, subnormals), then `update`.
-
-The interpreter computes with NumPy: it never fuses, its `sqrt` and `/` round correctly too, and subnormals stay, so it
-would notice none of the three. A NaN, which no finite gradient makes, may have another payload on a GPU.
+Not yet run on a GPU. Tested in Triton's interpreter, bit for bit, and by the PTX that Triton 3.6 and 3.7 compile, which
+has only instructions that round so (tests/posterior/test_triton.py). The interpreter computes with NumPy, where none of
+the three can go wrong. On a GPU, first compare Perturb with a noise_scale that is no power of two and an ess of 1 at
+the lowest Hessian. A NaN, which no finite gradient makes, may have another payload there.
 """
 
 # Triton reads annotations as its own, so the kernels have none of ours.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from threepo.posterior.noise import BLOCK, Key, _signed
-from threepo.posterior.operands import AddNoiseTimes, Perturb, Place, Update
-from threepo.posterior.scalars import ESTIMATE_BOUND, HESSIAN_RANGE, Scale
+from threepo.posterior.noise import BLOCK, _signed
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = tl.constexpr(BLOCK)
 _PAIRS = tl.constexpr(BLOCK // 2)
 _ANGLE = tl.constexpr(math.pi * 2.0**-32)
-_KEY = ["first", "second"]
-"""Never specialized: a key is as good as random, and those divisible by 16 would be compiled once more."""
-
 _jit: Any = triton.jit
+# A key is as good as random, and those divisible by 16 would be compiled once more.
+_kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 
 
-def _options() -> dict[str, bool]:
-    """For every launch, as far as this Triton knows them; the module's docstring has the reasons."""
-    if importlib.util.find_spec("triton.backends.nvidia") is None:
-        return {}
-    known = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
-    return {name: False for name in ("enable_fp_fusion", "enable_reflect_ftz") if name in known}
-
-
-_OPTIONS = _options()
-available = len(_OPTIONS) == 2 and torch.version.hip is None
-"""Not for AMD: nobody has looked at what Triton compiles there."""
+_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""Of every launch; the module's docstring has the reasons."""
+available = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and torch.version.hip is None
+"""Not on AMD: nobody has looked at what Triton compiles there."""
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether the kernels take these tensors, and would compute the bits of plain.py."""
+    """Whether the kernels take these tensors, and would compute the same bits as torch_kernels.py."""
     return available and all(t is None or (t.is_cuda and t.dtype in _DTYPES) for t in tensors)
 
 
@@ -82,35 +68,24 @@ def _block_normals(block, first, second):
     u_bits = u.to(tl.int32, bitcast=True)
     exponent = (u_bits - 0x3F3504F3) >> 23
     v = (u_bits - exponent * 8388608).to(tl.float32, bitcast=True) - 1.0
-    log = v * -0.076345004 + 0.12761582
-    log = log * v + -0.13160183
-    log = log * v + 0.14201757
-    log = log * v + -0.16623357
-    log = log * v + 0.20001227
-    log = log * v + -0.25000820
-    log = log * v + 0.33333331
+    log = (((v * -0.076345004 + 0.12761582) * v - 0.13160183) * v + 0.14201757) * v - 0.16623357
+    log = ((log * v + 0.20001227) * v - 0.25000820) * v + 0.33333331
     squared = v * v
     log = log * v * squared - squared * 0.5 + v
     radius = tl.sqrt_rn((exponent.to(tl.float32) * 0.69314718 + log) * -2.0)
     # copysign, also of zeros: the root of -0 is -0, and some versions negate by subtracting from +0.
     radius = tl.abs(radius) * tl.where(wide < 0, -1.0, 1.0)
     q = x * x
-    sine = q * 2.6089324e-06 + -0.00019811112
-    sine = sine * q + 0.008333088
-    sine = sine * q + -0.16666660
-    sine = sine * q * x + x
-    cosine = q * 2.3194384e-05 + -0.0013855927
-    cosine = cosine * q + 0.041663989
-    cosine = cosine * q + -0.49999932
-    cosine = cosine * q + 1.0
+    sine = (((q * 2.6089324e-06 - 0.00019811112) * q + 0.008333088) * q - 0.16666660) * q * x + x
+    cosine = (((q * 2.3194384e-05 - 0.0013855927) * q + 0.041663989) * q - 0.49999932) * q + 1.0
     return radius * cosine, radius * sine
 
 
 @_jit
-def _places(start, row, stride, rows: tl.constexpr):
-    """The block of this program, and where its two halves' elements are among ours; below 0: nowhere.
+def _at(start, row, stride, rows: tl.constexpr):
+    """The block of this program, and which of the operation's elements its two halves are; below 0: none of them.
 
-    Ours are in the tensor from `start` on, with `rows` in rows whose beginnings are `stride` apart.
+    The operation's elements are in the tensor from `start` on, with `rows` in rows that start `stride` apart.
     """
     block = tl.program_id(0).to(tl.int64) + start // _BLOCK
     low = block * _BLOCK - start + tl.arange(0, _PAIRS)
@@ -123,7 +98,7 @@ def _places(start, row, stride, rows: tl.constexpr):
 @_jit
 def _in_row(offset, row, stride):
     column = offset % stride
-    # Of an offset below 0 the remainder has one sign on a GPU and another in the interpreter.
+    # The remainder of an offset below 0 has one sign on a GPU and another in the interpreter.
     return tl.where((offset >= 0) & (column < row), offset // stride * row + column, -1)
 
 
@@ -163,89 +138,44 @@ def _clamp(value, low, high):
 
 
 @_jit
-def _precision_root(h, scale, isotropic: tl.constexpr):
-    """See scalars.Scale.precision_root."""
-    weight_decay, ess, root, _ = scale
-    return tl.zeros_like(h) + root if isotropic else tl.sqrt_rn((h + weight_decay) * ess)
-
-
-def _kernel(function: Any) -> Any:
-    return triton.jit(function, do_not_specialize=_KEY)
-
-
-@_kernel
-def _normal(out, start, count, row, stride, rows: tl.constexpr, first, second):
-    block, low, high = _places(start, row, stride, rows)
-    z_low, z_high = _block_normals(block, first, second)
-    _store(out, low, count, z_low)
-    _store(out, high, count, z_high)
+def _precision_root(h, scalars, isotropic: tl.constexpr):
+    """See operations.Scalars.precision_root."""
+    weight_decay, ess, fixed_root, _ = scalars
+    return tl.zeros_like(h) + fixed_root if isotropic else tl.sqrt_rn((h + weight_decay) * ess)
 
 
 @_jit
-def _perturb_half(out, mean, hessian, at, count, z, scale, isotropic: tl.constexpr):
-    _, _, _, noise_scale = scale
-    root = _precision_root(_load(hessian, at, count), scale, isotropic)
+def _perturb_half(tensors, at, count, z, scalars, isotropic: tl.constexpr):
+    out, mean, hessian = tensors
+    _, _, _, noise_scale = scalars
+    root = _precision_root(_load(hessian, at, count), scalars, isotropic)
     sigma = tl.div_rn(tl.zeros_like(root) + noise_scale, root)
     _store(out, at, count, _load(mean, at, count) + sigma * z)
 
 
 @_kernel
-def _perturb(
-    out,
-    mean,
-    hessian,
-    start,
-    count,
-    row,
-    stride,
-    rows: tl.constexpr,
-    first,
-    second,
-    scale,
-    isotropic: tl.constexpr,
-):
-    block, low, high = _places(start, row, stride, rows)
+def _perturb(tensors, start, count, row, stride, rows: tl.constexpr, first, second, scalars, isotropic: tl.constexpr):
+    block, low, high = _at(start, row, stride, rows)
     z_low, z_high = _block_normals(block, first, second)
-    _perturb_half(out, mean, hessian, low, count, z_low, scale, isotropic)
-    _perturb_half(out, mean, hessian, high, count, z_high, scale, isotropic)
+    _perturb_half(tensors, low, count, z_low, scalars, isotropic)
+    _perturb_half(tensors, high, count, z_high, scalars, isotropic)
 
 
 @_kernel
 def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr, first, second):
-    block, low, high = _places(start, row, stride, rows)
+    block, low, high = _at(start, row, stride, rows)
     z_low, z_high = _block_normals(block, first, second)
     _store(total, low, count, _load(total, low, count) + _load(grad, low, count) * z_low)
     _store(total, high, count, _load(total, high, count) + _load(grad, high, count) * z_high)
 
 
 @_jit
-def _updated_hessian(h, moment, scale, estimate, price: tl.constexpr, isotropic: tl.constexpr):
-    weight_decay, _, _, _ = scale
-    beta2, estimate_weight, retraction_weight, estimate_factor, bound, lowest, highest = estimate
-    if price:
-        moment *= _precision_root(h, scale, isotropic)
-    f = _clamp(moment * estimate_factor, -bound, bound)
-    gap = h - f
-    retraction = tl.div_rn(gap * gap, h + weight_decay) * retraction_weight
-    return _clamp(h * beta2 + f * estimate_weight + retraction, lowest, highest)
-
-
-@_jit
-def _update_half(
-    tensors,
-    at,
-    count,
-    z,
-    scale,
-    estimate,
-    move_by,
-    estimator: tl.constexpr,
-    isotropic: tl.constexpr,
-):
-    """How many of these elements were clipped, after all of them were updated."""
-    mean, copy, hessian, momentum, grad, second_sum = tensors
-    weight_decay, _, _, _ = scale
-    beta1, grad_weight, momentum_factor, clip_radius, step_size = move_by
+def _update_half(tensors, at, count, z, scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr):
+    """Update these elements; returns which of them were clipped."""
+    mean, out, hessian, momentum, grad, second_sum = tensors
+    weight_decay, _, _, _ = scalars
+    beta1, grad_weight, beta2, estimate_weight, retraction_weight, estimate_factor = step[:6]
+    momentum_factor, clip_radius, step_size, estimate_bound, hessian_low, hessian_high = step[6:]
     m, h, x = _load(mean, at, count), _load(hessian, at, count), _load(grad, at, count)
     g = _load(momentum, at, count) * beta1 + x * grad_weight
     _store(momentum, at, count, g)
@@ -256,101 +186,71 @@ def _update_half(
             moment = x * z
         else:
             moment = x * x
-        h = _updated_hessian(h, moment, scale, estimate, estimator == "price", isotropic)
+        if estimator == "price":
+            moment *= _precision_root(h, scalars, isotropic)
+        f = _clamp(moment * estimate_factor, -estimate_bound, estimate_bound)
+        gap = h - f
+        retraction = tl.div_rn(gap * gap, h + weight_decay) * retraction_weight
+        h = _clamp(h * beta2 + f * estimate_weight + retraction, hessian_low, hessian_high)
         _store(hessian, at, count, h)
     move = tl.div_rn(m * weight_decay + g * momentum_factor, h + weight_decay)
     clipped = (tl.abs(move) > clip_radius) & (at >= 0) & (at < count)
     m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * step_size, mean)
     tl.store(mean + at, m, mask=(at >= 0) & (at < count))
-    if copy is not None:
-        _store(copy, at, count, _wide(m))
+    if out is not None:
+        _store(out, at, count, _wide(m))
     return clipped.to(tl.int32)
 
 
 @_kernel
 def _update(
-    tensors,
-    clipped,
-    start,
-    count,
-    row,
-    stride,
-    rows: tl.constexpr,
-    first,
-    second,
-    scale,
-    estimate,
-    move_by,
-    estimator: tl.constexpr,
-    isotropic: tl.constexpr,
-    noisy: tl.constexpr,
-):
-    block, low, high = _places(start, row, stride, rows)
+    tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second,
+    scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr, noisy: tl.constexpr,
+):  # fmt: skip
+    block, low, high = _at(start, row, stride, rows)
     if noisy:
         z_low, z_high = _block_normals(block, first, second)
     else:
         z_low, z_high = 0.0, 0.0
-    here = _update_half(tensors, low, count, z_low, scale, estimate, move_by, estimator, isotropic)
-    here += _update_half(tensors, high, count, z_high, scale, estimate, move_by, estimator, isotropic)
+    here = _update_half(tensors, low, count, z_low, scalars, step, estimator, isotropic)
+    here += _update_half(tensors, high, count, z_high, scalars, step, estimator, isotropic)
     total = tl.sum(here)
     # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
 
 
-def _launch(
-    kernel: Any, like: torch.Tensor, place: Place, key: Key | None, before: tuple[Any, ...], *after: Any
-) -> None:
+def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
+    """See torch_kernels.run."""
+    return [clipped for operation in operations if (clipped := _run(operation)) is not None]
+
+
+def _run(operation: Operation) -> torch.Tensor | None:
+    clipped = None
+    match operation:
+        case Perturb(out, mean, hessian, _, n):
+            _launch(_perturb, operation, mean, ((out, mean, hessian),), n[:4], n.fixed_root > 0)
+        case AddNoiseTimes(total, grad):
+            _launch(_add_noise_times, operation, grad, (total, grad))
+        case Update(mean, out, hessian, momentum, grad, second, key, n):
+            noisy = n.estimator == "price" and second is None
+            assert key is not None or not noisy, "the price estimator needs the draw's noise"
+            clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
+            tensors = (mean, out, hessian, momentum, grad, second)
+            options = (n.estimator, n.fixed_root > 0, noisy)
+            _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], *options)
+    return clipped
+
+
+def _launch(kernel: Any, operation: Operation, like: torch.Tensor, before: tuple[Any, ...], *after: Any) -> None:
     """Run over all blocks that the elements of `like` lie in, or that lie between its rows."""
     count = like.numel()
     if count == 0:
         return
-    start, row, stride = place
+    start, row, stride = operation.region
     last = start + (count - 1) // row * stride + (count - 1) % row
     blocks = last // BLOCK - start // BLOCK + 1
     # Without rows, neither is looked at.
     rows = (row, stride, True) if count > row else (1, 1, False)
-    first, second = (_signed(half) for half in key or (0, 0))
+    first, second = (_signed(half) for half in operation.key or (0, 0))
     with torch.cuda.device_of(like):  # Triton launches on the current device, wherever the tensors are
         kernel[(blocks,)](*before, start, count, *rows, first, second, *after, **_OPTIONS)
-
-
-def _scale(scale: Scale) -> tuple[float, ...]:
-    return scale.weight_decay, scale.ess, scale.fixed_root, scale.noise_scale
-
-
-def normal(out: torch.Tensor, key: Key, place: Place) -> None:
-    """See plain.normal."""
-    _launch(_normal, out, place, key, (out,))
-
-
-def perturb(jobs: Sequence[Perturb]) -> None:
-    """See plain.perturb."""
-    for out, mean, hessian, key, scale, place in jobs:
-        isotropic = scale.isotropic_hessian is not None
-        _launch(_perturb, mean, place, key, (out, mean, hessian), _scale(scale), isotropic)
-
-
-def add_noise_times(jobs: Sequence[AddNoiseTimes]) -> None:
-    """See plain.add_noise_times."""
-    for total, grad, key, place in jobs:
-        _launch(_add_noise_times, grad, place, key, (total, grad))
-
-
-def update(jobs: Sequence[Update]) -> list[torch.Tensor]:
-    """See plain.update."""
-    return [_one_update(job) for job in jobs]
-
-
-def _one_update(job: Update) -> torch.Tensor:
-    state, seen, n, place = job
-    clipped = torch.zeros((), dtype=torch.int64, device=state.mean.device)
-    noisy = n.estimator == "price" and seen.second is None
-    assert seen.key is not None or not noisy, "the price estimator needs the draw's noise"
-    _launch(
-        *(_update, state.mean, place, seen.key, ((*state, seen.grad, seen.second), clipped)),
-        _scale(n.scale),
-        (n.beta2, 1 - n.beta2, n.retraction_weight, n.estimate_factor, ESTIMATE_BOUND, *HESSIAN_RANGE),
-        (n.beta1, n.grad_weight, 1 / n.debias, n.clip_radius, n.step_size),
-        *(n.estimator, n.scale.isotropic_hessian is not None, noisy),
-    )
-    return clipped

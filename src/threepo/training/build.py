@@ -22,7 +22,7 @@ from threepo.data.source import OpenedSource, ProblemSource
 from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.evaluate import Examination
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import Posterior
+from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics, sigma_growth
@@ -88,6 +88,17 @@ def load_prior(settings: OptimizerConfig, optimizer: PolicyOptimizer) -> None:
         load_momentum(folder, optimizer)
 
 
+def tell_of_unused_posterior(model: ModelConfig, settings: OptimizerConfig) -> None:
+    """Say on stderr that the model brings a posterior that IVON could start from, where the recipe does not use it."""
+    unused = not isinstance(settings, AdamWConfig) and not settings.load_hessian
+    if unused and (model_folder(Path(model.path)) / FILE_NAME).is_file():
+        print(
+            f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
+            f"optimizer.load_hessian={model.path} starts from its Hessian",
+            file=sys.stderr,
+        )
+
+
 def build_or_restore(
     model: ModelConfig, settings: OptimizerConfig, seed: int, run: Path | None
 ) -> tuple[Policy, PolicyOptimizer, TrainState]:
@@ -97,6 +108,7 @@ def build_or_restore(
         policy = load_policy(model, seed)
         optimizer = build_optimizer(settings, policy.model, seed)
         load_prior(settings, optimizer)
+        tell_of_unused_posterior(model, settings)
         return policy, optimizer, TrainState()
     path = saved[-1][1]
     policy = load_policy(replace(model, path=str(path), tokenizer=""), seed)

@@ -21,6 +21,7 @@ from threepo.files import atomic_folder, read_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.parameter_state import missed_steps
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
 from threepo.run_folder import RunFolder
 from threepo.training.ess import EssState
@@ -36,7 +37,7 @@ class TrainState:
     step: int = 0
     """Training steps done."""
     optimizer_steps: int = 0
-    """Updates done by IVON (its debiasing counts them); AdamW keeps its own count."""
+    """Steps taken by IVON, which debiases by them, those of a loaded momentum included; AdamW keeps its own count."""
     skipped_steps: int = 0
     """Updates skipped because a gradient was not finite, or nothing was left of the batch."""
     quiet_steps: int = 0
@@ -71,34 +72,34 @@ def load_train_state(path: Path) -> TrainState:
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
-    tensors = _load(path / _OPTIMIZER_FILE)
-    named = named_in_groups(optimizer.param_groups)
     if isinstance(optimizer, IVON):
         Posterior.from_pretrained(path).load_into(optimizer)
         load_momentum(path, optimizer)
     else:
         torch_state: dict[str, Any] = optimizer.state_dict()
-        order = {name: index for index, (name, _, _) in enumerate(named)}
+        order = {name: index for index, (name, _, _) in enumerate(named_in_groups(optimizer.param_groups))}
         torch_state["state"] = {}
-        for key, value in tensors.items():
+        for key, value in _load(path / _OPTIMIZER_FILE).items():
             kind, _, name = key.partition("/")
             torch_state["state"].setdefault(order[name], {})[kind] = value
         optimizer.load_state_dict(torch_state)
     for group in optimizer.param_groups:
         group["skipped_steps"] = state.skipped_steps
-        if isinstance(optimizer, IVON):
-            group["step"] = state.optimizer_steps
 
 
 def load_momentum(path: Path, optimizer: IVON) -> None:
-    """Put a checkpoint's momentum into an optimizer, by parameter name."""
+    """Put a checkpoint's momentum into an optimizer, with the count of updates that debiasing it needs."""
     file = path / _OPTIMIZER_FILE
     if not file.is_file():
         raise UserError(f"{path}: holds no {_OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
     tensors = _load(file)
-    for name, p, _ in named_in_groups(optimizer.param_groups):
-        if p.requires_grad:
-            optimizer.state[p]["momentum"].copy_(tensors[f"momentum/{name}"])
+    for group in optimizer.param_groups:
+        group["step"] = load_train_state(path).optimizer_steps
+    for name, p, _ in optimizer.trainable():
+        keys = ("momentum", "missed_steps", "first_step")
+        saved = {key: tensors[f"{key}/{name}"] for key in keys if f"{key}/{name}" in tensors}
+        optimizer.state[p]["momentum"].copy_(saved["momentum"])
+        optimizer.state[p]["missed_steps"] = missed_steps(saved)
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,118 @@
+"""What IVON's kernels compute: a record for each operation, in which the same name is always the same thing.
+
+Symbols as in method.md 1: m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius,
+z standard normal noise. All tensors of a record have one shape, and every backend computes in float32.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from threepo.posterior.noise import Key, sqrt_
+
+ESTIMATE_BOUND = 1e18
+"""|f| is cut here. Nothing that trains comes near it; it keeps every operation finite for any finite gradient."""
+HESSIAN_RANGE = (1e-30, 1e18)
+"""Where h stays for any input: above zero, never subnormal (some programs flush those to zero), and small enough that
+ess * h does not overflow."""
+
+
+class Region(NamedTuple):
+    """Where local elements lie in the flat whole tensor: in rows of `row` elements that start `stride` apart.
+
+    Local element i is element start + i // row * stride + i % row of the whole. A tensor that is sharded by columns is
+    one region, not one for each row.
+    """
+
+    start: int = 0
+    row: int = 1 << 62
+    """The default: everything is one row."""
+    stride: int = 1 << 62
+
+
+WHOLE = Region()
+
+
+class Scalars(NamedTuple):
+    """The numbers of an operation, in the order in which the compiled kernels take them. Only a step needs all."""
+
+    weight_decay: float
+    ess: float
+    fixed_root: float
+    """Isotropic noise: 1 / sigma without noise_scale, the same for all weights (method.md 1.7); 0: h decides."""
+    noise_scale: float
+    beta1: float = 0.0
+    grad_weight: float = 0.0
+    """What the sum of the gradients is multiplied by on its way into the momentum."""
+    beta2: float = 0.0
+    estimate_weight: float = 0.0
+    """1 - beta2."""
+    retraction_weight: float = 0.0
+    """Of the Riemannian correction: (1 - beta2)^2 / 2."""
+    estimate_factor: float = 0.0
+    """Price: f = sum(z * grad) * precision_root * this. Gradsq: f = sum(grad^2) * this."""
+    momentum_factor: float = 0.0
+    """1 / (1 - beta1^t), or 1 without debiasing."""
+    clip_radius: float = 0.0
+    step_size: float = 0.0
+    """lr, times (h0 + delta) when the learning rate is rescaled."""
+    estimate_bound: float = ESTIMATE_BOUND
+    hessian_low: float = HESSIAN_RANGE[0]
+    hessian_high: float = HESSIAN_RANGE[1]
+    estimator: Literal["none", "price", "gradsq"] = "none"
+    """`none`: keep the Hessian, because no noise was there to learn it from."""
+
+    def precision_root(self, hessian: torch.Tensor) -> torch.Tensor:
+        """sqrt(ess * (h + delta)): 1 / sigma without noise_scale. Same shape as `hessian`."""
+        if self.fixed_root:
+            return torch.full_like(hessian, self.fixed_root)
+        return sqrt_((hessian + self.weight_decay).mul_(self.ess))
+
+    def sigma(self, hessian: torch.Tensor) -> torch.Tensor:
+        """The posterior's standard deviation per weight. Same shape as `hessian`."""
+        root = self.precision_root(hessian)
+        return torch.full_like(root, self.noise_scale).div_(root)  # torch's number / tensor is number * reciprocal
+
+
+class Perturb(NamedTuple):
+    """out = mean + sigma * z, added in float32 (float64 if `mean` is) and rounded once to the dtype of `out`."""
+
+    out: torch.Tensor
+    """May be `mean`."""
+    mean: torch.Tensor
+    hessian: torch.Tensor
+    key: Key
+    scalars: Scalars
+    region: Region = WHOLE
+
+
+class AddNoiseTimes(NamedTuple):
+    """second += z * grad."""
+
+    second: torch.Tensor
+    """float32."""
+    grad: torch.Tensor
+    key: Key
+    region: Region = WHOLE
+
+
+class Update(NamedTuple):
+    """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3)."""
+
+    mean: torch.Tensor
+    out: torch.Tensor | None
+    """Receives the new mean too, rounded to its own dtype; `mean` is float32 then."""
+    hessian: torch.Tensor
+    """float32, like the momentum."""
+    momentum: torch.Tensor
+    grad: torch.Tensor
+    """Sum over the draws since the last step."""
+    second: torch.Tensor | None
+    """Sum of z * grad (price) or grad^2 (gradsq), float32; None: of one draw, so it is made from `grad`."""
+    key: Key | None
+    """Noise key of that one draw."""
+    scalars: Scalars
+    region: Region = WHOLE
+
+
+Operation = Perturb | AddNoiseTimes | Update

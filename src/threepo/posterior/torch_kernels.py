@@ -1,0 +1,87 @@
+"""The operations in plain torch, for every device and dtype: the definition that compiled kernels follow bit for bit.
+
+Multiplications and additions are separate calls, in a fixed order, because a fused one would round differently. All
+tensors are contiguous.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from threepo.posterior.noise import CHUNK, Key, normal_chunks
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
+
+
+def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
+    """Do the operations. Returns how many coordinates each Update clipped, 0-dim int64."""
+    return [clipped for operation in operations if (clipped := _run(operation)) is not None]
+
+
+def _run(operation: Operation) -> torch.Tensor | None:
+    match operation:
+        case Perturb(out, mean, hessian, key, scalars, region):
+            out, mean, hessian = out.view(-1), mean.view(-1), hessian.view(-1)
+            for part, z in _noise(key, region, len(mean), mean.device):
+                out[part] = _wide(mean[part]) + scalars.sigma(hessian[part]).mul_(z)
+        case AddNoiseTimes(second, grad, key, region):
+            second, grad = second.view(-1), grad.view(-1)
+            for part, z in _noise(key, region, len(grad), grad.device):
+                second[part] += grad[part].float() * z
+        case Update():
+            return _update(operation)
+    return None
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 if it is that already."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _noise(key: Key, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is made in vain."""
+    start, row, stride = region
+    stop = start + (count - 1) // row * stride + (count - 1) % row + 1
+    first = 0
+    for offset, z in normal_chunks(key, start, stop, device):
+        if count > row:
+            z = z[torch.arange(offset, offset + len(z), device=device) % stride < row]
+        yield slice(first, first + len(z)), z
+        first += len(z)
+
+
+def _update(u: Update) -> torch.Tensor:
+    mean, hessian, momentum, grad = (tensor.view(-1) for tensor in (u.mean, u.hessian, u.momentum, u.grad))
+    clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
+    parts: Iterator[tuple[slice, torch.Tensor | None]]
+    if u.scalars.estimator == "price" and u.second is None:
+        assert u.key is not None, "the price estimator needs the draw's noise"
+        parts = _noise(u.key, u.region, len(mean), mean.device)
+    else:
+        parts = ((slice(first, first + CHUNK), None) for first in range(0, len(mean), CHUNK))
+    for part, z in parts:
+        x = grad[part].float()
+        if u.scalars.estimator == "none":
+            moment = None
+        else:
+            moment = x * (x if z is None else z) if u.second is None else u.second.view(-1)[part]
+        clipped += _update_part(mean[part], hessian[part], momentum[part], x, moment, u.scalars)
+        if u.out is not None:
+            u.out.view(-1)[part] = mean[part]
+    return clipped
+
+
+def _update_part(
+    m: torch.Tensor, h: torch.Tensor, g: torch.Tensor, grad: torch.Tensor, moment: torch.Tensor | None, n: Scalars
+) -> torch.Tensor:
+    g.mul_(n.beta1).add_(grad * n.grad_weight)
+    if moment is not None:
+        # The estimate f and the correction use the old Hessian.
+        f = (moment * n.precision_root(h) if n.estimator == "price" else moment) * n.estimate_factor
+        f.clamp_(-n.estimate_bound, n.estimate_bound)
+        retraction = (h - f).square_().div_(h + n.weight_decay).mul_(n.retraction_weight)
+        h.mul_(n.beta2).add_(f.mul_(n.estimate_weight)).add_(retraction).clamp_(n.hessian_low, n.hessian_high)
+    mean = _wide(m)
+    move = (mean * n.weight_decay).add_(g * n.momentum_factor).div_(h + n.weight_decay)
+    clipped = (move.abs() > n.clip_radius).sum()
+    m.copy_(mean - move.clamp_(-n.clip_radius, n.clip_radius).mul_(n.step_size))
+    return clipped
