@@ -11,7 +11,7 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-GROUND = {"types", "config", "errors", "files", "runs", "answers", "compiled"}
+GROUND = {"types", "config", "errors", "files", "runs", "answers", "compiled", "workers"}
 """Read by everyone; they import only each other."""
 LEVELS = [
     {"posterior", "objectives"},

@@ -3,9 +3,9 @@
     pool = WorkerPool("threepo.rewards.algebra:judge", timeout_s=10, memory_mib=1024)
     outcomes = pool.map([(r"\\\\frac{2}{4}", "0.5"), ("9^{9^{9^9}}", "1")])
 
-The processes are pebble's. An item that exceeds a limit or ends its process costs only itself. Processes start when they
-are first needed, do not import the caller's main module, and end with the process that owns them, even if that is killed.
-The function is trusted, the items are data: this is no sandbox for programs.
+The processes are pebble's. An item that exceeds a limit or ends its process costs only itself. Processes start when
+they are needed, do not import the caller's main module, and end with the process that owns them, even if that is
+killed. The function is trusted, the items are data: this is no sandbox for programs.
 """
 
 import fcntl
@@ -48,9 +48,10 @@ class Outcome(NamedTuple):
 
 
 class WorkerPool:
-    """Up to `workers` processes (0: one for each core) that call the function `module:name` with the parts of each item.
+    """Up to `workers` processes (0: one for each core) that call the function `module:name` with each item's parts.
 
-    `memory_field` is what the user calls the memory limit. Threads take turns. After a fork the child has its own pool.
+    `memory_field` is what the user calls the memory limit. Threads take turns. After a fork the child has a pool of
+    its own.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ def _outcome(future: ProcessFuture[Outcome]) -> Outcome:
 
 def _end(pool: ProcessPool, owner: int) -> None:
     if os.getpid() == owner:  # a fork has a copy of the pool, but not the processes
-        pool.stop()
+        pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
 
 

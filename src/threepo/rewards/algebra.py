@@ -1,142 +1,121 @@
-r"""Equality of answers that takes algebra, such as \sqrt{8} and 2\sqrt{2}. Runs in processes of `threepo.workers`.
+r"""Equality of answers that takes algebra, such as `\sqrt{8}` and `2\sqrt{2}`. Runs in processes of `threepo.workers`.
 
-math-verify reads the formulas, and never evaluates them as Python. It also compares relations, lists, sets, intervals
-and matrices. Two expressions are compared here, by their values: that says no at once where a simplification may run
-for minutes, and compares small numbers by their digits (1.6e-19 is not 6.6e-34).
+math-verify reads the formulas, without evaluating them as Python, and compares relations, lists, sets, intervals and
+matrices. Two expressions are compared here, by the digits of their difference: that tells small numbers apart (1.6e-19
+and 6.6e-34), and rejects at once what a simplification may take minutes to reject.
 """
 
 import logging
 import re
+from functools import lru_cache
+from itertools import accumulate
 
-import mpmath
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
 from sympy import Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Rational, Symbol, nan, pi, zoo
 from sympy.core.function import AppliedUndef
 
-from threepo.rewards.equality import DEEPEST, DEGREES, PERCENT, equal, nesting, number, spelling, split_unit
+from threepo.rewards.equality import DEGREES, PERCENT, equal, number, spelling, split_unit
 
-Formula = Basic | MatrixBase
-DIGITS = 30
-MOST_DIGITS = 400
-"""Two numbers that agree in so many digits are equal."""
+DEEPEST = 40
+"""Most brackets inside each other of a formula that is read; the parser takes very long for more."""
+DIGITS = 400
+"""Numbers that agree in so many digits are equal."""
 POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) for s in range(8)] for p in range(5)]
-"""Values for up to eight symbols at each of five points, of both signs."""
-_NORMALIZATION = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
-)
+"""Values of up to eight symbols at each of five points: of both signs, and zeros of nothing that is usual."""
+FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-_SPELLINGS = [
+_STEPS = [
     (re.compile(r"([0-9.]+)\^\\circ ?"), r"{\\frac{\1\\pi}{180}}"),
     (re.compile(r"([A-Za-z])'(?!')"), r"\1_{prime}"),  # math-verify drops quotation marks
     (re.compile(r"([A-Za-z])''"), r"\1_{second}"),
     (re.compile(r"\\gamma(?![A-Za-z])"), r"g_{small}"),  # not Euler's constant
     (re.compile(r"\\Gamma(?![A-Za-z])"), r"g_{large}"),
-    (re.compile(r"(?<=[0-9)])(?=\()"), r"\\cdot "),  # 3(4) is no mixed number
+    (re.compile(r"(?<=[0-9])(?=\()"), r"\\cdot "),  # 3(4) is not a mixed number
+    (re.compile(r"\^\{(\w)\}(?!\w)"), r"^\1"),  # the parser reads x^2 faster than x^{2}
     (re.compile(r"%"), r"\\%"),
 ]
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+class NotAFormula(Exception):
+    """What the parser cannot read."""
+
+
 def judge(given: str, reference: str) -> tuple[bool, str]:
-    """Whether an answer equals a reference, and why not where one of them is no formula."""
-    unreadable: list[str] = []
-    same = equal(spelling(given), spelling(reference), lambda one, other: _compare(one, other, unreadable))
-    return bool(same), "" if same or not unreadable else f"not a formula: {unreadable[0][:80]}"
+    """Whether an answer equals a reference, and why not where one of them is not a formula."""
+    try:
+        return bool(equal(spelling(given), spelling(reference), _compare)), ""
+    except NotAFormula as error:
+        return False, f"not a formula: {str(error)[:80]}"
 
 
-def _compare(given: str, reference: str, unreadable: list[str]) -> bool:
+def _compare(given: str, reference: str) -> bool:
     (given, unit), (reference, reference_unit) = split_unit(given), split_unit(reference)
     one, other = formula(given), formula(reference)
-    if one is None or other is None:
-        unreadable += [text for text, read in ((given, one), (reference, other)) if read is None]
-        return False
     if not isinstance(one, Expr) or not isinstance(other, Expr):
-        starts = {re.match(r"\\\{|[(\[]?", text)[0] for text in (given, reference)}
-        return not (r"\{" in starts and starts & {"(", "["}) and _verified(one, other)
-    decimals = [number(text) for text in (given, reference)]
-    tolerance = Rational(max((decimal.resolution for decimal in decimals if decimal), default=0))
-    readings = [(one, other)]
-    for sign, factor in ((PERCENT, Rational(1, 100)), (DEGREES, pi / 180)):
-        if sign in (unit, reference_unit):  # left out on one side, it may be meant or not
-            readings.append((one * factor ** int(unit == sign), other * factor ** int(reference_unit == sign)))
-    return any(_same(*reading, tolerance) for reading in readings)
-
-
-def formula(text: str) -> Formula | None:
-    """What an answer in our spelling says: decimals as fractions, i as the imaginary unit; None for no formula."""
-    if max(nesting(text), default=0) > DEEPEST or re.search("[0-9] [0-9]", text):
-        return None  # such nesting takes the parser very long, and it would add the two numbers
-    for pattern, replacement in _SPELLINGS:
-        text = pattern.sub(replacement, text)
-    try:
-        read = latex2sympy(
-            text,
-            is_real=True,
-            convert_degrees=False,
-            normalization_config=_NORMALIZATION,
-            conversion_config=_CONVERSION,
-        )
-    except MemoryError:
-        raise
-    except Exception:  # the parser's own, and what comes of expressions without a meaning
-        return None
-    if not isinstance(read, Basic | MatrixBase):
-        return None
-    changes: dict[Basic, Basic] = {value: Rational(str(value)) for value in read.atoms(Float)}
-    changes |= {part: Symbol(str(part), real=True) for part in read.atoms(AppliedUndef, Derivative)}
-    changes |= {symbol: I for symbol in read.free_symbols if symbol.name == "i"}
-    return read.xreplace(changes) if changes else read
-
-
-def _verified(given: Formula, reference: Formula) -> bool:
-    if isinstance(given, Eq) and isinstance(reference, Eq):  # two equations without a real solution are not equal
-        given, reference = (
-            one.xreplace({symbol: Symbol(symbol.name) for symbol in one.free_symbols}) for one in (given, reference)
-        )
-    return bool(
-        verify(reference, given, numeric_precision=DIGITS, allow_set_relation_comp=True, timeout_seconds=None)
+        brackets = {r"\{" if text.startswith(r"\{") else text[:1] for text in (given, reference)}
+        return not (r"\{" in brackets and brackets & {"(", "["}) and _verified(one, other)
+    resolution = Rational(max((read.resolution for read in map(number, (given, reference)) if read), default=0))
+    factor, other_factor = FACTORS.get(unit, 1), FACTORS.get(reference_unit, 1)
+    # Where only one side has the sign, it may be meant on the other: 30 degrees are 30, and pi/6.
+    return _same(one, other, resolution) or (
+        factor != other_factor and _same(one * factor, other * other_factor, resolution)
     )
 
 
-def _same(given: Expr, reference: Expr, tolerance: Rational) -> bool:
-    symbols = sorted(given.free_symbols | reference.free_symbols, key=str)
-    if not symbols:
-        return _same_number(given, reference, tolerance)
+@lru_cache(maxsize=1000)
+def formula(text: str) -> Basic | MatrixBase:
+    """What an answer in our spelling says, with decimals as fractions and i as the imaginary unit."""
+    depths = accumulate(_BRACKETS.get(token, 0) for token in re.findall(r"\\.|[()\[\]{}]", text))
+    if max(depths, default=0) > DEEPEST or re.search("[0-9] [0-9]", text):  # the parser would add the two numbers
+        raise NotAFormula(text)
+    tex = text
+    for pattern, replacement in _STEPS:
+        tex = pattern.sub(replacement, tex)
+    try:
+        read = latex2sympy(
+            tex,
+            is_real=True,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=_CONVERSION,
+        )
+        assert isinstance(read, Basic | MatrixBase)
+        changes: dict[Basic, Basic] = {value: Rational(str(value)) for value in read.atoms(Float)}
+        changes |= {part: Symbol(str(part), real=True) for part in read.atoms(AppliedUndef, Derivative)}
+        changes |= {symbol: I for symbol in read.free_symbols if symbol.name == "i"}
+        return read.xreplace(changes)
+    except MemoryError:
+        raise
+    except Exception as error:  # of many kinds, the parser's own and those of expressions without a meaning
+        raise NotAFormula(text) from error
+
+
+def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
+    if isinstance(given, Eq) and isinstance(reference, Eq):  # equations without real solutions are not all equal
+        given, reference = (
+            one.xreplace({symbol: Symbol(symbol.name) for symbol in one.free_symbols}) for one in (given, reference)
+        )
+    return bool(verify(reference, given, numeric_precision=30, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
+    """Whether the difference of two expressions vanishes: at three points, where they have symbols."""
+    difference = given - reference
+    symbols = sorted(difference.free_symbols, key=str)
     if len(symbols) > len(POINTS[0]):
         return _verified(given, reference)
     agreeing = 0
-    for point in POINTS:
-        place = dict(zip(symbols, point, strict=False))
-        one, other = _value(given.xreplace(place)), _value(reference.xreplace(place))
-        if one is not None and other is not None:
-            if abs(one - other) > 1e-22 * max(abs(one), abs(other)):
-                return False
-            agreeing += 1
-    return agreeing > 2 or _verified(given, reference)
-
-
-def _same_number(given: Expr, reference: Expr, tolerance: Rational) -> bool:
-    one, other = _value(given), _value(reference)
-    if one is None or other is None:
-        return bool(given == reference) and not given.has(zoo, nan)
-    gap = abs(one - other)
-    if gap > 1e-20 * max(abs(one), abs(other)):
-        return bool(gap < mpmath.mpf(tolerance.p) / tolerance.q)
-    difference = (given - reference).evalf(5, maxn=MOST_DIGITS)
-    return all(_real(part) == 0 for part in difference.as_real_imag())
-
-
-def _value(expression: Expr) -> mpmath.mpc | None:
-    """The value of a number, zero where all its digits cancel; None if it has none, such as infinity."""
-    parts = expression.evalf(DIGITS, maxn=MOST_DIGITS).as_real_imag()
-    if not all(part.is_Number and part.is_finite for part in parts):
-        return None
-    return mpmath.mpc(*map(_real, parts))
-
-
-def _real(value: Expr) -> mpmath.mpf:
-    if value == 0 or (isinstance(value, Float) and value._prec <= 2):
-        return mpmath.mpf(0)
-    with mpmath.workdps(DIGITS + 10):
-        return mpmath.mpf(str(value.evalf(DIGITS)))
+    for point in POINTS if symbols else [[]]:
+        parts = difference.xreplace(dict(zip(symbols, point, strict=False))).evalf(5, maxn=DIGITS).as_real_imag()
+        if not all(part.is_Number and part.is_finite for part in parts):
+            continue  # such as 1/0
+        # A Float of so few bits is what evalf returns where all digits cancel.
+        if not all(part == 0 or abs(part) < resolution or (part.is_Float and part._prec <= 2) for part in parts):
+            return False
+        agreeing += 1
+        if agreeing == 3 or not symbols:
+            return True
+    return _verified(given, reference) if symbols else given == reference and not given.has(zoo, nan)

@@ -12,14 +12,10 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
-DEEPEST = 40
-"""Answers with more brackets inside each other than this are equal only if they have the same spelling."""
 VALUE_DIGITS = 6
 """A decimal with this many decimals and significant digits also stands for what it is cut or rounded from."""
-PERCENT, DEGREES = "%", "°"
 Compare = Callable[[str, str], bool | None]
 """Decides about an answer and a reference that spelling does not settle; None if it cannot either."""
 
@@ -27,7 +23,7 @@ _CHARACTERS = {
     "-": "−–—‐﹣", r"\times ": "×", r"\cdot ": "·⋅", "/": "÷⁄", r"\le ": "≤", r"\ge ": "≥", r"\ne ": "≠",
     r"\approx ": "≈", r"\infty ": "∞", r"\pi ": "π", r"\theta ": "θ", r"\sqrt ": "√", r"\pm ": "±", r"\cup ": "∪",
     r"\cap ": "∩", r"\in ": "∈", r"\emptyset ": "∅", r"\angle ": "∠", "(": "⟨", ")": "⟩", r"^\circ ": "°", "'": "′’",
-    "": "€£\0",
+    "": "€£",
 }  # fmt: skip
 _COMMANDS = {
     r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\le": "leq leqslant", r"\ge": "geq geqslant",
@@ -41,15 +37,15 @@ _CHARACTER = str.maketrans({one: same for same, ones in _CHARACTERS.items() for 
 _COMMAND = {name: same for same, names in _COMMANDS.items() for name in names.split()}
 _POWERS_OF_TEN = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _ARGUMENT = r"([0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
-_GROUP = r"(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})"
-_STEPS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\\\ ?\[[^\[\]]*\]", r"\\\\"),  # the height of a matrix row
-    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands
+    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands: 10,\!000
     (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),
     (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
-    (r"\\([A-Za-z]+)\*? *", lambda m: _COMMAND.get(m[1], m[0]) + " "),
+    (r"\\([A-Za-z]+)\*? *", lambda m: _COMMAND.get(m[1], m[0].rstrip("* ")) + " "),
     (r"\\%", "%"),
-    (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),
+    (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),  # not words
     (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),
     (
         r"(?<=[0-9]) ?(\\text ?\{)? ?(thousand|million|billion|trillion)\b",
@@ -57,22 +53,22 @@ _STEPS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     ),
     (r"\^ ?\{ ?('[' ]*)\}|\^ ?(?=')", r"\1"),  # primes
     (r"(?<!\\)sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\^ ?\(([^()]*)\)", r"^{\1}"),
     (r"(?<![A-Za-z\\])(sqrt|pi|theta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
     (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),
     (r"(?<=[\w)}])\*\*(?=[\w({\\])", "^"),
     (r"([<>!])=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[1]]),
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
-    (rf"\\sqrt ?{_ARGUMENT}", r"\\sqrt{\1}"),
-    (rf"\\frac ?{_ARGUMENT}", r"\\frac{\1}"),
-    (rf"\\frac ?{_GROUP} ?{_ARGUMENT}", r"\\frac\1{\2}"),
+    (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),
+    (rf"\\frac ?({_GROUP}) ?{_ARGUMENT}", r"\\frac\1{\2}"),
     (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
     (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, whatever TeX says
     (r" +", " "),
     (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
     (r"(?<![\w.})/])([0-9][0-9.,]*)/([0-9][0-9.,]*)(?![\w.({\\^])", r"\\frac{\1}{\2}"),
-    (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),
-)
+    (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),  # blanks that keep nothing apart
+]
 _REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in _STEPS]
 
 
@@ -92,7 +88,7 @@ def spelling(text: str) -> str:
 def _in_ascii(text: str) -> str:
     """Superscripts as powers, fractions, wide letters and blanks as plain ones, and nothing that is not seen."""
     text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    text = re.sub("[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", m[0]).split("⁄")), text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda m: r"\frac{" + unicodedata.normalize("NFKC", m[0]).replace("⁄", "}{") + "}", text)
     text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
     return "".join(character for character in text if unicodedata.category(character) != "Cf")
 
@@ -151,6 +147,13 @@ def number(text: str) -> Number | None:
 
 # Units
 
+PERCENT, DEGREES = "%", "°"
+_SIGNS = [
+    ("base ", re.compile(r"([0-9][0-9A-F.]*)_\{([0-9]+)\}")),
+    ("mod ", re.compile(r"(.+?)\\[pb]?mod ?\{?(\w+)\}?")),
+    (PERCENT, re.compile(r"(.+)%()")),
+    (DEGREES, re.compile(r"((?:(?!\\(?:sin|cos|tan|cot|sec|csc)).)+)\^\\circ ?(?:\\text\{[CF]\}|[CF])?()")),
+]
 _UNITS = (
     "% percent percentage pct; ° degree deg; mm millimeter millimetre; cm centimeter centimetre; m meter metre; "
     "km kilometer kilometre; in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; "
@@ -158,47 +161,41 @@ _UNITS = (
     "month; year yr; dollar usd; cent; am a.m; pm p.m; mph; unit"
 )
 _UNIT = {name: names.split()[0] for names in _UNITS.split("; ") for name in names.split()}
+_POWERS = {"2": r"\b(?:square|squared|sq)\b|\^\{?2\}?", "3": r"\b(?:cubic|cubed|cu)\b|\^\{?3\}?"}
 _NO_UNIT = re.compile(r"\b(?:or|and|if|not|more|less|least|most|than|except|where|when|for|to|times|hundred|dozen)\b")
-_POWERS = {"2": r"\b(?:square|squared|sq)\b|\^\{?2", "3": r"\b(?:cubic|cubed|cu)\b|\^\{?3"}
-_BASE = re.compile(r"([0-9][0-9A-F.]*)_\{([0-9]+)\}")
-_MODULUS = re.compile(r"(.+?)\\p?mod ?\{?(\w+)\}?")
 _IN_TEXT = re.compile(r"[/ ]*(?:\\text\{[^{}]*\}(?:\^\{-?[0-9]\})?[/ ]*){1,4}$")
 _IN_WORDS = re.compile(r"(?<=[0-9})%])( ?)([A-Za-z][A-Za-z ./]*(?:\^\{[0-9]\})?)$")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """An expression without its unit, and the unit: its usual name, "?" for one that we do not know, or nothing."""
-    for pattern, kind in ((_BASE, "base"), (_MODULUS, "mod")):
+    """An expression without its unit, and the unit: its usual name, "?" for one that is not in our table, or nothing.
+
+    The sign for percent or degrees, the base of a number and a modulus count as units too.
+    """
+    for name, pattern in _SIGNS:
         if match := pattern.fullmatch(text):
-            return match[1], f"{kind} {match[2]}"
-    if match := re.fullmatch(r"(.+)(%|\^\\circ ?(?:\\text\{[CF]\}|[CF])?)", text):
-        if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-            return match[1], PERCENT if match[2] == "%" else DEGREES
+            return match[1], name + match[2]
     match = _IN_TEXT.search(text) if text.count(r"\text") <= 4 else None
     unit = _unit(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", match[0])) if match else ""
     if not unit and (match := _IN_WORDS.search(text)):
         words = re.findall("[A-Za-z.]+", match[2])
-        known = all(word.lower().removesuffix("s") in _UNIT or word in ("square", "cubic", "sq") for word in words)
-        if (known and all(len(word) > 1 for word in words)) or (
-            match[1] and all(len(word) > 3 or word in ("of", "per") for word in words)
-        ):
+        known = all(len(word) > 1 and (_unit(word) != "?" or word in ("square", "cubic", "sq")) for word in words)
+        if known or (match[1] and all(len(word) > 3 or word in ("of", "per") for word in words)):
             unit = _unit(match[2])
     return (text[: match.start()], unit) if match and unit and match.start() else (text, "")
 
 
 def _unit(words: str) -> str:
-    words = words.lower().replace("~", " ")
+    words = words.lower()
     if _NO_UNIT.search(words) or not re.search("[a-z]", words):
         return ""
     power = next((power for power, pattern in _POWERS.items() if re.search(pattern, words)), "")
-    for pattern in (*_POWERS.values(), r"[\^{}0-9-]"):
-        words = re.sub(pattern, " ", words)
-    name = " ".join(words.split()).rstrip(".")
+    name = " ".join(re.sub("|".join([*_POWERS.values(), r"[\^{}0-9-]"]), " ", words).split()).rstrip(".")
     return _UNIT.get(name, _UNIT.get(name.removesuffix("s"), "?")) + power
 
 
-def conflict(one: str, other: str) -> bool:
-    """Whether two units contradict each other: we know both, and they differ."""
+def _conflict(one: str, other: str) -> bool:
+    """Whether two units contradict each other: both are known, and they differ."""
     return one != other and not {one.rstrip("23"), other.rstrip("23")} & {"", "?", "unit"}
 
 
@@ -208,8 +205,15 @@ _NAME = re.compile(
     r"(?![ei]$)(?:\\(?!(?:frac|sqrt|times|cdot|pm|mp|sin|cos|tan|log|ln|pi|infty|binom|cup|cap|[lgn]e)(?![A-Za-z]))"
     r"[A-Za-z]++(?:\{[^{}]*\})?|[A-Za-z'| ]|_\{[^{}]*\}|\^\{-1\}|\([^()]*\))+"
 )
-_SIGN = {"(": 1, "[": 1, "{": 1, r"\{": 1, ")": -1, "]": -1, "}": -1, r"\}": -1}
-"""What stands for a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
+"""The name of a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
+_RELATION = re.compile(r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?")
+_POINT = re.compile(r"([(\[])([^()\[\]]+,[^()\[\]]+)([)\]])")
+_COMMA_INSIDE = re.compile(r"[(\[][^()\[\]]*[)\]]|(?<=[0-9]),(?=[0-9]{3})")
+_NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
+_GROUPED = re.compile(
+    rf"\{{(?P<braces>(?:[^{{}}]|{_GROUP})+)\}}|\((?P<parentheses>(?:[^(),]|\((?:[^(),]|\([^(),]*\))*\))+)\)"
+    rf"|\\\{{(?P<set>(?:[^{{}},|:]|{_GROUP})+)\\\}}"
+)
 
 
 def equal(given: str, reference: str, compare: Compare = lambda given, reference: None) -> bool | None:
@@ -227,14 +231,26 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
         return equal(one[1], reference, compare)
     elif other and _NAME.fullmatch(other[0]):
         return equal(given, other[1], compare)
+    points = _POINT.fullmatch(given), _POINT.fullmatch(reference)
+    if points[0] and points[1]:
+        return _same_points(points[0], points[1], compare)
     same = _same_quantity(*split_unit(given), *split_unit(reference))
     return compare(given, reference) if same is None else same
 
 
+def _same_points(given: re.Match[str], reference: re.Match[str], compare: Compare) -> bool | None:
+    """Points and intervals agree in their brackets, and in their members one by one."""
+    members, others = given[2].split(","), reference[2].split(",")
+    if (given[1], given[3], len(members)) != (reference[1], reference[3], len(others)):
+        return False
+    same = [equal(one, other, compare) for one, other in zip(members, others, strict=True)]
+    return False if False in same else None if None in same else True
+
+
 def _sides(text: str) -> tuple[str, str] | None:
-    """The first and the last side of an equation, exchanged if only the last is a name; None for what is none."""
-    sides = [side.strip() for side in re.split(r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?", text)]
-    if len(sides) == 1 or not all(sides) or re.search(r"\{[^{}]*=", text) or "," in re.sub(r"[(\[][^()\[\]]*[)\]]|(?<=[0-9]),(?=[0-9]{3})", "", text):
+    """The first and last side of an equation, exchanged if only the last is a name; None for other texts and lists."""
+    sides = [side.strip() for side in _RELATION.split(text)]
+    if len(sides) == 1 or not all(sides) or re.search(r"\{[^{}]*=", text) or "," in _COMMA_INSIDE.sub("", text):
         return None
     if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
         sides.reverse()
@@ -242,49 +258,37 @@ def _sides(text: str) -> tuple[str, str] | None:
 
 
 def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
-    if conflict(unit, reference_unit):
+    if _conflict(unit, reference_unit):
         return False
     if given == reference:
         return True
     one, other = number(given), number(reference)
     if one and other:
-        percents = {unit, reference_unit} == {PERCENT, ""}  # 50% is 50, and 1/2
-        hundred = Fraction(100) if unit else Fraction(1, 100)
-        return one.equals(other) or (percents and one.value == other.value * hundred)
-    in_text = r"\text" in given + reference
+        percents = (unit == PERCENT) - (reference_unit == PERCENT)  # 50% is 50, and 1/2
+        return one.equals(other) or one.value == other.value * Fraction(100) ** percents
+    if (one and _NO_NUMBER.search(reference)) or (other and _NO_NUMBER.search(given)):
+        return False
     word, reference_word = _word(given), _word(reference)
-    if word and reference_word and (in_text or len(word) > 2):
-        return word.lower() == reference_word.lower() or (False if in_text else None)  # a product may be AB or BA
-    return None
+    if word and reference_word and r"\text" in given + reference:
+        return word.lower() == reference_word.lower()
+    # Letters without \text may be a product: AB is BA, and Bh is not bh.
+    east = len(word) > 2 and word[1:] == reference_word[1:] and word[0].lower() == reference_word[0].lower()
+    return True if east else None
 
 
-def _word(text: str) -> str | None:
+def _word(text: str) -> str:
     words = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split()).rstrip(".")
     match = re.fullmatch(r"\(?([A-Za-z][A-Za-z' -]*)\)?", words)
-    return match[1] if match else None
+    return match[1] if match else ""
 
 
 def bare(text: str) -> str:
-    """Without the punctuation of a sentence, brackets around one thing, and what comes after an exact value."""
+    """Without the punctuation of a sentence, brackets around one thing, and the decimals after an exact value."""
     before = None
     while text != before:
         before, text = text, text.strip("* ").rstrip(".,;:\\ ")
         exact = text.partition(r"\approx")[0]
         text = text if _NAME.fullmatch(exact) else exact or text
-        for opening, closing, never in (("{", "}", ""), ("(", ")", ","), (r"\{", r"\}", ",|:")):
-            inside = text[len(opening) : -len(closing)]
-            if text.startswith(opening) and inside and not set(never) & set(inside) and _is_group(text):
-                text = inside
+        if match := _GROUPED.fullmatch(text):
+            text = match["braces"] or match["parentheses"] or match["set"]
     return text
-
-
-def nesting(text: str) -> list[int]:
-    """How many brackets are open after each bracket."""
-    signs = (_SIGN.get(match[0], 0) for match in re.finditer(r"\\.|[()\[\]{}]", text))
-    return list(accumulate(sign for sign in signs if sign))
-
-
-def _is_group(text: str) -> bool:
-    """Whether the bracket at the beginning is closed at the end."""
-    depths = nesting(text)
-    return depths[-1:] == [0] and 0 not in depths[:-1] and text[-1] in ")]}"

@@ -2,9 +2,8 @@
 
 import re
 
-from threepo.answers import THINK_END, final_answer
+from threepo.answers import THINK, THINK_END, final_answer
 
-_THINK = "<think>"
 _BOX = r"\\(?:boxed|fbox|framebox)\s*"
 _TOKENS = re.compile(rf"\\{{0,2}}(?P<box>{_BOX}\{{)|\\.|[{{}}]", re.DOTALL)  # JSON doubles the backslash
 _BOXED_TOKEN = re.compile(rf"{_BOX}(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
@@ -21,7 +20,7 @@ def extract_answer(completion: str) -> str | None:
     Only what stands after the last `</think>` counts (everything, where there is none), and of that only what stands
     before a `<think>`: a thought that is not finished holds no answer.
     """
-    final = final_answer(completion).partition(_THINK)[0]
+    final = final_answer(completion).partition(THINK)[0]
     box = last_box(final)
     if box is not None:
         return box
@@ -61,8 +60,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 def keeps_layout(completion: str) -> bool:
     r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
-    if completion.count(_THINK) != 1 or completion.count(THINK_END) != 1:
+    if completion.count(THINK) != 1 or completion.count(THINK_END) != 1:
         return False
     match = _LAYOUT.fullmatch(completion)
-    found = boxes(match["box"]) if match else []
-    return bool(match and found) and found[-1] == (match["box"].index("{") + 1, len(match["box"]) - 1)
+    return match is not None and boxes(match["box"])[-1:] == [(match["box"].index("{") + 1, len(match["box"]) - 1)]

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from threepo.answers import lacks_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.equality import equal, spelling
 from threepo.rewards.extraction import extract_answer, keeps_layout, last_box
-from threepo.types import Completion, Verdict, VerdictStatus
+from threepo.types import Completion, Problem, Verdict, VerdictStatus
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
@@ -54,6 +55,11 @@ class MathGrader:
             self._verdict(text, given, None if given is None else judged[given, reference])
             for text, given, reference in zip(texts, found, references, strict=True)
         ]
+
+    @staticmethod
+    def lack(problem: Problem) -> str:
+        """See `grading.BuiltIn.lack`."""
+        return lacks_answer(problem, "math")
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
