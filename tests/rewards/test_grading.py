@@ -4,8 +4,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from factories import answered
 
+from factories import answered
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.grading import load_grader

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from factories import answered
 
+from factories import answered
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards import math

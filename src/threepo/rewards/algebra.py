@@ -32,7 +32,7 @@ _STEPS = [
     (re.compile(r"([A-Za-z])''"), r"\1_{second}"),
     (re.compile(r"\\gamma(?![A-Za-z])"), r"g_{small}"),  # not Euler's constant
     (re.compile(r"\\Gamma(?![A-Za-z])"), r"g_{large}"),
-    (re.compile(r"(?<=[0-9])(?=\()"), r"\\cdot "),  # 3(4) is not a mixed number
+    (re.compile(r"(?<=[0-9)])(?=\()"), r"\\cdot "),  # 3(4) is not a mixed number
     (re.compile(r"\^\{(\w)\}(?!\w)"), r"^\1"),  # the parser reads x^2 faster than x^{2}
     (re.compile(r"%"), r"\\%"),
 ]
@@ -71,7 +71,7 @@ def formula(text: str) -> Basic | MatrixBase:
     depths = accumulate(_BRACKETS.get(token, 0) for token in re.findall(r"\\.|[()\[\]{}]", text))
     if max(depths, default=0) > DEEPEST or re.search("[0-9] [0-9]", text):  # the parser would add the two numbers
         raise NotAFormula(text)
-    tex = text
+    tex = text if "," in text else re.sub(r"(.*)\\pm(?![A-Za-z]) ?(.*)", r"\1+\2,\1-\2", text)  # also in a fraction
     for pattern, replacement in _STEPS:
         tex = pattern.sub(replacement, tex)
     try:

@@ -36,6 +36,7 @@ _COMMANDS = {
 _CHARACTER = str.maketrans({one: same for same, ones in _CHARACTERS.items() for one in ones})
 _COMMAND = {name: same for same, names in _COMMANDS.items() for name in names.split()}
 _POWERS_OF_TEN = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 _ARGUMENT = r"([0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
@@ -66,7 +67,7 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, whatever TeX says
     (r" +", " "),
     (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
-    (r"(?<![\w.})/])([0-9][0-9.,]*)/([0-9][0-9.,]*)(?![\w.({\\^])", r"\\frac{\1}{\2}"),
+    (rf"(?<![\w.}})/])({_DECIMAL})/({_DECIMAL})(?![\w({{\\^]|,[0-9]{{3}})", r"\\frac{\1}{\2}"),
     (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),  # blanks that keep nothing apart
 ]
 _REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in _STEPS]
@@ -109,7 +110,6 @@ class Number(NamedTuple):
         return gap == 0 or gap < max(self.resolution, other.resolution)
 
 
-_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
     rf"(?P<signs>[+-]*)(?:(?P<decimal>{_DECIMAL})(?:(?:\\times|\\cdot|\*) ?10\^\{{(?P<exponent>[+-]?[0-9]{{1,3}})\}})?"
     rf"|10\^\{{(?P<power>[+-]?[0-9]{{1,3}})\}}"
@@ -179,7 +179,7 @@ def split_unit(text: str) -> tuple[str, str]:
     unit = _unit(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", match[0])) if match else ""
     if not unit and (match := _IN_WORDS.search(text)):
         words = re.findall("[A-Za-z.]+", match[2])
-        known = all(len(word) > 1 and (_unit(word) != "?" or word in ("square", "cubic", "sq")) for word in words)
+        known = len(words[0]) > 1 and all(_unit(word) != "?" or word in ("square", "cubic", "sq") for word in words)
         if known or (match[1] and all(len(word) > 3 or word in ("of", "per") for word in words)):
             unit = _unit(match[2])
     return (text[: match.start()], unit) if match and unit and match.start() else (text, "")
@@ -272,7 +272,11 @@ def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -
     if word and reference_word and r"\text" in given + reference:
         return word.lower() == reference_word.lower()
     # Letters without \text may be a product: AB is BA, and Bh is not bh.
-    east = len(word) > 2 and word[1:] == reference_word[1:] and word[0].lower() == reference_word[0].lower()
+    east = (
+        (len(word) > 2 or word.lower() == "no")
+        and word[1:] == reference_word[1:]
+        and word[0].lower() == reference_word[0].lower()
+    )
     return True if east else None
 
 
