@@ -8,6 +8,7 @@ they are needed, do not import the caller's main module, and end with the proces
 killed. The function is trusted, the items are data: this is no sandbox for programs.
 """
 
+import contextlib
 import fcntl
 import multiprocessing.process
 import os
@@ -19,12 +20,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from threepo.errors import UserError
 
@@ -79,25 +82,28 @@ class WorkerPool:
         if self._owner != os.getpid():
             self._disown()
         outcomes: dict[int, Outcome] = {}
-        failed = 0
+        suspects: set[int] = set()
+        futile = 0
         with self._lock:
             while len(outcomes) < len(items):
-                known = len(outcomes)
+                known = len(outcomes) + len(suspects)
                 try:
-                    self._collect(items, outcomes)
-                except RuntimeError as error:  # pebble gives up when a process ends that has no item
-                    self.close()
-                    failed = failed + 1 if len(outcomes) == known else 0
-                    if failed == ATTEMPTS:
-                        message = f"the processes of {self._arguments[0]} end before they begin an item"
-                        raise RuntimeError(message) from error
+                    self._collect(items, outcomes, suspects)
                 except BaseException:  # such as Ctrl-C: nobody wants the items that are under way
                     self.close()
                     raise
+                futile = futile + 1 if len(outcomes) + len(suspects) == known else 0
+                if futile == ATTEMPTS:
+                    self.close()
+                    raise RuntimeError(f"the processes of {self._arguments[0]} end before they begin an item")
         return [outcomes[place] for place in range(len(items))]
 
-    def _collect(self, items: Sequence[Sequence[Any]], outcomes: dict[int, Outcome]) -> None:
-        """Add the outcomes that are not known yet."""
+    def _collect(self, items: Sequence[Sequence[Any]], outcomes: dict[int, Outcome], suspects: set[int]) -> None:
+        """Add the outcomes that are missing, as far as they can be had.
+
+        An item whose process dies is a suspect and has a second attempt: pebble may blame the item before it. When a
+        process dies without an item, pebble gives up, and what is left has another attempt too.
+        """
         left = [place for place in range(len(items)) if place not in outcomes]
         size = max(self._size, min(len(left), self._most))
         if self._pool is None or not self._pool.active or size > self._size:
@@ -105,20 +111,30 @@ class WorkerPool:
             self._size = size
             self._pool = ProcessPool(size, initializer=_prepare, initargs=self._arguments, context=_Context())
             self._end = weakref.finalize(self, _end, self._pool, self._owner)
-        futures = [self._pool.schedule(_run, items[place], timeout=self._timeout) for place in left]
-        for place, future in zip(left, futures, strict=True):
-            outcomes[place] = _outcome(future)
+        futures = {}
+        with contextlib.suppress(RuntimeError):  # it has given up
+            for place in left:
+                futures[place] = self._pool.schedule(_run, items[place], timeout=self._timeout)
+            while wait(futures.values(), timeout=1).not_done and self._pool.active:
+                pass
+        for place, future in futures.items():
+            if future.done():
+                try:
+                    outcomes[place] = future.result()
+                except TimeoutError:
+                    outcomes[place] = Outcome(failure="time-out")
+                except ProcessExpired as error:
+                    if place in suspects:
+                        outcomes[place] = Outcome(failure=_ending(error.exitcode))
+                    suspects.add(place)
+                except BrokenProcessPool:
+                    pass
 
 
-def _outcome(future: ProcessFuture[Outcome]) -> Outcome:
-    try:
-        return future.result()
-    except TimeoutError:
-        return Outcome(failure="time-out")
-    except ProcessExpired as error:
-        if error.exitcode < 0:
-            return Outcome(failure=f"killed by {signal.Signals(-error.exitcode).name}")
-        return Outcome(failure="memory" if error.exitcode == _MEMORY_EXIT else f"exit status {error.exitcode}")
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return "memory" if status == _MEMORY_EXIT else f"exit status {status}"
 
 
 def _end(pool: ProcessPool, owner: int) -> None:

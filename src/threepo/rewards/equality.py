@@ -63,6 +63,7 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
     (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),
     (rf"\\frac ?({_GROUP}) ?{_ARGUMENT}", r"\\frac\1{\2}"),
+    (r"\{([^{}]*)\\choose ([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
     (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, whatever TeX says
     (r" +", " "),
