@@ -8,6 +8,7 @@ import pytest
 
 from factories import answered
 from threepo.config import RewardConfig
+from threepo.data.prompts import MATH_TRAINING
 from threepo.errors import UserError
 from threepo.rewards import math
 from threepo.rewards.grading import load_grader
@@ -77,6 +78,13 @@ def test_a_recipe_gets_it_by_name() -> None:
     assert [v.correct for v in grade(list(map(answered, problems, texts)))] == [True, True]
     with pytest.raises(UserError, match="has no answer, and reward.function = 'math' needs one"):
         load_grader(RewardConfig(function="math"), None, [Problem(id="a", prompt="?")])
+
+
+def test_the_training_prompt_promises_no_more_than_the_default_scoring_keeps() -> None:
+    problem = Problem(id="a", prompt="?", answer="5")
+    (verdict,) = MathGrader(RewardConfig(function="math"))([answered(problem, r"It is \boxed{5}")])
+    assert verdict.reward == 1.0
+    assert "wrong" not in MATH_TRAINING, "another layout is paid"
 
 
 def test_called_as_trl_calls_rewards() -> None:

@@ -39,15 +39,16 @@ _POWERS_OF_TEN = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 _ARGUMENT = r"([0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+# Patterns and what replaces them, one after the other.
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\\\ ?\[[^\[\]]*\]", r"\\\\"),  # the height of a matrix row
     (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands: 10,\!000
-    (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),
+    (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),  # also the signs of formulas and of dollars
     (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
     (r"\\([A-Za-z]+)\*? *", lambda m: _COMMAND.get(m[1], m[0].rstrip("* ")) + " "),
     (r"\\%", "%"),
     (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),  # not words
-    (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),
+    (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),  # a list
     (
         r"(?<=[0-9]) ?(\\text ?\{)? ?(thousand|million|billion|trillion)\b",
         lambda m: rf"\times 10^{{{_POWERS_OF_TEN[m[2]]}}} {m[1] or ''}",
@@ -57,11 +58,11 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\^ ?\(([^()]*)\)", r"^{\1}"),
     (r"(?<![A-Za-z\\])(sqrt|pi|theta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
-    (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),
+    (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),  # 1e5
     (r"(?<=[\w)}])\*\*(?=[\w({\\])", "^"),
     (r"([<>!])=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[1]]),
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
-    (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),
+    (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
     (rf"\\frac ?({_GROUP}) ?{_ARGUMENT}", r"\\frac\1{\2}"),
     (r"\{([^{}]*)\\choose ([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
