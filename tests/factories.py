@@ -35,6 +35,12 @@ def completion(
     )
 
 
+def answered(problem: Problem, text: str, tokens: Sequence[int] = (1,), opening: str = "") -> Completion:
+    """A completion of a problem that is not graded yet."""
+    logprobs = (-1.0,) * len(tokens)
+    return Completion(problem, (5, 6), tuple(tokens), logprobs, text, "stop", None, 0, 0, opening)
+
+
 def row(index: int = 0, advantage: float = 1.0, **fields: object) -> TrainingRow:
     """A training row around a completion with these fields."""
     return TrainingRow(completion(**fields), index, advantage)  # type: ignore[arg-type]

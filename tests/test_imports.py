@@ -12,7 +12,7 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-GROUND = {"types", "config", "errors", "files", "run_folder", "answers", "compiled"}
+GROUND = {"types", "config", "errors", "files", "run_folder", "answers", "compiled", "workers"}
 """Read by everyone; they import only each other."""
 LEVELS = [
     {"posterior", "objectives"},

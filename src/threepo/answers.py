@@ -2,7 +2,7 @@
 
 from threepo.types import Problem, Verdict
 
-THINK_END = "</think>"
+THINK, THINK_END = "<think>", "</think>"
 
 
 def final_answer(completion: str) -> str:
@@ -21,3 +21,14 @@ def exact_match(problem: Problem, completion: str) -> Verdict:
     """Right when the final answer is the reference answer, the width of blanks aside."""
     given = final_answer(completion)
     return judge(given, given.split() == problem.answer.split())
+
+
+def lacks_answer(problem: Problem, function: str) -> str:
+    """Why `reward.function`, which needs a reference answer, cannot grade a problem; empty if it can."""
+    if problem.answer.strip():
+        return ""
+    columns = ", ".join(map(repr, problem.columns)) or "none"
+    return (
+        f"has no answer, and reward.function = {function!r} needs one; its columns besides the prompt are {columns}; "
+        f"set data.answer_column"
+    )

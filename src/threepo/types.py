@@ -114,6 +114,8 @@ class Completion:
     rollout: int
     policy_step: int
     """The training step whose weights the engine held."""
+    opening: str = ""
+    """What the prompt has already opened: `<think>` where the chat template ends in it."""
     verdict: Verdict | None = None
     """None until graded."""
 

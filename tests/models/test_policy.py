@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from chats import chat_tokenizer
 from factories import packed
 from threepo.config import DataConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
@@ -90,6 +92,26 @@ def test_prompts_with_and_without_a_chat_template(policy: Policy) -> None:
     assert policy.tokenizer.decode(never) == "2 + 2"
     messages = Problem(id="m", prompt=({"role": "user", "content": "Hi"},))
     assert policy.tokenizer.decode(policy.encode_prompt(messages, DATA, 10)) == "[user]Hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("ending", "opening"),
+    [
+        ("<think>", "<think>"),
+        ("<think>\\n", "<think>"),
+        ("<think>\\n\\n</think>\\n\\n", ""),
+        ("assistant\\n", ""),
+        ("", ""),
+    ],
+)
+def test_a_prompt_may_open_the_thought(ending: str, opening: str, policy: Policy) -> None:
+    """Also where the tokenizer has no token for the tag."""
+    template = "{{ messages[0].content }}{{ '" + ending + "' }}"
+    problem = Problem(id="p", prompt=({"role": "user", "content": "Is <think> a tag?"},))
+    for tokenizer in (policy.tokenizer, chat_tokenizer(template)):
+        tokenizer.chat_template = template
+        mine = replace(policy, tokenizer=tokenizer)
+        assert mine.opening(mine.prompt_tokens([problem], DATA)[0]) == opening
 
 
 def test_prompts_that_cannot_be_used_are_refused(policy: Policy) -> None:

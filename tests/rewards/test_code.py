@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factories import answered
 from rewards.contained import why_not
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
@@ -168,7 +169,7 @@ def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
         parse_tests(tests)
     problem = Problem(id="p", prompt="", columns={"tests": tests}, place="problems.jsonl, row 3")
     message = (
-        r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*; set data.tests_column, mend the data$"
+        r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*; set data.tests_column, fix the data$"
     )
     with pytest.raises(UserError, match=message):
         load_grader(RewardConfig(function="code"), None, [problem])
@@ -442,7 +443,7 @@ def test_passed_share_counts_all_tests_and_binary_stops_at_the_first_failure(tmp
     problem = Problem(id="p", prompt="", columns={"tests": tests})
     for scoring, reward, ran in (("binary", 0.0, 2), ("passed_share", 0.5, 4)):
         settings = RewardConfig(function="code", scoring=scoring, sandbox=sandbox)  # type: ignore[arg-type]
-        (found,) = load_grader(settings, None, [problem])([problem], [fenced(program)], [()])
+        (found,) = load_grader(settings, None, [problem])([answered(problem, fenced(program))])
         assert (found.reward, found.correct, found.detail) == (reward, False, "runtime error")
         assert len(list(tmp_path.iterdir())) == ran
         for file in tmp_path.iterdir():
@@ -454,7 +455,7 @@ def test_verdicts_come_in_the_order_of_the_completions(grader: CodeGrader) -> No
         Problem(id=str(i), prompt="", columns={"tests": {"inputs": [""], "outputs": [str(i)]}}) for i in range(4)
     ]
     texts = [fenced(f"import time\ntime.sleep({(4 - i) / 50})\nprint({i % 3})") for i in range(4)]
-    assert [v.correct for v in grader(problems, texts, [()] * 4)] == [True, True, True, False]
+    assert [v.correct for v in grader(list(map(answered, problems, texts)))] == [True, True, True, False]
 
 
 INTERRUPTED = """

@@ -21,13 +21,20 @@ from threepo.rewards.extraction import boxes, extract_answer, keeps_layout
         (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
         (r"\boxed{\{1\right.}", r"\{1\right."),
         (r"\boxed{3 + \boxed{5}}", r"3 + \boxed{5}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{\text{The area is } \boxed{5}}", "5"),
+        (r"\boxed{Area = $\boxed{5}$.}", "5"),
+        (r"\boxed{\boxed{3}, \boxed{5}}", r"\boxed{3}, \boxed{5}"),
         (r"\boxed{5} and \boxed{6", "5"),
         (r"\boxed{6 \boxed{5}", "5"),
         (r"put it into \boxed{}: \boxed{5}. That was \boxed{ }", "5"),
         (r"<think>\boxed{4}</think> \boxed{5}", "5"),
         (r"<think>\boxed{4}</think> it is 5", None),
         (r"<think>\boxed{4}</think> x </think> 5", None),
-        (r"<think> not closed \boxed{5}", "5"),
+        (r"<think> not closed \boxed{5}", None),
+        ("<think> not closed. Answer: 5", None),
+        (r"<think>\boxed{4}</think> <think> again \boxed{5}", None),
+        (r"\boxed{5} <think> or \boxed{6}", "5"),
         ("Answer: 5", "5"),
         ("**Answer:** 5", "5"),
         ("answer: 4\nAnswer: $5$.", "$5$."),
@@ -51,7 +58,6 @@ BALANCED = st.recursive(
     st.text(st.characters(exclude_characters="{}\\")),
     lambda inner: st.lists(inner).map(lambda parts: "{" + "".join(parts) + "}"),
 )
-PIECES = st.sampled_from([r"\boxed", r"\fbox", "{", "}", r"\{", r"\}", "\\", "x", " ", "</think>"])
 
 
 @given(st.text(), BALANCED.filter(lambda text: text.strip() and not text.isspace()))
@@ -62,16 +68,19 @@ def test_a_box_holds_whatever_is_balanced(before: str, content: str) -> None:
 @given(
     st.lists(st.sampled_from([r"\boxed", r"\fbox", "{", "}", r"\{", r"\}", "\\", "x", " ", "</think>"])).map("".join)
 )
-def test_what_is_found_is_balanced(text: str) -> None:
+def test_the_contents_of_boxes_are_balanced(text: str) -> None:
     for start, end in boxes(text):
         inside = text[start:end].replace("\\\\", "").replace(r"\{", "").replace(r"\}", "")
         assert inside.count("{") == inside.count("}")
         assert text[end] == "}"
 
 
-def test_boxes_in_boxes_take_no_more_time_than_they_have_characters() -> None:
-    """Looking at all that is in each of these would be a hundred thousand times as much."""
+@pytest.mark.parametrize("opening", [r"\boxed{x", r"\boxed{", r"\text{a}\boxed{", r"}\boxed{", r"\boxed "])
+def test_boxes_in_boxes_take_time_in_proportion_to_their_length(opening: str) -> None:
+    """Looking into each of these anew would take a hundred thousand times as long."""
     depth = 200_000
+    for text in (opening * depth, opening * depth + "}" * depth, opening * depth + "5" + "}x" * depth + "^}"):
+        extract_answer(text)
     assert len(boxes(r"\boxed{x" * depth + "}" * depth)) == depth
 
 

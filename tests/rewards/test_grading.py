@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from factories import answered
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.grading import load_grader
 from threepo.types import Problem
 
 PROBLEMS = [Problem(id="a", prompt="1+1", answer="2", columns={"unit": "m"}), Problem(id="b", prompt="2+2", answer="4")]
-TEXTS = ["2", "<think>4</think>5"]
-TOKENS = [(7,), (8, 9)]
+COMPLETIONS = [
+    answered(PROBLEMS[0], "2", (7,)),
+    answered(PROBLEMS[1], "<think>4</think>5", (8, 9), opening="<think>"),  # which no function sees
+]
 NUMBERS = itertools.count()
 """Every test has a module of its own name: Python imports a name once."""
 
@@ -36,7 +39,7 @@ def test_all_columns_reach_a_function_that_takes_them(module: str) -> None:
         "    return [float(c == a) for c, a in zip(completions, answer)]\n",
     )
     grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
-    verdicts = grade(PROBLEMS, TEXTS, TOKENS)
+    verdicts = grade(COMPLETIONS)
     assert [v.reward for v in verdicts] == [1.0, 0.0]
     assert [v.status for v in verdicts] == ["right", "wrong"]
 
@@ -44,7 +47,7 @@ def test_all_columns_reach_a_function_that_takes_them(module: str) -> None:
 def test_a_function_gets_only_what_it_names(module: str) -> None:
     write(module, "def reward(completions, unit):\n    return [0.25, None] if unit == ['m', None] else []\n")
     grade = load_grader(RewardConfig(function=f"{module}:reward", correct_from=0.2), None, PROBLEMS)
-    verdicts = grade(PROBLEMS, TEXTS, TOKENS)
+    verdicts = grade(COMPLETIONS)
     assert (verdicts[0].reward, verdicts[0].correct) == (0.25, True)
     assert (verdicts[1].reward, verdicts[1].status) == (0.0, "error")
 
@@ -58,7 +61,7 @@ def test_chat_prompts_give_chat_completions(module: str) -> None:
     )
     problem = Problem(id="c", prompt=({"role": "user", "content": "Hi"},))
     grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
-    assert [v.reward for v in grade([problem, problem], ["Hi!", "Ho!"], TOKENS)] == [1.0, 0.0]
+    assert [v.reward for v in grade([answered(problem, "Hi!"), answered(problem, "Ho!")])] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_chat_prompts_give_chat_completions(module: str) -> None:
 def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
     write(module, body)
     grade = load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)
-    assert [v.reward for v in grade(PROBLEMS, TEXTS, TOKENS)] == [1.0, 0.5]
+    assert [v.reward for v in grade(COMPLETIONS)] == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -93,16 +96,15 @@ def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
         ("def reward(**_): return ['1.0', '0.0']", "returned '1.0'; return a finite number"),
         ("def reward(**_): return [float('nan'), 1.0]", "returned nan"),
         ("async def reward(**_): return [1.0, 0.0]", "is a coroutine; write it without async"),
-        ("async def f(**_): return [1.0, 0.0]\ndef reward(**_): return f()", "is a coroutine; write it without async"),
         ("def reward(**_):\n    return [{}['key']]", r"raised KeyError: 'key' \(.*\.py:2\)"),
         ("import json\ndef reward(**_):\n    json.loads('')", r"raised JSONDecodeError: .* \(.*rewards_.*\.py:3\)"),
         ("def reward(**_):\n    raise SystemExit(3)", r"raised SystemExit: 3 \(.*:2\)"),
         ("def reward(**_):\n    raise ValueError('two\\nlines')", "raised ValueError: two lines"),
-        ("def reward(completions, gold): return []", "asks for the argument 'gold'; .* completion_ids, answer, unit"),
-        ("def reward(trainer_state, **_): return []", "asks for the argument 'trainer_state'"),
-        ("def reward(completions, /): return []", "asks for the argument 'completions'"),
-        ("reward = 3", "is not a function"),
-        ("def other(**_): return []", "has no 'reward'"),
+        ("def reward(completions, gold): return []", "needs the argument 'gold'; .* completion_ids, answer, unit"),
+        ("def reward(trainer_state, **_): return []", "needs the argument 'trainer_state'"),
+        ("def reward(completions, /): return []", "needs the argument 'completions'"),
+        ("reward = 3", "'reward' of module .* is not a function"),
+        ("def other(**_): return []", "'reward' of module .* is missing"),
         ("def reward(:", r"importing .* raised SyntaxError: .* \(.*\.py:1\)"),
         ("x = 1\n1 / 0", r"importing .* raised ZeroDivisionError: division by zero \(.*\.py:2\)"),
         ("import a_package_that_is_not_there", r"importing .* No module named 'a_package_that_is_not_there' \(.*:1\)"),
@@ -112,7 +114,7 @@ def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
 def test_wrong_functions_are_refused_by_name(body: str, message: str, module: str) -> None:
     write(module, body)
     with pytest.raises(UserError, match=message) as caught:
-        load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)(PROBLEMS, TEXTS, TOKENS)
+        load_grader(RewardConfig(function=f"{module}:reward"), None, PROBLEMS)(COMPLETIONS)
     assert module in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -131,7 +133,7 @@ def test_wrong_functions_are_refused_by_name(body: str, message: str, module: st
         ("rw.py:f", "write 'rw:f'"),
         ("rewards/rw.py:f", "write 'rw:f' and run in rewards"),
         ("../x:f", "write 'x:f' and run in .."),
-        ("json:dumps", "asks for the argument 'obj'"),
+        ("json:dumps", "needs the argument 'obj'"),
     ],
 )
 def test_names_of_no_function_are_refused(name: str, message: str) -> None:
@@ -143,26 +145,26 @@ def test_the_answer_arrives_as_the_data_have_it(module: str) -> None:
     write(module, "def reward(completions, answer):\n    return [float(a == 6) for a in answer]\n")
     problem = Problem(id="a", prompt="3+3", answer="6", columns={"answer": 6})
     grade = load_grader(RewardConfig(function=f"{module}:reward"), None, [problem])
-    assert grade([problem], ["6"], [(1,)])[0].reward == 1.0
+    assert grade([answered(problem, "6")])[0].reward == 1.0
 
 
 def test_an_answer_that_the_data_lack_cannot_be_asked_for(module: str) -> None:
     write(module, "def reward(completions, answer):\n    return [0.0]\n")
     lacking = Problem(id="c", prompt="?", columns={"gold": "4"})
-    with pytest.raises(UserError, match="asks for the argument 'answer'; .* completion_ids, gold$"):
+    with pytest.raises(UserError, match="needs the argument 'answer'; .* completion_ids, gold$"):
         load_grader(RewardConfig(function=f"{module}:reward"), None, [lacking])
 
 
 def test_exact_needs_an_answer_of_every_problem() -> None:
     lacking = Problem(id="c", prompt="?", columns={"gold": "4"}, place="data file p.jsonl, row 3")
     with pytest.raises(
-        UserError, match=r"p.jsonl, row 3: has no answer, .* are 'gold'; set data.answer_column, mend the data$"
+        UserError, match=r"p.jsonl, row 3: has no answer, .* are 'gold'; set data.answer_column, fix the data$"
     ):
         load_grader(RewardConfig(function="exact"), None, [*PROBLEMS, lacking])
 
 
 def test_exact_and_task() -> None:
     grade = load_grader(RewardConfig(function="exact"), None, PROBLEMS)
-    assert [v.correct for v in grade(PROBLEMS, ["<think>x</think> 2", "5"], TOKENS)] == [True, False]
-    with pytest.raises(UserError, match="set reward.function to 'exact'"):
+    assert [v.correct for v in grade(list(map(answered, PROBLEMS, ["<think>x</think> 2", "5"])))] == [True, False]
+    with pytest.raises(UserError, match="set it to 'exact', 'math', 'code' or your own"):
         load_grader(RewardConfig(), None, PROBLEMS)

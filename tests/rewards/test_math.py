@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from factories import answered
 from threepo.config import RewardConfig
+from threepo.data.prompts import MATH_TRAINING
 from threepo.errors import UserError
 from threepo.rewards import math
 from threepo.rewards.grading import load_grader
@@ -25,6 +27,13 @@ def grader() -> Iterator[MathGrader]:
     grader.close()
 
 
+@pytest.fixture(scope="module")
+def penalizing() -> Iterator[MathGrader]:
+    grader = MathGrader(RewardConfig(scoring="format_penalty", timeout_s=2, workers=1))
+    yield grader
+    grader.close()
+
+
 def test_the_four_outcomes(grader: MathGrader) -> None:
     completions = [RIGHT, r"\boxed{\sqrt{36}}", "I do not know", rf"\boxed{{{HANGING[0]}}}", r"\boxed{\frac{2}{}}"]
     verdicts = grader.grade(completions, [r"\sqrt{25}"] * 5)
@@ -37,29 +46,45 @@ def test_the_four_outcomes(grader: MathGrader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "reward", "status"),
+    ("opening", "text", "reward", "status"),
     [
-        (RIGHT, 1.0, "right"),
-        (r"<think>so</think> \boxed{6}", 0.0, "wrong"),
-        (r"<think>so</think> It is \boxed{5}", 0.0, "right"),
-        (r"It is \boxed{6}", -1.0, "wrong"),
-        ("so and so and so and", -1.0, "no_answer"),
-        (rf"It is \boxed{{{HANGING[0]}}}", 0.0, "error"),
+        ("", RIGHT, 1.0, "right"),
+        ("", r"<think>so</think> \boxed{6}", 0.0, "wrong"),
+        ("", r"<think>so</think> It is \boxed{5}", 0.0, "right"),
+        ("", r"It is \boxed{6}", -1.0, "wrong"),
+        ("", "so and so and so and", -1.0, "no_answer"),
+        # An error pays what a wrong answer in that layout pays.
+        ("", rf"<think>so</think> \boxed{{{HANGING[0]}}}", 0.0, "error"),
+        ("", rf"It is \boxed{{{HANGING[0]}}}", -1.0, "error"),
+        # What the prompt has opened belongs to the layout, and a thought that is not finished holds no answer.
+        ("<think>", r"so</think> \boxed{5}", 1.0, "right"),
+        ("<think>", r"so</think> \boxed{6}", 0.0, "wrong"),
+        ("<think>", r"It is \boxed{5}", -1.0, "no_answer"),
+        ("<think>", r"<think>so</think> \boxed{5}", 0.0, "right"),
+        ("", r"so</think> \boxed{5}", 0.0, "right"),
     ],
 )
-def test_the_layout_may_count(completion: str, reward: float, status: str) -> None:
-    grader = MathGrader(RewardConfig(scoring="format_penalty", timeout_s=2, workers=1))
-    verdict = grader.grade([completion], ["5"])[0]
+def test_the_layout_may_count(opening: str, text: str, reward: float, status: str, penalizing: MathGrader) -> None:
+    problem = Problem(id="a", prompt="?", answer="5")
+    (verdict,) = penalizing([answered(problem, text, opening=opening)])
     assert (verdict.reward, verdict.status) == (reward, status)
-    grader.close()
+    assert verdict.format_ok is (reward == (status == "right"))
 
 
 def test_a_recipe_gets_it_by_name() -> None:
     problems = [Problem(id="a", prompt="?", answer="27.0"), Problem(id="b", prompt="?", answer=r"so \boxed{1/2}")]
     grade = load_grader(RewardConfig(function="math"), None, problems)
-    assert [v.correct for v in grade(problems, [r"\boxed{27}", "Answer: $0.5$."], [(1,), (2,)])] == [True, True]
+    texts = [r"\boxed{27}", "Answer: $0.5$."]
+    assert [v.correct for v in grade(list(map(answered, problems, texts)))] == [True, True]
     with pytest.raises(UserError, match="has no answer, and reward.function = 'math' needs one"):
         load_grader(RewardConfig(function="math"), None, [Problem(id="a", prompt="?")])
+
+
+def test_the_training_prompt_promises_no_more_than_the_default_scoring_keeps() -> None:
+    problem = Problem(id="a", prompt="?", answer="5")
+    (verdict,) = MathGrader(RewardConfig(function="math"))([answered(problem, r"It is \boxed{5}")])
+    assert verdict.reward == 1.0
+    assert "wrong" not in MATH_TRAINING, "another layout is paid"
 
 
 def test_called_as_trl_calls_rewards() -> None:
@@ -76,7 +101,7 @@ def test_a_pair_is_looked_at_once(grader: MathGrader, monkeypatch: pytest.Monkey
     asked, ask = [], grader._pool.map
     monkeypatch.setattr(grader._pool, "map", lambda items: asked.extend(items) or ask(items))
     verdicts = grader.grade([r"\boxed{\sqrt{49}}", r"\boxed{x}"] * 16 + [r"\boxed{7}"] * 16, ["7"] * 48)
-    assert asked == [[r"\sqrt{49}", "7"], ["x", "7"]]
+    assert asked == [(r"\sqrt{49}", "7"), ("x", "7")]
     assert [v.correct for v in verdicts] == [True, False] * 16 + [True] * 16
 
 
@@ -88,7 +113,7 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
     wrong += ["1+" * 500_000 + "1", "7" * 1900, "7" * 10**6, r"\frac{1}{" * 150 + "2" + "}" * 150]
     wrong += ["(" * 900 + "5" + ")" * 900, "{" * 900 + "6" + "}" * 900]
     hostile = {
-        "right": [r"\boxed{5" + "\0}", "\u202e\\boxed{5}", r"\boxed{" + "{" * 5 + "5" + "}" * 8, r"\boxed{0005}"],
+        "right": ["\u202e\\boxed{5}", r"\boxed{" + "{" * 5 + "5" + "}" * 8, r"\boxed{0005}"],
         "no_answer": ["", r"\boxed{", *(token * 100_000 for token in tokens)],
         "wrong": ["Answer:" * 100_000, *(rf"\boxed{{{answer}}}" for answer in wrong)],
         "error": [rf"\boxed{{{answer}}}" for answer in HANGING],
@@ -97,7 +122,7 @@ def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:
     verdicts = grader.grade([completion for _, completion in completions], ["5"] * len(completions))
     found = [(verdict.status, completion[:80]) for verdict, (_, completion) in zip(verdicts, completions, strict=True)]
     assert found == [(status, completion[:80]) for status, completion in completions]
-    assert Counter(v.status for v in verdicts) == {"right": 4, "no_answer": 13, "wrong": 16, "error": 4}
+    assert Counter(v.status for v in verdicts) == {"right": 3, "no_answer": 13, "wrong": 16, "error": 4}
     assert all(len(v.answer or "") <= MOST_CHARACTERS for v in verdicts)
     assert not (tmp_path / "here").exists()
 
@@ -121,5 +146,5 @@ def test_ten_thousand_with_one_per_cent_hostile() -> None:
 
 def test_too_little_memory_is_refused_by_name() -> None:
     grader = MathGrader(RewardConfig(memory_mib=20))
-    with pytest.raises(UserError, match=r"reward.memory_mib = 20: is too little .* needs \d+ or more"):
+    with pytest.raises(UserError, match=r"reward.memory_mib = 20: is too small .* set it to \d+ or more"):
         grader.grade([r"\boxed{\sqrt{4}}"], ["2"])

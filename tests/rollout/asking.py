@@ -12,6 +12,7 @@ PROMPTS = [
     "a somewhat longer prompt: ",
     "ab",
     "more than one block of a prefix cache: " + "0123456789" * 13,
+    "and a thought that is open: <think>\n",
 ]
 
 

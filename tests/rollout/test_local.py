@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chats import THINKING
 from rollout.asking import requests_for, trainer_logprobs
-from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
@@ -50,6 +51,17 @@ def test_engine_and_trainer_agree_for_every_draw(kind: str, tied: bool, temperat
             assert difference < 1e-4
         else:
             assert difference > 1e-2, "the engine served one draw's rows with another's weights"
+
+
+def test_a_completion_says_what_its_prompt_has_opened() -> None:
+    policy = tiny()
+    policy.tokenizer.chat_template = THINKING
+    problem = Problem(id="p", prompt=({"role": "user", "content": "Hi"},))
+    prompts = policy.prompt_tokens([problem], DataConfig(train="x"))[0], tuple(policy.tokenizer("Hi")["input_ids"])
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 0)
+    requests = [Request(problem, tokens, None, 0) for tokens in prompts]
+    assert [c.opening for c in engine.generate(requests, SAMPLING, seed=1)] == ["<think>", ""]
 
 
 def test_bfloat16_engine_stays_close_to_the_trainer() -> None:

@@ -123,6 +123,7 @@ def test_engine_and_trainer_agree_for_every_draw(
             (r.problem, r.draw, r.rollout) for r in requests
         ]
         assert {c.policy_step for c in completions} == {step}
+        assert all((c.opening == "<think>") == ("<think>" in c.problem.id) for c in completions)
         for (draw, other), difference in differences(policy, optimizer, completions, temperature).items():
             if draw == other:
                 assert difference < 1e-4

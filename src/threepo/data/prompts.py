@@ -5,7 +5,7 @@ In every template `{prompt}` marks the problem's text.
 
 MATH_TRAINING = """\
 Solve the mathematics problem below. First reason inside <think> and </think>. After </think>, give nothing but the \
-final answer, inside \\boxed{}. Any other layout counts as wrong.
+final answer, inside \\boxed{}.
 
 {prompt}
 

@@ -1,34 +1,25 @@
 """maj@k: whether the most frequent of k answers is right, averaged over subsets of K completions (method.md 6)."""
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 
+from threepo.rewards.equality import number, spelling, split_unit
+
 SUBSETS = 100
 """Where there are more subsets of size k than this, so many are drawn by a seed; else all of them are taken."""
 _NO_ANSWER = ""
 """The class of all completions without an answer: they vote together, and always wrongly."""
-_SPACING = re.compile(r"\\[,;:!]|\\ |\\q?quad\b|~")
-_EDGES = re.compile(r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ")
-"""Blanks beside anything but letters and digits; between those they can tell answers apart, such as 1 2 and 12."""
-_SIZES = re.compile(r"\\(?:left|right)(?![A-Za-z])")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_WHOLE = re.compile(r"([+-]?\d+)\.0*")
 
 
 def normalised(answer: str) -> str:
-    """An answer without spellings that make no difference: 27.0 and 27, \\dfrac and \\frac, blanks, dollar signs."""
-    text = _SIZES.sub("", _SPACING.sub(" ", _TEXT.sub(r"\1", answer))).replace("$", "")
-    text = _EDGES.sub("", " ".join(text.split()))
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
-    return _WHOLE.sub(r"\1", text) if _WHOLE.fullmatch(text) else text
+    r"""A text that is the same for answers of the same spelling, number and unit: 27.0 and 27, 1/2 and \frac{1}{2}."""
+    body, unit = split_unit(spelling(answer))
+    read = number(body)
+    return f"{read.value if read else body.replace(', ', ',')} {unit}".strip()
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, seed: int = 0) -> float:
@@ -37,7 +28,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
     A tie goes to the answer that occurs first. Of C(K, k) subsets all are taken, or `SUBSETS` drawn by `seed`.
     """
     classes = [_NO_ANSWER if answer is None else normalised(answer) for answer in answers]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(classes))}
+    numbers = {name: place for place, name in enumerate(dict.fromkeys(classes))}
     places = subsets(len(classes), k, seed)
     votes = np.array([numbers[name] for name in classes])[places]  # [subsets, k]
     counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)  # for every vote, how many agree with it

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from threepo.answers import THINK
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
@@ -15,6 +16,9 @@ from threepo.models.logprobs import has_plain_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
 from threepo.types import PackedTokens, Problem
+
+OPENING_TOKENS = 16
+"""More than any tokenizer needs for `<think>` and the blanks after it."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Policy:
                 f"{label}: its text has token {max(tokens)}, but the model has {rows} embeddings; tokenizer "
                 f"and model do not belong together: see model.path and model.tokenizer"
             )
+
+    def opening(self, prompt_tokens: Sequence[int]) -> str:
+        """`<think>` where the prompt ends in it, as the chat templates of some reasoning models do; else nothing."""
+        ending = self.tokenizer.decode(list(prompt_tokens[-OPENING_TOKENS:])).rstrip()
+        return THINK if ending.endswith(THINK) else ""
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
         """Whether a prompt and a completion of these lengths fit into the model's context."""

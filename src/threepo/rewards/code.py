@@ -18,7 +18,7 @@ from typing import Any
 from threepo.config import RewardConfig
 from threepo.rewards.code_tests import CodeTests, parse_tests
 from threepo.rewards.sandbox.open import open_sandbox
-from threepo.types import Problem, Verdict
+from threepo.types import Completion, Problem, Verdict
 
 COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
@@ -32,13 +32,23 @@ class CodeGrader:
         self._sandbox = open_sandbox(settings.sandbox)
         self._pool = ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="sandbox")
 
-    def __call__(
-        self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
-    ) -> list[Verdict]:
+    def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
-        tests = {id(problem): tests_of(problem) for problem in problems}  # most come many times
-        pairs = [(text, tests[id(problem)]) for problem, text in zip(problems, texts, strict=True)]
-        return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
+        tests = {id(c.problem): tests_of(c.problem) for c in completions}  # most come many times
+        return self.grade_all([c.text for c in completions], [tests[id(c.problem)] for c in completions])
+
+    def grade_all(self, completions: Sequence[str], tests: Sequence[CodeTests]) -> list[Verdict]:
+        """A verdict for each completion, whose tests are at the same place; several are graded at a time."""
+        return list(self._pool.map(self.grade, completions, tests))
+
+    @staticmethod
+    def lack(problem: Problem) -> str:
+        """See `grading.BuiltIn.lack`."""
+        try:
+            tests_of(problem)
+        except ValueError as error:
+            return f"{error}; set data.tests_column"
+        return ""
 
     def grade(self, completion: str, tests: CodeTests) -> Verdict:
         """The verdict on one completion."""
@@ -91,8 +101,7 @@ def grade(completion: str, tests: Any) -> Verdict:
 def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float | None]:
     """A reward function for TRL: 1.0 where a completion passes all tests of its row, None where the sandbox failed."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    problems = [Problem(id=str(i), prompt="", columns={COLUMN: one}) for i, one in enumerate(tests)]
-    verdicts = _default_grader()(problems, texts, [()] * len(texts))
+    verdicts = _default_grader().grade_all(texts, [parse_tests(one) for one in tests])
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 

@@ -2,24 +2,25 @@
 
 import re
 
-from threepo.answers import THINK_END, final_answer
+from threepo.answers import THINK, THINK_END, final_answer
 
-_THINK = "<think>"
-_BOXES = (r"\boxed", r"\fbox", r"\framebox")
-_TOKENS = re.compile(r"\\{1,3}(?P<box>boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
-_BOXED_TOKEN = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
-_BLANKS = re.compile(r"\s*")
+_BOX = r"\\(?:boxed|fbox|framebox)\s*"
+_TOKENS = re.compile(rf"\\{{0,2}}(?P<box>{_BOX}\{{)|\\.|[{{}}]", re.DOTALL)  # JSON doubles the backslash
+_BOXED_TOKEN = re.compile(rf"{_BOX}(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
+_SENTENCE = r"(?:\\text\s*\{[^{}]*\}|[A-Za-z\s=.:,$])*"
+_BOX_IN_SENTENCE = re.compile(rf"{_SENTENCE}{_BOX}\{{(?P<inside>.*)\}}{_SENTENCE}", re.DOTALL)
 _ANSWER = re.compile(r"\banswer\*{0,2} ?:\*{0,2}\s*(?P<answer>[^\n]+)", re.IGNORECASE)
-_LAYOUT = re.compile(r"\s*<think>(?P<thoughts>.*?)</think>\s*(?P<answer>\\boxed\s*\{.*\})\s*", re.DOTALL)
+_LAYOUT = re.compile(r"\s*<think>.*?</think>\s*(?P<box>\\boxed\s*\{.*\})\s*", re.DOTALL)
+_BLANKS = re.compile(r"\s*")
 
 
 def extract_answer(completion: str) -> str | None:
     r"""The answer given, or None: the last box, or else what follows the last `Answer:`.
 
-    Only what stands after the last `</think>` counts; where there is none, everything. A box is \boxed{...} or
-    \fbox{...} (or \framebox) with balanced braces and something in it; of boxes in boxes it is the outermost.
+    Only what stands after the last `</think>` counts (everything, where there is none), and of that only what stands
+    before a `<think>`: a thought that is not finished holds no answer.
     """
-    final = final_answer(completion)
+    final = final_answer(completion).partition(THINK)[0]
     box = last_box(final)
     if box is not None:
         return box
@@ -28,24 +29,28 @@ def extract_answer(completion: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last box in a text; None where no box is closed, or all are empty."""
+    r"""The content of the last \boxed{...} or \fbox{...} that is closed and not empty; None where there is none.
+
+    Of boxes in a box it is the outermost, unless around the inner one there are only words: `The area is \boxed{5}`.
+    """
     found = boxes(text)
-    if found:
-        return text[slice(*found[-1])].strip()
-    single = [match["token"] for match in _BOXED_TOKEN.finditer(text)]  # \boxed 5, which TeX accepts
-    return single[-1] if single else None
+    if not found:
+        tokens = _BOXED_TOKEN.findall(text)  # \boxed 5, which TeX accepts
+        return tokens[-1] if tokens else None
+    start, end = found[-1]
+    inner = _BOX_IN_SENTENCE.fullmatch(text, start, end)
+    span = inner.span("inside") if inner and inner.span("inside") in found else (start, end)
+    return text[slice(*span)].strip()
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
     """Where the contents of closed, not empty boxes begin and end, in the order in which they end. One pass."""
-    start = min((place for name in _BOXES if (place := text.find(name)) >= 0), default=len(text))
     found: list[tuple[int, int]] = []
-    opened: list[int | None] = []  # for each brace that is open: where the box begins, or None if it is no box's
-    for token in _TOKENS.finditer(text, start):
-        if token["box"]:
-            opened.append(token.end())
-        elif token.group() == "{":
-            opened.append(None)
+    opened: list[int | None] = []  # for each open brace: where the box begins, or None if it is not a box's
+    first = re.search(_BOX, text)
+    for token in _TOKENS.finditer(text, first.start() if first else len(text)):
+        if token["box"] or token.group() == "{":
+            opened.append(token.end() if token["box"] else None)
         elif token.group() == "}" and opened:
             begin = opened.pop()
             if begin is not None and not _BLANKS.fullmatch(text, begin, token.start()):
@@ -55,11 +60,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 def keeps_layout(completion: str) -> bool:
     r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
-    if completion.count(_THINK) != 1 or completion.count(THINK_END) != 1:
+    if completion.count(THINK) != 1 or completion.count(THINK_END) != 1:
         return False
     match = _LAYOUT.fullmatch(completion)
-    if match is None:
-        return False
-    answer = match["answer"]
-    found = boxes(answer)
-    return bool(found) and found[-1][1] == len(answer) - 1 and answer.index("{") + 1 == found[-1][0]
+    return match is not None and boxes(match["box"])[-1:] == [(match["box"].index("{") + 1, len(match["box"]) - 1)]

@@ -6,92 +6,93 @@ r"""The verifier of mathematics: is the final answer of a completion equal to th
     >>> math.reward([r"\boxed{5}", r"\boxed{6}"], answer=["5", "5"])
     [1.0, 0.0]
 
-The answer is found (`extraction`), brought to one spelling (`notation`) and compared with the reference: at once where
-both are plain (`equality`), and by algebra in a process that is killed if it takes too long or too much (`symbolic`,
-`workers`). docs/rewards.md says what counts as equal.
+`extraction` finds the answer, `equality` compares it with the reference by its spelling, and where that does not
+settle it, `algebra` decides in a process that can be killed. docs/rewards.md says what counts as equal.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+from threepo.answers import lacks_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
-from threepo.rewards.equality import equal, plain
+from threepo.rewards.equality import equal, spelling
 from threepo.rewards.extraction import extract_answer, keeps_layout, last_box
-from threepo.rewards.structure import Node, parse
-from threepo.rewards.workers import Outcome, WorkerPool
-from threepo.types import Problem, Verdict
+from threepo.types import Completion, Problem, Verdict, VerdictStatus
+from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
-"""A longer answer is wrong, unless the reference is that long: it is not looked at, whatever it says."""
+"""A longer answer counts as wrong unless the reference is about as long."""
 
 
 class MathGrader:
-    """Judges completions by their answers, thousands in a call. The processes are started when one is needed."""
+    """Judges completions by their final answers. The processes for algebra start when an answer first needs one."""
 
     def __init__(self, settings: RewardConfig) -> None:
         self._scoring = settings.scoring
         self._pool = WorkerPool(
-            "threepo.rewards.symbolic:judge",
+            "threepo.rewards.algebra:judge",
             timeout_s=settings.timeout_s,
             memory_mib=settings.memory_mib,
             workers=settings.workers,
             memory_field="reward.memory_mib",
         )
 
-    def __call__(
-        self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
-    ) -> list[Verdict]:
-        """Each text is a completion of the problem at its place."""
-        return self.grade(texts, [problem.answer for problem in problems])
+    def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
+        """A verdict for each completion. What the prompt has opened belongs to the layout."""
+        return self.grade([c.opening + c.text for c in completions], [c.problem.answer for c in completions])
 
-    def grade(self, completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """The verdict on each completion, whose reference answer is at the same place."""
-        found = [extract_answer(completion) for completion in completions]
-        references = [_reference(answer) for answer in answers]
-        pairs = list(zip(found, references, strict=True))
-        judged = self._judge([(given, reference) for given, reference in pairs if given is not None])
+    def grade(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        """A verdict for each text, whose reference answer is at the same place."""
+        found = [extract_answer(text) for text in texts]
+        references = [last_box(answer) or answer for answer in answers]  # which may be solutions
+        if not all(reference.strip() for reference in references):
+            raise UserError("answer: is empty; mathematics is graded against a reference answer")
+        pairs = [(given, reference) for given, reference in zip(found, references, strict=True) if given is not None]
+        judged = self._judged(pairs)
         return [
-            self._verdict(completion, given, None if given is None else judged[given, reference])
-            for completion, (given, reference) in zip(completions, pairs, strict=True)
+            self._verdict(text, given, None if given is None else judged[given, reference])
+            for text, given, reference in zip(texts, found, references, strict=True)
         ]
+
+    @staticmethod
+    def lack(problem: Problem) -> str:
+        """See `grading.BuiltIn.lack`."""
+        return lacks_answer(problem, "math")
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
         self._pool.close()
 
-    def _judge(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-        """What became of each pair of an answer and a reference; the same pair is looked at once."""
-        judged = {pair: _plainly(*pair) for pair in dict.fromkeys(pairs)}
-        left = [pair for pair, outcome in judged.items() if outcome is None]
-        outcomes = self._pool.map([list(pair) for pair in left]) if left else []
-        decided = {pair: outcome for pair, outcome in judged.items() if outcome is not None}
-        return decided | dict(zip(left, outcomes, strict=True))
+    def _judged(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
+        """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
+        judged = {pair: _by_spelling(*pair) for pair in dict.fromkeys(pairs)}
+        unsettled = [pair for pair, outcome in judged.items() if outcome is None]
+        settled = {pair: outcome for pair, outcome in judged.items() if outcome is not None}
+        return settled | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
-    def _verdict(self, completion: str, given: str | None, outcome: Outcome | None) -> Verdict:
-        layout = keeps_layout(completion)
+    def _verdict(self, text: str, given: str | None, outcome: Outcome | None) -> Verdict:
+        layout = keeps_layout(text)
         penalty = float(self._scoring == "format_penalty" and not layout)
         if given is None or outcome is None:
             return Verdict(False, "no_answer", None, -penalty, format_ok=layout)
-        shown = given[:MOST_CHARACTERS]
-        if outcome.failure:
-            return Verdict(False, "error", shown, 0.0, outcome.failure, layout)
-        right, detail = outcome.value
-        return Verdict(right, "right" if right else "wrong", shown, float(right) - penalty, detail, layout)
+        right, detail = (False, outcome.failure) if outcome.failure else outcome.value
+        status: VerdictStatus = "error" if outcome.failure else "right" if right else "wrong"
+        return Verdict(right, status, given[:MOST_CHARACTERS], right - penalty, detail, layout)
 
 
 def grade(completion: str, answer: str) -> Verdict:
-    """The verdict on one completion, with the settings that `[reward]` has by default."""
+    """The verdict on one completion under the default settings of `[reward]`."""
     return _default_grader().grade([completion], [answer])[0]
 
 
 def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float | None]:
-    """1.0 for each right completion, 0.0 for others, None where the verifier failed; called as TRL calls rewards.
+    """A reward function for TRL: 1.0 for each right completion, 0.0 for others, None where the verifier failed.
 
-    Completions are texts, or lists of chat messages of which the last is graded.
+    A completion is a text, or a list of chat messages whose last one is graded.
     """
-    texts = [text if isinstance(text, str) else _content(text[-1]) for text in completions]
+    texts = [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
     verdicts = _default_grader().grade(texts, answer)
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
@@ -101,25 +102,8 @@ def _default_grader() -> MathGrader:
     return MathGrader(RewardConfig(function="math"))
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    return str(message["content"])
-
-
-def _reference(answer: str) -> str:
-    """A reference may come as the solution that ends in it."""
-    if not answer.strip():
-        raise UserError("answer: is empty; mathematics is graded against a reference answer")
-    return last_box(answer) or answer
-
-
-def _plainly(given: str, reference: str) -> Outcome | None:
-    """What can be said without algebra."""
+def _by_spelling(given: str, reference: str) -> Outcome | None:
     if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
-        return Outcome([False, f"longer than {MOST_CHARACTERS} characters"])
-    same = equal(_parsed(given), _parsed(reference), plain)
-    return None if same is None else Outcome([same, ""])
-
-
-@lru_cache(maxsize=10_000)
-def _parsed(text: str) -> Node:
-    return parse(text)
+        return Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
+    same = equal(spelling(given), spelling(reference))
+    return None if same is None else Outcome((same, ""))

@@ -139,4 +139,5 @@ class LocalEngine:
             draw=request.draw,
             rollout=request.rollout,
             policy_step=self._step,
+            opening=self._policy.opening(request.prompt_tokens),
         )

@@ -212,6 +212,7 @@ class VLLMEngine:
             draw=request.draw,
             rollout=request.rollout,
             policy_step=self._step,
+            opening=self._policy.opening(request.prompt_tokens),
         )
 
     @contextmanager

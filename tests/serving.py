@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import signal
+import sys
 import time
 from typing import Any
 
@@ -15,19 +17,18 @@ def serve(item: Any) -> Any:
             return len(str(9 ** (9**9)))
         case "crash":
             ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "eat":
             return len(bytearray(2**40))
         case "leave":
             os._exit(3)
         case "fail":
             raise ValueError("two\nlines \ud800")
-        case "say nothing that JSON can":
-            return {1, 2}
+        case "exit":
+            raise SystemExit(4)
+        case "main":
+            return repr(sys.modules["__main__"])
         case "who":
             return os.getpid()
     return item
-
-
-def refuse(item: Any) -> Any:
-    """Does not even warm up."""
-    raise RuntimeError("no such luck")

@@ -1,0 +1,121 @@
+r"""Equality of answers that takes algebra, such as `\sqrt{8}` and `2\sqrt{2}`. Runs in processes of `threepo.workers`.
+
+math-verify reads the formulas, without evaluating them as Python, and compares relations, lists, sets, intervals and
+matrices. Two expressions are compared here, by the digits of their difference: that tells small numbers apart (1.6e-19
+and 6.6e-34), and rejects at once what a simplification may take minutes to reject.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from itertools import accumulate
+
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from math_verify import verify
+from sympy import Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Rational, Symbol, nan, pi, zoo
+from sympy.core.function import AppliedUndef
+
+from threepo.rewards.equality import DEGREES, PERCENT, equal, number, spelling, split_unit
+
+DEEPEST = 40
+"""Most brackets inside each other of a formula that is read; the parser takes very long for more."""
+DIGITS = 400
+"""Numbers that agree in so many digits are equal."""
+POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) for s in range(8)] for p in range(5)]
+"""Values of up to eight symbols at each of five points: of both signs, and zeros of nothing that is usual."""
+FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_STEPS = [
+    (re.compile(r"([0-9.]+)\^\\circ ?"), r"{\\frac{\1\\pi}{180}}"),
+    (re.compile(r"([A-Za-z])'(?!')"), r"\1_{prime}"),  # math-verify drops quotation marks
+    (re.compile(r"([A-Za-z])''"), r"\1_{second}"),
+    (re.compile(r"\\gamma(?![A-Za-z])"), r"g_{small}"),  # not Euler's constant
+    (re.compile(r"\\Gamma(?![A-Za-z])"), r"g_{large}"),
+    (re.compile(r"(?<=[0-9)])(?=\()"), r"\\cdot "),  # 3(4) is not a mixed number
+    (re.compile(r"\^\{(\w)\}(?!\w)"), r"^\1"),  # the parser reads x^2 faster than x^{2}
+    (re.compile(r"%"), r"\\%"),
+]
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+class NotAFormula(Exception):
+    """What the parser cannot read."""
+
+
+def judge(given: str, reference: str) -> tuple[bool, str]:
+    """Whether an answer equals a reference, and why not where one of them is not a formula."""
+    try:
+        return bool(equal(spelling(given), spelling(reference), _compare)), ""
+    except NotAFormula as error:
+        return False, f"not a formula: {str(error)[:80]}"
+
+
+def _compare(given: str, reference: str) -> bool:
+    (given, unit), (reference, reference_unit) = split_unit(given), split_unit(reference)
+    one, other = formula(given), formula(reference)
+    if not isinstance(one, Expr) or not isinstance(other, Expr):
+        brackets = {r"\{" if text.startswith(r"\{") else text[:1] for text in (given, reference)}
+        return not (r"\{" in brackets and brackets & {"(", "["}) and _verified(one, other)
+    resolution = Rational(max((read.resolution for read in map(number, (given, reference)) if read), default=0))
+    factor, other_factor = FACTORS.get(unit, 1), FACTORS.get(reference_unit, 1)
+    # Where only one side has the sign, it may be meant on the other: 30 degrees are 30, and pi/6.
+    return _same(one, other, resolution) or (
+        factor != other_factor and _same(one * factor, other * other_factor, resolution)
+    )
+
+
+@lru_cache(maxsize=1000)
+def formula(text: str) -> Basic | MatrixBase:
+    """What an answer in our spelling says, with decimals as fractions and i as the imaginary unit."""
+    depths = accumulate(_BRACKETS.get(token, 0) for token in re.findall(r"\\.|[()\[\]{}]", text))
+    if max(depths, default=0) > DEEPEST or re.search("[0-9] [0-9]", text):  # the parser would add the two numbers
+        raise NotAFormula(text)
+    tex = text if "," in text else re.sub(r"(.*)\\pm(?![A-Za-z]) ?(.*)", r"\1+\2,\1-\2", text)  # also in a fraction
+    for pattern, replacement in _STEPS:
+        tex = pattern.sub(replacement, tex)
+    try:
+        read = latex2sympy(
+            tex,
+            is_real=True,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=_CONVERSION,
+        )
+        assert isinstance(read, Basic | MatrixBase)
+        changes: dict[Basic, Basic] = {value: Rational(str(value)) for value in read.atoms(Float)}
+        changes |= {part: Symbol(str(part), real=True) for part in read.atoms(AppliedUndef, Derivative)}
+        changes |= {symbol: I for symbol in read.free_symbols if symbol.name == "i"}
+        return read.xreplace(changes)
+    except MemoryError:
+        raise
+    except Exception as error:  # of many kinds, the parser's own and those of expressions without a meaning
+        raise NotAFormula(text) from error
+
+
+def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
+    if isinstance(given, Eq) and isinstance(reference, Eq):  # equations without real solutions are not all equal
+        given, reference = (
+            one.xreplace({symbol: Symbol(symbol.name) for symbol in one.free_symbols}) for one in (given, reference)
+        )
+    return bool(verify(reference, given, numeric_precision=30, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
+    """Whether the difference of two expressions vanishes: at three points, where they have symbols."""
+    difference = given - reference
+    symbols = sorted(difference.free_symbols, key=str)
+    if len(symbols) > len(POINTS[0]):
+        return _verified(given, reference)
+    agreeing = 0
+    for point in POINTS if symbols else [[]]:
+        parts = difference.xreplace(dict(zip(symbols, point, strict=False))).evalf(5, maxn=DIGITS).as_real_imag()
+        if not all(part.is_Number and part.is_finite for part in parts):
+            continue  # such as 1/0
+        # A Float of so few bits is what evalf returns where all digits cancel.
+        if not all(part == 0 or abs(part) < resolution or (part.is_Float and part._prec <= 2) for part in parts):
+            return False
+        agreeing += 1
+        if agreeing == 3 or not symbols:
+            return True
+    return _verified(given, reference) if symbols else given == reference and not given.has(zoo, nan)
