@@ -18,31 +18,33 @@ from typing import Any
 from threepo.config import RewardConfig
 from threepo.rewards.code_tests import CodeTests, parse_tests
 from threepo.rewards.sandbox.open import open_sandbox
-from threepo.types import Problem, Verdict
+from threepo.types import Completion, Problem, Verdict
 
 COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
 
 
 class CodeGrader:
-    """Grades programs, several at a time; the problems' tests are in their column `tests`."""
+    """Grades programs, several at a time; the tests of a problem are in its column `tests`."""
 
     def __init__(self, settings: RewardConfig) -> None:
         self._binary = settings.scoring != "passed_share"
         self._sandbox = open_sandbox(settings.sandbox)
         self._pool = ThreadPoolExecutor(self._sandbox.workers, thread_name_prefix="sandbox")
 
-    def __call__(
-        self, problems: Sequence[Problem], texts: Sequence[str], tokens: Sequence[Sequence[int]]
-    ) -> list[Verdict]:
+    def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
-        tests = {id(problem): tests_of(problem) for problem in problems}  # most come many times
-        pairs = [(text, tests[id(problem)]) for problem, text in zip(problems, texts, strict=True)]
+        problems = {id(completion.problem): completion.problem for completion in completions}  # most come many times
+        tests = {key: tests_of(problem) for key, problem in problems.items()}
+        return self.grade_all([(completion.text, tests[id(completion.problem)]) for completion in completions])
+
+    def grade_all(self, pairs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
+        """The verdict on each text under its tests."""
         return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
 
-    def grade(self, completion: str, tests: CodeTests) -> Verdict:
-        """The verdict on one completion."""
-        program = extract_program(completion)
+    def grade(self, text: str, tests: CodeTests) -> Verdict:
+        """The verdict on the text of one completion."""
+        program = extract_program(text)
         if program is None:
             return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
         endings = self._endings(program, tests)
@@ -63,9 +65,7 @@ class CodeGrader:
         endings: list[str] = []
         with closing(self._sandbox.run(tests.job(program))) as outcomes:
             for index, outcome in enumerate(outcomes):
-                ending: str = outcome.ending
-                if ending == "ok":
-                    ending = tests.judged(index, outcome)
+                ending = tests.judged(index, outcome) if outcome.ending == "ok" else outcome.ending
                 endings.append(ending)
                 if ending == "sandbox error" or (self._binary and ending != "passed"):
                     break
@@ -91,8 +91,7 @@ def grade(completion: str, tests: Any) -> Verdict:
 def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float | None]:
     """A reward function for TRL: 1.0 where a completion passes all tests of its row, None where the sandbox failed."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    problems = [Problem(id=str(i), prompt="", columns={COLUMN: one}) for i, one in enumerate(tests)]
-    verdicts = _default_grader()(problems, texts, [()] * len(texts))
+    verdicts = _default_grader().grade_all(list(zip(texts, map(parse_tests, tests), strict=True)))
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 

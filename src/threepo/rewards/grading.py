@@ -57,8 +57,13 @@ def load_grader(
     if function == "code":
         from threepo.rewards.code import CodeGrader
 
-        return CodeGrader(settings)
+        judge = CodeGrader(settings)
+        return lambda problems, texts, _: judge([_completion(*pair) for pair in zip(problems, texts, strict=True)])
     return _user_grader(settings, known)
+
+
+def _completion(problem: Problem, text: str) -> Completion:
+    return Completion(problem, (), (), (), text, "stop", None, 0, 0)
 
 
 def lack(settings: RewardConfig, verifier: Verify | VerifierName | None, problem: Problem) -> str:

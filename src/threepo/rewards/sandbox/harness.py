@@ -1,218 +1,204 @@
-"""What runs inside the sandbox: starts the program for each of its tests, and tells how that ended.
+"""The process inside the local sandbox that runs the program anew for each case and says how each ended.
 
-The parent sends this module as compiled code, for some tests with `scripts`, `remote` and `crossing`, which run in one
-namespace with it. So it imports nothing of threepo, and only what it needs: every import delays every program.
+The parent sends this module as compiled code together with `execution`; both run in one namespace. So it imports
+nothing of threepo, and few modules. Every message has its length in front. On standard input come the job and the
+cases; on standard output go `ready` and `compiled`, then for each case its output, in messages that begin with `+`, and
+its ending.
 
-The harness reads the job and holds `control`, the only channel whose word is believed. The program runs in a process of
-its own, forked from the harness before the harness knows anything that the program must not know; it holds no
-descriptor of the harness's. For tests that are Python code there are two: the harness runs the tests, the other process
-the program, and only plain data passes between them. So a program cannot answer for the tests, nor see what they
-expect: its objects are compared by nobody but itself.
-
-Lines on `control`: `ready`, `compiled` or `uncompilable`, then for each case one of `ok`, `wrong`, `runtime`, `memory`
-and `time`. A byte from `go` comes before each case, so that the output of one is read before the next can write.
+Each case runs in a process forked from this one that has none of these pipes. The harness reads a case of a function or
+a script only after that fork, and hands it over when the program's own top level has run: until then neither the tests
+nor the mark that proves their end are in the program's memory.
 """
 
 from __future__ import annotations
 
-import atexit
+import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than most programs to run
+import _sitebuiltins
+import builtins
 import gc
 import marshal
 import os
 import resource
 import sys
-from types import CodeType, ModuleType
 
-TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO, Any, NoReturn
+    from types import CodeType
+    from typing import Any
 
-    from threepo.rewards.sandbox.scripts import run_script
+    from threepo.rewards.sandbox.execution import MEMORY, WRONG, compiled, new_module, run, write
 
-MEMORY_EXIT = 86
-"""Exit status of a program that ran out of memory; one that claims it without need only harms itself."""
-STACK = 64 << 20
 NOBODY = 65534
+STACK = 64 << 20
 SET_FILTER, DIE_WITH_PARENT = 22, 1
-"""PR_SET_SECCOMP and PR_SET_PDEATHSIG, with which Linux's prctl is called."""
-SIGKILL, SIGXCPU = 9, 24
-"""On Linux and macOS; the module `signal` takes longer to import than most programs to run."""
+"""PR_SET_SECCOMP and PR_SET_PDEATHSIG of Linux's prctl."""
+OUTPUT_LIMIT = 16 << 20
+"""Bytes that a case may write; what writes more is stopped."""
+TICK_S = 0.25
+"""Time is counted in ticks of a timer, not read from a clock: no program is late because the machine was suspended."""
 
 
-def main(job: dict[str, Any], tests: IO[bytes], go: int, control: int, output: int) -> None:
-    """Run the job, in the process that has been made for it."""
-    if job["filter"]:
-        import ctypes  # noqa: F401 - once for all cases
-    _limit(job)
-    tell(control, "ready")
-    try:
-        # The last argument: without the future statements of this module.
-        prefix, program = (compile(job[part], f"<{part}>", "exec", 0, True) for part in ("prefix", "program"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        tell(control, "uncompilable")
-        return
-    tell(control, "compiled")
-    if job["kind"] != "stdin":
-        import json  # noqa: F401 - once for all cases, and for both processes of a script
-    for name in job["imports"]:
-        with_or_without(name)
-    gc.freeze()  # else every case would copy what its first collection looks at
-    if job["kind"] == "script":
-        run_script(job, prefix, program, tests, go, control)
-        return
-    for text in marshal.load(tests):
-        if not os.read(go, 1):
+class Harness:
+    """Runs a job; ends when the parent has gone."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.closerange(3, 4096)  # bubblewrap may leave files open
+        self._settings = settings
+        self._jobs, self._control = os.dup(0), os.dup(1)
+        self._pid, self._waited = 0, 0.0
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        confine(settings)
+        for name in ("exit", "quit"):  # which the module `site` makes, and takes its time
+            setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+        self._tell(b"ready")
+        os.dup2(null, 2)  # until now it took what went wrong
+        os.close(null)
+
+    def main(self) -> None:
+        """Run the job that the parent sends, until it sends no more cases."""
+        job = marshal.loads(self._take())
+        try:
+            prefix, program = (compiled(job[part], f"<{part}>") for part in ("prefix", "program"))
+        except SyntaxError:
+            self._tell(b"compile error")
             return
-        source = _input(text if job["kind"] == "stdin" else "")
+        names = new_module(job["kind"])
+        try:
+            exec(prefix, names)  # once for all cases: published prefixes import twenty modules
+        except BaseException as error:
+            names["error"], program = error, compiled("raise error", "<prefix>")
+        if job["kind"] == "call":
+            import json  # noqa: F401 - once for all cases
+        self._tell(b"compiled")
+        gc.freeze()  # else every case would copy what its first collection looks at
+        _signal.signal(_signal.SIGALRM, self._tick)
+        _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
+        while True:
+            self._tell(self._case(job["kind"], names, program, job["entry"]).encode())
+
+    def _take(self) -> bytes:
+        """The parent's next message."""
+        return self._read(int.from_bytes(self._read(8), "big"))
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            part = os.read(self._jobs, size - len(data))
+            if not part:
+                os._exit(0)
+            data += part
+        return bytes(data)
+
+    def _tell(self, message: bytes) -> None:
+        write(self._control, len(message).to_bytes(8, "big") + message)
+
+    def _tick(self, *_: object) -> None:
+        self._waited += TICK_S
+        if self._pid and self._waited > self._settings["wall_s"]:
+            os.kill(self._pid, _signal.SIGKILL)
+
+    def _case(self, kind: str, names: dict[str, Any], program: CodeType, entry: str) -> str:
+        """Run the next case; how it ended."""
+        file = _nameless_file()
+        if kind == "stdin":
+            _fill(file, self._take())
+        up, answer = os.pipe()
+        down, go = os.pipe()
         pid = os.fork()
         if not pid:
-            os.dup2(source, 0)
-            _run_case(job, text, output, prefix, program)
-        os.close(source)
-        tell(control, ending_of(pid, job["cpu_s"]))
+            try:
+                for end in (self._jobs, self._control, up, go):
+                    os.close(end)
+                run(kind, names, program, entry, self._as_program(kind, file, answer, down), answer)
+            finally:
+                os._exit(1)
+        self._pid, self._waited = pid, 0.0
+        os.close(answer)
+        os.close(down)
+        if kind != "stdin":
+            os.read(up, 1)  # comes when the program's own code has run, or has ended
+            _fill(file, self._take())
+        os.close(go)
+        written = 0
+        while part := os.read(up, 1 << 16):
+            self._tell(b"+" + part)
+            written += len(part)
+            if written > OUTPUT_LIMIT:
+                os.kill(pid, _signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
+        self._pid = 0
+        os.close(up)
+        os.close(file)
+        code, spent_s, limit_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, self._settings["cpu_s"]
+        killed = code == -_signal.SIGKILL
+        if written > OUTPUT_LIMIT:
+            return "wrong"
+        if spent_s > limit_s or (killed and (spent_s > limit_s / 2 or self._waited > self._settings["wall_s"])):
+            return "time-out"  # the kernel counts coarsely when it kills
+        return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
+
+    def _as_program(self, kind: str, file: int, answer: int, down: int) -> Callable[[], bytes]:
+        """Set what holds for the program's process only; the function by which that gets its case."""
+        if kind == "stdin":
+            os.dup2(file, 0)
+            os.dup2(answer, 1)
+            for end in (file, answer, down):
+                os.close(end)
+        _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
+        seconds = -int(-self._settings["cpu_s"] // 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # past the hard limit the kernel kills at once
+        load_filter(self._settings["filters"][1])
+
+        def take() -> bytes:
+            os.write(answer, b"?")
+            os.read(down, 1)  # ends when the case is in the file
+            return os.pread(file, os.fstat(file).st_size, 0)
+
+        return take
 
 
-def _limit(job: dict[str, Any]) -> None:
-    """Give up root, where the harness has it, and set the limits that hold for all that follows."""
-    if job["drop"]:
+def confine(settings: dict[str, Any]) -> None:
+    """Give up root where the harness has it, and set the limits and the filter that hold for all that follows."""
+    if settings["drop_root"]:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        _control_process(DIE_WITH_PARENT, SIGKILL)  # bubblewrap asked for it, but another user starts without
+        control_process(DIE_WITH_PARENT, _signal.SIGKILL)  # as bubblewrap asked, but another user starts without
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
-    for name, value in job["limits"].items():
+    for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
+    load_filter(settings["filters"][0])
 
 
-def with_or_without(name: str) -> None:
-    """Import a module that every case will import, once for all; where it fails, let each case find out."""
-    try:
-        __import__(name)
-    except Exception:
-        sys.modules.pop(name, None)
+def load_filter(instructions: bytes) -> None:
+    """Load a filter of system calls, if there is one."""
+    if instructions:
+        import ctypes
+
+        data = ctypes.create_string_buffer(instructions, len(instructions))
+        place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
+        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
+        control_process(SET_FILTER, 2, program)
 
 
-def tell(control: int, line: str) -> None:
-    os.write(control, line.encode() + b"\n")
-
-
-def _input(text: str) -> int:
-    """A file without a name that holds `text`."""
-    name = f".input{os.getpid()}"
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(name)
-    write(file, text.encode("utf-8", "surrogatepass"))
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
-
-
-def write(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def ending_of(pid: int, cpu_s: float) -> str:
-    """How the process ended, which this waits for."""
-    _, status, usage = os.wait4(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if usage.ru_utime + usage.ru_stime > cpu_s or code == -SIGXCPU:
-        return "time"
-    return {0: "ok", MEMORY_EXIT: "memory"}.get(code, "runtime")
-
-
-# The process of the program
-
-
-def _run_case(job: dict[str, Any], text: str, output: int, prefix: CodeType, program: CodeType) -> NoReturn:
-    if job["kind"] == "stdin":
-        os.dup2(output, 1)
-        alone(job, ())
-        main = module("__main__")
-        _end_after(lambda: execute(main, prefix, program), main)
-    answer = os.dup2(output, job["limits"]["RLIMIT_NOFILE"] - 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    alone(job, (answer,))
-    names = module("solution")
-    _end_after(lambda: _call(names, job["entry"], text, answer, prefix, program), names)
-
-
-def alone(job: dict[str, Any], keep: tuple[int, ...]) -> None:
-    """Close all descriptors but standard ones and `keep`, and set what holds for the program only."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    first = 3
-    for file in (*sorted(keep), max(job["above"], job["limits"]["RLIMIT_NOFILE"])):
-        os.closerange(first, file)
-        first = file + 1
-    soft = int(-(-job["cpu_s"] // 1))
-    hard = soft * job["cases"] if job["kind"] == "script" else soft  # of which `Link.allow` gives a part at a time
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard + 1))
-    if job["filter"]:
-        _load_filter(job["filter"].replace(job["own_pid"], os.getpid().to_bytes(4, sys.byteorder)))
-
-
-def _load_filter(instructions: bytes) -> None:
-    import ctypes
-
-    data = ctypes.create_string_buffer(instructions, len(instructions))
-    place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
-    program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
-    _control_process(SET_FILTER, 2, program)
-
-
-def _control_process(option: int, *arguments: Any) -> None:
+def control_process(option: int, *arguments: Any) -> None:
+    """Call Linux's prctl."""
     import ctypes
 
     if ctypes.CDLL(None).prctl(option, *arguments):
         raise OSError(f"prctl {option} failed")
 
 
-def module(name: str) -> dict[str, Any]:
-    """The names of a new module, which stands where imports find it."""
-    module = sys.modules[name] = ModuleType(name)
-    return module.__dict__
+def _nameless_file() -> int:
+    file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(".case")
+    return file
 
 
-def execute(names: dict[str, Any], *parts: CodeType) -> None:
-    for code in parts:
-        exec(code, names)
-
-
-def _call(names: dict[str, Any], entry: str, arguments: str, answer: int, *parts: CodeType) -> None:
-    """Call the program's function `entry` and write what it returns."""
-    import json
-
-    sys.set_int_max_str_digits(0)
-    execute(names, *parts)
-    # The method first: the prefix may have imported a function of that name.
-    is_method = hasattr(names.get("Solution"), entry)
-    function = getattr(names["Solution"](), entry) if is_method else names[entry]
-    write(answer, json.dumps(function(*json.loads(arguments)), default=list).encode())
-
-
-def _end_after(run: Callable[[], None], names: dict[str, Any]) -> NoReturn:
-    """Run the program and end the process as Python would, but leave taking it down to the kernel, which is faster."""
-    code: Any = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = end.code
-    except MemoryError:
-        code = MEMORY_EXIT
-    except BaseException:
-        code = 1
-    last: list[Callable[[], object]] = [
-        lambda: sys.modules["threading"]._shutdown(),  # waits for threads
-        lambda: atexit._run_exitfuncs(),
-        lambda: sys.stdout.flush(),
-        names.clear,  # which writes out files that were left open
-        lambda: sys.__stdout__.flush(),  # type: ignore[union-attr]
-    ]
-    for step in last:
-        try:
-            step()
-        except BaseException:
-            continue  # no threads or nothing registered; or as broken as the program left it
-    os._exit(code & 255 if isinstance(code, int) else int(code is not None))
+def _fill(file: int, data: bytes) -> None:
+    write(file, data)
+    os.lseek(file, 0, os.SEEK_SET)
