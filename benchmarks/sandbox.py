@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.rewards.code import CodeGrader
+from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.sandbox.local import cores
-from threepo.types import Problem
 
 PROGRAM = "import sys\nvalues = sorted(map(int, sys.stdin.read().split()))\nprint(*values)\n"
 FUNCTION = "def arrange(values):\n    return sorted(values)\n"
@@ -40,10 +40,10 @@ def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -
     """Grades the program so many times, and refuses to time what is not judged right."""
     sandbox = SandboxConfig(backend=backend, workers=workers)  # type: ignore[arg-type]
     grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
-    problem = Problem(id="p", prompt="", columns={"tests": tests})
+    pair = (f"```python\n{program}```", parse_tests(tests))
 
     def work(programs: int) -> None:
-        verdicts = grader([problem] * programs, [f"```python\n{program}```"] * programs, [()] * programs)
+        verdicts = grader.grade_all([pair] * programs)
         wrong = [verdict for verdict in verdicts if not verdict.correct]
         if wrong:
             raise SystemExit(f"{len(wrong)} of {programs} judged {wrong[0].detail}")

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from threepo.config import RewardConfig
@@ -50,7 +51,7 @@ class CodeGrader:
         endings = self._endings(program, tests)
         failed = next((ending for ending in endings if ending != "passed"), None)
         error = "sandbox error" in endings
-        share = 0.0 if error else endings.count("passed") / len(tests.cases)
+        share = 0.0 if error else endings.count("passed") / len(tests.job.cases)
         return Verdict(
             correct=failed is None,
             status="error" if error else "wrong" if failed else "right",
@@ -63,11 +64,10 @@ class CodeGrader:
     def _endings(self, program: str, tests: CodeTests) -> list[str]:
         """How the tests ended; where only all of them count, none after the first that failed."""
         endings: list[str] = []
-        with closing(self._sandbox.run(tests.job(program))) as outcomes:
+        with closing(self._sandbox.run(replace(tests.job, program=program))) as outcomes:
             for index, outcome in enumerate(outcomes):
-                ending = tests.judged(index, outcome) if outcome.ending == "ok" else outcome.ending
-                endings.append(ending)
-                if ending == "sandbox error" or (self._binary and ending != "passed"):
+                endings.append(tests.judged(index, outcome))
+                if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
                     break
         return endings
 

@@ -20,7 +20,7 @@ from threepo.config import SandboxConfig
 from threepo.errors import UserError
 from threepo.rewards.sandbox import seccomp
 from threepo.rewards.sandbox.harness import NOBODY
-from threepo.rewards.sandbox.local import ENVIRONMENT, LocalSandbox, spawn
+from threepo.rewards.sandbox.local import ENVIRONMENT, PYTHON_ARGUMENTS, LocalSandbox, spawn
 
 SETTING = "reward.sandbox.backend = 'bubblewrap'"
 OTHERS = (
@@ -41,40 +41,39 @@ class Bubblewrap(LocalSandbox):
 
     def __init__(self, settings: SandboxConfig) -> None:
         super().__init__(settings)
-        if not seccomp.supported():
-            raise UserError(
-                f"{SETTING}: knows the system calls of x86_64 and aarch64, not of {os.uname().machine}; {OTHERS}"
-            )
-        program = shutil.which("bwrap")
-        if program is None:
-            raise UserError(
-                f"{SETTING}: there is no bwrap on this machine; install it (apt-get install bubblewrap), {OTHERS}"
-            )
         self.drop_root = os.geteuid() == 0 and _is_mapped(NOBODY)
-        self.filters = seccomp.harness_filter(), seccomp.program_filter()
-        self._command = [program, *_NAMESPACES, *_user(self.drop_root), *_mounts()]
+        try:
+            self.filters = seccomp.harness_filter(), seccomp.program_filter()
+        except OSError as error:
+            raise UserError(f"{SETTING}: {error}; install libseccomp (apt-get install libseccomp2), {OTHERS}") from None
+        self._command = [_found("bwrap", "bubblewrap"), *_NAMESPACES, *_user(self.drop_root), *_mounts()]
 
-    def start(self, python: Sequence[str], folder: str, room: int) -> "subprocess.Popen[bytes]":
+    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
         """The harness is process 1 inside: when it ends, the kernel ends everything there."""
         command = [*self._command, "--perms", "1777", "--size", str(room), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-        inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *python]
-        return _with_two_users(command, inside) if self.drop_root else spawn([*command, *inside], env={})
-
-
-def _with_two_users(command: Sequence[str], inside: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start bubblewrap with root and nobody in its user namespace, which only a process outside can put there."""
-    (info, told), (held, go) = os.pipe(), os.pipe()
-    with open(info, "rb", 0) as answer, open(go, "wb", 0) as release:
-        with open(told, "wb", 0), open(held, "rb", 0):
-            waiting = ["--info-fd", str(told), "--userns-block-fd", str(held)]
-            process = spawn([*command, *waiting, *inside], env={}, pass_fds=(told, held))
-        pid = re.search(rb"\d+", answer.read())  # not there where bubblewrap did not come so far, and says so
-        with suppress(OSError):  # where this is refused, the harness cannot give up root, and says so
-            if pid:
+        inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *PYTHON_ARGUMENTS]
+        if not self.drop_root:
+            return spawn([*command, *inside], link, env={})
+        # Its user namespace has root and nobody, which only a process outside can put there.
+        (info, told), (held, go) = os.pipe(), os.pipe()
+        with open(info, "rb") as answer, open(go, "wb", 0) as release:
+            with open(told, "wb"), open(held, "rb"):
+                waiting = ["--info-fd", str(told), "--userns-block-fd", str(held)]
+                process = spawn([*command, *waiting, *inside], link, env={}, pass_fds=(told, held))
+            pid = re.search(rb"\d+", answer.read())  # not there where bubblewrap did not come so far, and says so
+            with suppress(OSError):  # where this is refused, the harness cannot give up root, and says so
                 for name in ("uid_map", "gid_map"):
-                    Path(f"/proc/{pid[0].decode()}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-            release.write(b"x")
-    return process
+                    Path(f"/proc/{int(pid[0]) if pid else 0}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                release.write(b"x")
+        return process
+
+
+def _found(program: str, package: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        advice = f"install it (apt-get install {package}), {OTHERS}"
+        raise UserError(f"{SETTING}: there is no {program} on this machine; {advice}")
+    return path
 
 
 def _is_mapped(user: int) -> bool:
@@ -133,8 +132,5 @@ def _inside(path: str) -> str:
 
 def _libraries(files: Sequence[str]) -> list[str]:
     """The shared libraries that these files load, the loader among them."""
-    ldd = shutil.which("ldd")
-    if ldd is None:
-        raise UserError(f"{SETTING}: there is no ldd on this machine to tell what Python needs; install it, {OTHERS}")
-    told = subprocess.run([ldd, *files], capture_output=True, text=True, check=False).stdout
+    told = subprocess.run([_found("ldd", "libc-bin"), *files], capture_output=True, text=True, check=False).stdout
     return sorted(set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", told, re.MULTILINE)))

@@ -14,7 +14,7 @@ from types import CodeType, ModuleType
 
 TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
 MEMORY, WRONG, NO_PYTHON = 86, 87, 88
@@ -38,8 +38,31 @@ def new_module(kind: str) -> dict[str, Any]:
     return module.__dict__
 
 
+def on_server(job: dict[str, str], answer_file: str, limit: int) -> NoReturn:
+    """Run a job where this is the whole program: its case is standard input, and the answer goes to a file."""
+    import resource
+
+    answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if job["kind"] == "stdin":
+        os.dup2(answer, 1)
+    else:
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+    try:
+        codes = [compiled(job[part], f"<{part}>") for part in ("prefix", "program")]
+    except SyntaxError:
+        os._exit(NO_PYTHON)
+    run(job["kind"], new_module(job["kind"]), codes, job["entry"], lambda: open(case, "rb").read(), answer)
+
+
 def run(
-    kind: str, names: dict[str, Any], program: CodeType, entry: str, take: Callable[[], bytes], answer: int
+    kind: str,
+    names: dict[str, Any],
+    codes: Sequence[CodeType],
+    entry: str,
+    take: Callable[[], bytes],
+    answer: int,
 ) -> NoReturn:
     """Run the program, then its case, which `take` gives, and end the process.
 
@@ -47,7 +70,8 @@ def run(
     """
     status: Any = 0
     try:
-        exec(program, names)
+        for code in codes:
+            exec(code, names)
         if kind == "call":
             write(answer, _returned(names, entry, take()))
         elif kind == "script":

@@ -1,13 +1,13 @@
 """The process inside the local sandbox that runs the program anew for each case and says how each ended.
 
 The parent sends this module as compiled code together with `execution`; both run in one namespace. So it imports
-nothing of threepo, and few modules. Every message has its length in front. On standard input come the job and the
-cases; on standard output go `ready` and `compiled`, then for each case its output, in messages that begin with `+`, and
-its ending.
+nothing of threepo, and few modules. Every message has its length in front. The parent sends the order and then the
+cases; the answers are `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its
+ending.
 
-Each case runs in a process forked from this one that has none of these pipes. The harness reads a case of a function or
-a script only after that fork, and hands it over when the program's own top level has run: until then neither the tests
-nor the mark that proves their end are in the program's memory.
+Each case runs in a process forked from this one that has no way to the parent. The harness reads a case of a function
+or a script only after that fork, when the program's own top level has run: until then neither the tests nor the mark
+that proves their end are in the program's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import _signal  # type: ignore[import-not-found]  # `signal` takes longer to imp
 import _sitebuiltins
 import builtins
 import gc
-import marshal
 import os
 import resource
 import sys
@@ -36,90 +35,88 @@ SET_FILTER, DIE_WITH_PARENT = 22, 1
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a case may write; what writes more is stopped."""
 TICK_S = 0.25
-"""Time is counted in ticks of a timer, not read from a clock: no program is late because the machine was suspended."""
+"""Time is counted in ticks of a timer, not read from a clock: nobody is late because the machine was suspended."""
 
 
 class Harness:
-    """Runs a job; ends when the parent has gone."""
+    """Runs the program of an order; ends when the parent has gone."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, order: dict[str, Any]) -> None:
         os.closerange(3, 4096)  # bubblewrap may leave files open
-        self._settings = settings
-        self._jobs, self._control = os.dup(0), os.dup(1)
+        self._order, self._kind = order, order["kind"]
+        self._cpu_s, self._wall_s = order["cpu_s"], order["wall_s"]
         self._pid, self._waited = 0, 0.0
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
-        confine(settings)
-        for name in ("exit", "quit"):  # which the module `site` makes, and takes its time
-            setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
-        self._tell(b"ready")
-        os.dup2(null, 2)  # until now it took what went wrong
+        confine(order)
+        self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+        for file in (0, 1, 2):  # the last took what went wrong until now
+            os.dup2(null, file)
         os.close(null)
+        for name in ("exit", "quit"):  # which the module `site` makes, but takes its time
+            setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
 
     def main(self) -> None:
-        """Run the job that the parent sends, until it sends no more cases."""
-        job = marshal.loads(self._take())
+        """Run cases until the parent sends no more."""
+        self._tell(b"ready")
         try:
-            prefix, program = (compiled(job[part], f"<{part}>") for part in ("prefix", "program"))
+            prefix, program = (compiled(self._order[part], f"<{part}>") for part in ("prefix", "program"))
         except SyntaxError:
-            self._tell(b"compile error")
             return
-        names = new_module(job["kind"])
+        names = new_module(self._kind)
         try:
             exec(prefix, names)  # once for all cases: published prefixes import twenty modules
         except BaseException as error:
             names["error"], program = error, compiled("raise error", "<prefix>")
-        if job["kind"] == "call":
+        if self._kind == "call":
             import json  # noqa: F401 - once for all cases
         self._tell(b"compiled")
         gc.freeze()  # else every case would copy what its first collection looks at
         _signal.signal(_signal.SIGALRM, self._tick)
         _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
         while True:
-            self._tell(self._case(job["kind"], names, program, job["entry"]).encode())
+            self._tell(self._case(names, program).encode())
 
     def _take(self) -> bytes:
         """The parent's next message."""
-        return self._read(int.from_bytes(self._read(8), "big"))
+        return self._read(int.from_bytes(self._read(4), "big"))
 
     def _read(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            part = os.read(self._jobs, size - len(data))
+            part = os.read(self._link, size - len(data))
             if not part:
                 os._exit(0)
             data += part
         return bytes(data)
 
     def _tell(self, message: bytes) -> None:
-        write(self._control, len(message).to_bytes(8, "big") + message)
+        write(self._link, len(message).to_bytes(4, "big") + message)
 
     def _tick(self, *_: object) -> None:
         self._waited += TICK_S
-        if self._pid and self._waited > self._settings["wall_s"]:
+        if self._pid and self._waited > self._wall_s:
             os.kill(self._pid, _signal.SIGKILL)
 
-    def _case(self, kind: str, names: dict[str, Any], program: CodeType, entry: str) -> str:
-        """Run the next case; how it ended."""
-        file = _nameless_file()
-        if kind == "stdin":
+    def _case(self, names: dict[str, Any], program: CodeType) -> str:
+        """Run the next case; its ending."""
+        file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(".case")
+        if self._kind == "stdin":
             _fill(file, self._take())
         up, answer = os.pipe()
         down, go = os.pipe()
         pid = os.fork()
         if not pid:
             try:
-                for end in (self._jobs, self._control, up, go):
+                for end in (self._link, up, go):
                     os.close(end)
-                run(kind, names, program, entry, self._as_program(kind, file, answer, down), answer)
+                run(self._kind, names, [program], self._order["entry"], self._as_program(file, answer, down), answer)
             finally:
                 os._exit(1)
         self._pid, self._waited = pid, 0.0
         os.close(answer)
         os.close(down)
-        if kind != "stdin":
-            os.read(up, 1)  # comes when the program's own code has run, or has ended
+        if self._kind != "stdin":
+            os.read(up, 1)  # comes when the program's own code has run, or ends with the program
             _fill(file, self._take())
         os.close(go)
         written = 0
@@ -132,25 +129,27 @@ class Harness:
         self._pid = 0
         os.close(up)
         os.close(file)
-        code, spent_s, limit_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, self._settings["cpu_s"]
-        killed = code == -_signal.SIGKILL
         if written > OUTPUT_LIMIT:
             return "wrong"
-        if spent_s > limit_s or (killed and (spent_s > limit_s / 2 or self._waited > self._settings["wall_s"])):
-            return "time-out"  # the kernel counts coarsely when it kills
+        return self._ending(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
+
+    def _ending(self, code: int, spent_s: float) -> str:
+        killed = code == -_signal.SIGKILL and (spent_s > self._cpu_s / 2 or self._waited > self._wall_s)
+        if killed or spent_s > self._cpu_s:  # where it kills, the kernel counts time more coarsely
+            return "time-out"
         return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
 
-    def _as_program(self, kind: str, file: int, answer: int, down: int) -> Callable[[], bytes]:
-        """Set what holds for the program's process only; the function by which that gets its case."""
-        if kind == "stdin":
+    def _as_program(self, file: int, answer: int, down: int) -> Callable[[], bytes]:
+        """Set what holds in the program's process only; the function by which that gets its case."""
+        if self._kind == "stdin":
             os.dup2(file, 0)
             os.dup2(answer, 1)
             for end in (file, answer, down):
                 os.close(end)
         _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
-        seconds = -int(-self._settings["cpu_s"] // 1)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # past the hard limit the kernel kills at once
-        load_filter(self._settings["filters"][1])
+        seconds = -int(-self._cpu_s // 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # the hard limit kills, whatever a program ignores
+        load_filter(self._order["filters"][1])
 
         def take() -> bytes:
             os.write(answer, b"?")
@@ -160,18 +159,18 @@ class Harness:
         return take
 
 
-def confine(settings: dict[str, Any]) -> None:
+def confine(order: dict[str, Any]) -> None:
     """Give up root where the harness has it, and set the limits and the filter that hold for all that follows."""
-    if settings["drop_root"]:
+    if order["drop_root"]:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         control_process(DIE_WITH_PARENT, _signal.SIGKILL)  # as bubblewrap asked, but another user starts without
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
-    for name, value in settings["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
-    load_filter(settings["filters"][0])
+    for name, value in order["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    load_filter(order["filters"][0])
 
 
 def load_filter(instructions: bytes) -> None:
@@ -191,12 +190,6 @@ def control_process(option: int, *arguments: Any) -> None:
 
     if ctypes.CDLL(None).prctl(option, *arguments):
         raise OSError(f"prctl {option} failed")
-
-
-def _nameless_file() -> int:
-    file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(".case")
-    return file
 
 
 def _fill(file: int, data: bytes) -> None:

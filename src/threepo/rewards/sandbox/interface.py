@@ -13,8 +13,8 @@ class Job:
     """A program and the cases to run it on."""
 
     kind: TestKind
-    """`stdin`: a case is what the program reads. `call`: a case is JSON, the list of arguments of the function `entry`.
-    `script`: a case is Python code that runs after the program, in its process and with its names; it must not raise."""
+    """`stdin`: a case is what the program reads. `call`: a case is JSON, the arguments of the function `entry`.
+    `script`: a case is Python code that runs after the program, with its names, and passes if it does not raise."""
     program: str
     cases: tuple[str, ...]
     entry: str = ""
@@ -28,12 +28,12 @@ class Outcome:
     """How one case ended."""
 
     ending: Ending
-    """`ok`: the program ended without an error; for `stdin` and `call` the output is still to be compared.
-    `wrong`: an assertion of a script failed, or the program wrote more than the limit."""
+    """`ok`: without an error; for `stdin` and `call` the output is still to be compared. `wrong`: an assertion of a
+    script failed, or there was more output than the limit."""
     output: str = ""
-    """For `stdin`, standard output; for `call`, the JSON of the returned value."""
+    """For `stdin`, standard output; for `call`, the returned value as JSON."""
     message: str = ""
-    """Of a sandbox error: its cause."""
+    """The cause of a sandbox error."""
 
 
 class Sandbox(Protocol):
@@ -45,4 +45,4 @@ class Sandbox(Protocol):
     """What a user can do where it does not work."""
 
     def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, in order, each run when it is asked for; closing the generator ends the program."""
+        """The outcome of each case, in order, each run when it is asked for. Closing the generator ends the program."""

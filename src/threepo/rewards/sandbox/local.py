@@ -10,7 +10,6 @@ import marshal
 import os
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -18,52 +17,52 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
 from threepo.rewards.sandbox import execution, harness
-from threepo.rewards.sandbox.interface import Ending, Job, Outcome
+from threepo.rewards.sandbox.execution import MARK_BYTES
+from threepo.rewards.sandbox.interface import Ending, Job, Outcome, TestKind
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""
-DESCRIPTORS = 64
-THREADS = 64
+DESCRIPTORS = THREADS = 64
 WALL_FACTOR = 3
 """Wall-clock seconds for each second of processor time: the machine may be busy."""
-START_LIMIT_S = 60.0
-SLICE_S = 0.25
-"""Waiting is counted in slices, not read from a clock: nothing is late because this process was suspended."""
+MARGIN_S = 60
+"""How much longer to wait for the harness itself."""
 
-START = (
-    "import marshal, sys\n"
-    "names = {'__name__': 'harness'}\n"
-    "codes, settings = marshal.loads(sys.stdin.buffer.read(int(sys.argv.pop())))\n"
-    "for code in codes: exec(code, names)\n"
-    "names['Harness'](settings).main()\n"
-)
-PYTHON_FLAGS = ("-P", "-S", "-s", "-B", "-X", "utf8", "-c", START)
+START = """
+import marshal, sys
+read, names = sys.stdin.buffer.read, {"__name__": "harness"}
+codes, order = marshal.loads(read(int.from_bytes(read(4), "big")))
+for code in codes: exec(code, names)
+names["Harness"](order).main()
+"""
+PYTHON_ARGUMENTS = ("-P", "-S", "-s", "-B", "-X", "utf8", "-c", START)
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Nothing of ours; and the order of a program's sets is the same whenever it is judged."""
 
 
 class LocalSandbox(ABC):
-    """Runs programs; how Python is started for them, each subclass says."""
+    """Runs programs; each subclass starts Python for them in its own way."""
 
     advice: str
     drop_root = False
     """Whether the harness starts as root and must give that up."""
     filters = (b"", b"")
-    """System calls that the harness and the program may make (`seccomp`); empty: all."""
+    """Filters of system calls for the harness and for the program; empty: all calls are allowed."""
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.workers = settings.workers or cores()
         self._settings = settings
-        self._wall_s = WALL_FACTOR * settings.timeout_s
 
     @abstractmethod
-    def start(self, python: Sequence[str], folder: str, room: int) -> "subprocess.Popen[bytes]":
-        """Start Python by `spawn` with these arguments; its files may take `room` bytes.
+    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
+        """Start Python by `spawn` with `PYTHON_ARGUMENTS`; its files may take `room` bytes.
 
         `folder` is an empty directory that is removed at the end.
         """
@@ -72,54 +71,25 @@ class LocalSandbox(ABC):
         """The outcome of each case, run when it is asked for."""
         cases = [case.encode("utf-8", "surrogatepass") for case in job.cases]
         room = FILES_LIMIT + max(map(len, cases))
-        first = marshal.dumps((_harness(), self._for_harness(room)))
-        with (
-            tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder,
-            self.start([*PYTHON_FLAGS, str(len(first))], folder, room) as process,
-        ):
-            try:
-                yield from self._outcomes(_Link(process, first), job, cases)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        ours, theirs = Pipe()
+        with ours, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
+            with theirs:
+                process = self.start(theirs.fileno(), folder, room)
+            with process:
+                try:
+                    inside = _Harness(process, ours, WALL_FACTOR * self._settings.timeout_s + MARGIN_S)
+                    yield from inside.run(job.kind, cases, marshal.dumps((_inside(), self._order(job, room))))
+                finally:
+                    _end(process)
 
-    def _outcomes(self, link: "_Link", job: Job, cases: list[bytes]) -> Generator[Outcome, None, None]:
-        if link.receive(START_LIMIT_S) != b"ready":
-            yield from [Outcome("sandbox error", message=link.last_words())] * len(cases)
-            return
-        link.send(marshal.dumps({name: getattr(job, name) for name in ("kind", "prefix", "program", "entry")}))
-        if link.receive(self._wall_s) != b"compiled":
-            yield from [Outcome("compile error")] * len(cases)
-            return
-        for done, case in enumerate(cases):
-            mark = secrets.token_hex(execution.MARK_BYTES // 2).encode() if job.kind == "script" else b""
-            link.send(mark + case)
-            output = bytearray()
-            while (message := link.receive(self._wall_s + START_LIMIT_S)).startswith(b"+"):
-                output += message[1:]
-            if not message:
-                yield from [Outcome("sandbox error", message="its harness ended or hung")] * (len(cases) - done)
-                return
-            if message == b"ok" and mark and output != mark:
-                message = b"runtime error"
-            yield Outcome(cast(Ending, message.decode()), output.decode("utf-8", "replace"))
-
-    def _for_harness(self, room: int) -> dict[str, Any]:
-        limits = {
-            "RLIMIT_AS": self._settings.memory_mib << 20,
-            "RLIMIT_FSIZE": room,
-            "RLIMIT_NOFILE": DESCRIPTORS,
-            "RLIMIT_CORE": 0,
-        }
+    def _order(self, job: Job, room: int) -> dict[str, Any]:
+        """What the harness is told; nothing of the cases."""
+        limits = {"AS": self._settings.memory_mib << 20, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
         if self.filters[1] and _counts_by_namespace():
-            limits["RLIMIT_NPROC"] = THREADS
-        return {
-            "limits": limits,
-            "cpu_s": self._settings.timeout_s,
-            "wall_s": self._wall_s,
-            "drop_root": self.drop_root,
-            "filters": self.filters,
-        }
+            limits["NPROC"] = THREADS
+        times = {"cpu_s": self._settings.timeout_s, "wall_s": WALL_FACTOR * self._settings.timeout_s}
+        program = {name: getattr(job, name) for name in ("kind", "prefix", "program", "entry")}
+        return {**program, **times, "limits": limits, "drop_root": self.drop_root, "filters": self.filters}
 
 
 class Unconfined(LocalSandbox):
@@ -127,63 +97,64 @@ class Unconfined(LocalSandbox):
 
     advice = "check that Python starts here"
 
-    def start(self, python: Sequence[str], folder: str, room: int) -> "subprocess.Popen[bytes]":
+    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
         """Start this interpreter in the folder."""
-        return spawn([sys.executable, *python], cwd=folder, env=ENVIRONMENT)
+        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=ENVIRONMENT)
 
 
-def spawn(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start a command in a session of its own: Ctrl-C is for threepo, and one signal ends all of it."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, **options
-    )
+def spawn(command: Sequence[str], link: int, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a command whose standard input and output are `link`, in a session of its own: Ctrl-C is for threepo."""
+    return subprocess.Popen(command, stdin=link, stdout=link, stderr=subprocess.PIPE, start_new_session=True, **options)
 
 
-class _Link:
-    """Messages to and from the harness, each with its length in front."""
+class _Harness:
+    """The harness, as seen from here."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", first: bytes) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._to, self._from = process, process.stdin.fileno(), process.stdout.fileno()
-        self._poll = select.poll()
-        self._poll.register(self._from, select.POLLIN)
-        with suppress(BrokenPipeError):
-            execution.write(self._to, first)
+    def __init__(self, process: "subprocess.Popen[bytes]", link: Connection, patience_s: float) -> None:
+        self._process, self._link, self._patience_s = process, link, patience_s
 
-    def send(self, message: bytes) -> None:
-        """Send a message; `receive` tells whether the harness is there."""
-        with suppress(BrokenPipeError):
-            execution.write(self._to, len(message).to_bytes(8, "big") + message)
+    def run(self, kind: TestKind, cases: list[bytes], order: bytes) -> Generator[Outcome, None, None]:
+        """The outcome of each case."""
+        if self._ask(order) != b"ready":
+            assert self._process.stderr is not None
+            said = " ".join(self._process.stderr.read().decode("utf-8", "replace").split())
+            yield from [Outcome("sandbox error", message=said)] * len(cases)
+        elif self._ask() != b"compiled":
+            yield from [Outcome("compile error")] * len(cases)
+        else:
+            yield from (self._case(kind, case) for case in cases)
 
-    def receive(self, patience_s: float) -> bytes:
-        """The next message; empty where none comes any more, or not in time."""
-        return self._read(int.from_bytes(self._read(8, patience_s), "big"), patience_s)
+    def _case(self, kind: TestKind, case: bytes) -> Outcome:
+        mark = secrets.token_hex(MARK_BYTES // 2).encode() if kind == "script" else b""
+        answer, output = self._ask(mark + case), bytearray()
+        while answer.startswith(b"+"):
+            output += answer[1:]
+            answer = self._ask()
+        if not answer:
+            return Outcome("sandbox error", message="its harness ended or hung")
+        if answer == b"ok" and mark and output != mark:
+            return Outcome("runtime error")
+        return Outcome(cast(Ending, answer.decode()), output.decode("utf-8", "replace"))
 
-    def _read(self, size: int, patience_s: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            if not self._poll.poll(SLICE_S * 1000):
-                patience_s -= SLICE_S
-                if patience_s < 0:
-                    return b""
-            elif part := os.read(self._from, size - len(data)):
-                data += part
-            else:
-                return b""
-        return bytes(data)
+    def _ask(self, message: bytes | None = None) -> bytes:
+        """What the harness says next, after a message if there is one; empty if it ended, or hung and was ended."""
+        with suppress(EOFError, OSError):
+            if message is not None:
+                self._link.send_bytes(message)
+            # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
+            if any(self._link.poll(1) for _ in range(int(self._patience_s))):
+                return self._link.recv_bytes()
+        _end(self._process)
+        return b""
 
-    def last_words(self) -> str:
-        """What a sandbox that did not start has said."""
-        assert self._process.stderr is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        return " ".join(self._process.stderr.read().decode("utf-8", "replace").split())
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @functools.cache
-def _harness() -> tuple[CodeType, ...]:
-    """What runs inside."""
+def _inside() -> tuple[CodeType, ...]:
     return tuple(compile(inspect.getsource(part), part.__name__, "exec", optimize=2) for part in (execution, harness))
 
 

@@ -14,13 +14,12 @@ BACKENDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
     "sandbox_fusion": ServerSandbox,
     "unconfined": Unconfined,
 }
-TRIAL = Job(kind="stdin", program="print(input())", cases=("hello\n",))
 
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:
     """The sandbox of these settings; `UserError` if it cannot run a program of one line."""
     sandbox = BACKENDS[settings.backend](settings)
-    (outcome,) = sandbox.run(TRIAL)
+    (outcome,) = sandbox.run(Job(kind="stdin", program="print(input())", cases=("hello\n",)))
     if outcome.ending == "sandbox error":
         raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {sandbox.advice}")
     if outcome.ending != "ok":
