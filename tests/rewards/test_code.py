@@ -232,7 +232,8 @@ SCRIPTS = {
     "exceptions": (
         "class Low(ValueError):\n    def __init__(self, n): super().__init__(f'low: {n}'); self.n = n\n"
         "def f(n): raise Low(n)",
-        "import unittest\ntry: f(3)\nexcept ValueError as e: assert e.n == 3 and str(e) == 'low: 3'\nelse: assert False\n"
+        "import unittest\ntry: f(3)\nexcept ValueError as e: assert e.n == 3 and str(e) == 'low: 3'\n"
+        "else: assert False\n"
         "with unittest.TestCase().assertRaises(Low): f(3)",
     ),
     "classes with an equality of their own": (
@@ -244,7 +245,10 @@ SCRIPTS = {
     "iterators": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] and next(f(3)) == 0"),
     "constants of the program": ("LIMIT = 7\ndef f(x): return LIMIT", "assert f(0) == LIMIT == 7"),
     "modules of the program": ("import math\ndef f(x): return x", "assert math.sqrt(f(4)) == 2"),
-    "functions of the tests": ("def f(xs, key): return sorted(xs, key=key)", "assert f([1, 2], lambda x: -x) == [2, 1]"),
+    "functions of the tests": (
+        "def f(xs, key): return sorted(xs, key=key)",
+        "assert f([1, 2], lambda x: -x) == [2, 1]",
+    ),
     "what the program prints": (
         "def f(): print('said')",
         "import io, sys\nsys.stdout = io.StringIO()\nf()\nassert sys.stdout.getvalue() == 'said\\n'",

@@ -18,6 +18,7 @@ import builtins
 import gc
 import os
 import resource
+import select
 import sys
 
 TYPE_CHECKING = False
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 NOBODY = 65534
 STACK = 64 << 20
-SET_FILTER, DIE_WITH_PARENT = 22, 1
-"""PR_SET_SECCOMP and PR_SET_PDEATHSIG of Linux's prctl."""
+SET_FILTER = 22
+"""PR_SET_SECCOMP of Linux's prctl."""
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a case may write; what writes more is stopped."""
 TICK_S = 0.25
@@ -48,11 +49,15 @@ class Harness:
         self._pid, self._waited = 0, 0.0
         confine(order)
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+        self._poll = select.poll()
+        self._poll.register(self._link, 0)  # tells only that the parent has gone
         for file in (0, 1, 2):  # the last took what went wrong until now
             os.dup2(null, file)
         os.close(null)
         for name in ("exit", "quit"):  # which the module `site` makes, but takes its time
             setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+        _signal.signal(_signal.SIGALRM, self._tick)
+        _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
 
     def main(self) -> None:
         """Run cases until the parent sends no more."""
@@ -70,8 +75,6 @@ class Harness:
             import json  # noqa: F401 - once for all cases
         self._tell(b"compiled")
         gc.freeze()  # else every case would copy what its first collection looks at
-        _signal.signal(_signal.SIGALRM, self._tick)
-        _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
         while True:
             self._tell(self._case(names, program).encode())
 
@@ -92,9 +95,13 @@ class Harness:
         write(self._link, len(message).to_bytes(4, "big") + message)
 
     def _tick(self, *_: object) -> None:
+        """End the program where it is late or nobody waits for it, and then everything."""
         self._waited += TICK_S
-        if self._pid and self._waited > self._wall_s:
+        gone = bool(self._poll.poll(0))
+        if self._pid and (gone or self._waited > self._wall_s):
             os.kill(self._pid, _signal.SIGKILL)
+        if gone:
+            os._exit(0)
 
     def _case(self, names: dict[str, Any], program: CodeType) -> str:
         """Run the next case; its ending."""
@@ -165,7 +172,6 @@ def confine(order: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        control_process(DIE_WITH_PARENT, _signal.SIGKILL)  # as bubblewrap asked, but another user starts without
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
     for name, value in order["limits"].items():
@@ -181,15 +187,8 @@ def load_filter(instructions: bytes) -> None:
         data = ctypes.create_string_buffer(instructions, len(instructions))
         place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
         program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
-        control_process(SET_FILTER, 2, program)
-
-
-def control_process(option: int, *arguments: Any) -> None:
-    """Call Linux's prctl."""
-    import ctypes
-
-    if ctypes.CDLL(None).prctl(option, *arguments):
-        raise OSError(f"prctl {option} failed")
+        if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
+            raise OSError("the kernel refuses a filter of system calls")
 
 
 def _fill(file: int, data: bytes) -> None:

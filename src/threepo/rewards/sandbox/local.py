@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import CodeType
 from typing import Any, cast
 
@@ -32,8 +32,9 @@ FILES_LIMIT = 64 << 20
 DESCRIPTORS = THREADS = 64
 WALL_FACTOR = 3
 """Wall-clock seconds for each second of processor time: the machine may be busy."""
-MARGIN_S = 60
+MARGIN_S = 30
 """How much longer to wait for the harness itself."""
+END_LIMIT_S = 5.0
 
 START = """
 import marshal, sys
@@ -80,6 +81,7 @@ class LocalSandbox(ABC):
                     inside = _Harness(process, ours, WALL_FACTOR * self._settings.timeout_s + MARGIN_S)
                     yield from inside.run(job.kind, cases, marshal.dumps((_inside(), self._order(job, room))))
                 finally:
+                    ours.close()  # which ends the harness
                     _end(process)
 
     def _order(self, job: Job, room: int) -> dict[str, Any]:
@@ -144,11 +146,15 @@ class _Harness:
             # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
             if any(self._link.poll(1) for _ in range(int(self._patience_s))):
                 return self._link.recv_bytes()
-        _end(self._process)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         return b""
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End everything at the latest now; bubblewrap gets time to end by itself, else nobody reaps the harness."""
+    assert process.stderr is not None
+    wait([process.stderr], END_LIMIT_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
