@@ -203,7 +203,8 @@ SEES = {
     ),
     "how much a pair of sockets takes": (
         "import socket\none, two = socket.socketpair()\n"
-        "try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30); print('more')\nexcept PermissionError: pass\n"
+        "try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30); print('more')\n"
+        "except PermissionError: pass\n"
         "try: socket.send_fds(one, [b'x'], [0]); print('files')\nexcept PermissionError: pass",
         "",
     ),

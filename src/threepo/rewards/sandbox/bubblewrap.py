@@ -20,15 +20,14 @@ from threepo.config import SandboxConfig
 from threepo.errors import UserError
 from threepo.rewards.sandbox import seccomp
 from threepo.rewards.sandbox.harness import NOBODY
-from threepo.rewards.sandbox.local import ENVIRONMENT, PYTHON_ARGUMENTS, LocalSandbox, spawn
+from threepo.rewards.sandbox.local import ENVIRONMENT, PYTHON_ARGUMENTS, LocalSandbox, Process, spawn
 
-SETTING = "reward.sandbox.backend = 'bubblewrap'"
+HOME = "/python"
+"""Where the interpreter stands inside."""
 OTHERS = (
     "or set reward.sandbox.backend to 'sandbox_fusion', or, where you trust every program that the policy may write, "
     "to 'unconfined'"
 )
-HOME = "/python"
-"""Where the interpreter stands inside."""
 
 
 class Bubblewrap(LocalSandbox):
@@ -42,13 +41,16 @@ class Bubblewrap(LocalSandbox):
     def __init__(self, settings: SandboxConfig) -> None:
         super().__init__(settings)
         self.drop_root = os.geteuid() == 0 and _is_mapped(NOBODY)
+        user = ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        if not self.drop_root:
+            user = ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+        self._command = [_found("bwrap", "bubblewrap"), *_NAMESPACES, *user, *_mounts()]
         try:
             self.filters = seccomp.harness_filter(), seccomp.program_filter()
-        except OSError as error:
-            raise UserError(f"{SETTING}: {error}; install libseccomp (apt-get install libseccomp2), {OTHERS}") from None
-        self._command = [_found("bwrap", "bubblewrap"), *_NAMESPACES, *_user(self.drop_root), *_mounts()]
+        except OSError:
+            raise _missing("libseccomp", "libseccomp2") from None
 
-    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
+    def start(self, link: int, folder: str, room: int) -> Process:
         """The harness is process 1 inside: when it ends, the kernel ends everything there."""
         command = [*self._command, "--perms", "1777", "--size", str(room), "--tmpfs", "/tmp", "--chdir", "/tmp"]
         inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *PYTHON_ARGUMENTS]
@@ -71,9 +73,13 @@ class Bubblewrap(LocalSandbox):
 def _found(program: str, package: str) -> str:
     path = shutil.which(program)
     if path is None:
-        advice = f"install it (apt-get install {package}), {OTHERS}"
-        raise UserError(f"{SETTING}: there is no {program} on this machine; {advice}")
+        raise _missing(program, package)
     return path
+
+
+def _missing(what: str, package: str) -> UserError:
+    there = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
+    return UserError(f"{there}; install it (apt-get install {package}), {OTHERS}")
 
 
 def _is_mapped(user: int) -> bool:
@@ -87,12 +93,6 @@ _NAMESPACES = (
     *("--hostname", "sandbox", "--die-with-parent", "--clearenv", "--as-pid-1", "--cap-drop", "ALL"),
     *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
 )
-
-
-def _user(drop_root: bool) -> tuple[str, ...]:
-    if drop_root:
-        return ("--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
-    return ("--uid", str(NOBODY), "--gid", str(NOBODY))
 
 
 @functools.cache

@@ -1,34 +1,38 @@
-"""The process inside the local sandbox that runs the program anew for each case and says how each ended.
+"""What runs inside: a program on one case (`run`), and in the local sandbox the harness that starts it for each case.
 
-The parent sends this module as compiled code together with `execution`; both run in one namespace. So it imports
-nothing of threepo, and few modules. Every message has its length in front. The parent sends the order and then the
-cases; the answers are `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its
-ending.
+This module is sent as source or as compiled code, to a SandboxFusion server (`on_server`) and into the local sandbox
+(`Harness`). So it imports nothing of threepo, and few modules: every import delays every program.
 
-Each case runs in a process forked from this one that has no way to the parent. The harness reads a case of a function
-or a script only after that fork, when the program's own top level has run: until then neither the tests nor the mark
-that proves their end are in the program's memory.
+The harness and its parent send messages with their length in front: here come the order and the cases; there go `ready`
+and `compiled`, and for each case its output, in messages that begin with `+`, and its ending. Each case runs in a
+process forked from the harness that has no way to the parent. The harness reads a case of a function or a script only
+after that fork, when the program's own top level has run: until then neither the tests nor the mark that proves their
+end are in the program's memory.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than most programs to run
 import _sitebuiltins
+import atexit
 import builtins
 import gc
 import os
 import resource
 import select
 import sys
+from types import CodeType, ModuleType
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import CodeType
-    from typing import Any
+    from collections.abc import Callable, Sequence
+    from typing import Any, NoReturn
 
-    from threepo.rewards.sandbox.execution import MEMORY, WRONG, compiled, new_module, run, write
-
+MEMORY, WRONG, NO_PYTHON = 86, 87, 88
+"""Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
+with one of them on purpose only fails in another way."""
+MARK_BYTES = 32
+"""A case of a script begins with a random mark, which is the answer if the case comes to its end."""
 NOBODY = 65534
 STACK = 64 << 20
 SET_FILTER = 22
@@ -39,15 +43,119 @@ TICK_S = 0.25
 """Time is counted in ticks of a timer, not read from a clock: nobody is late because the machine was suspended."""
 
 
+def compiled(code: str, name: str) -> CodeType:
+    """The code without the future statements of this module; `SyntaxError` for anything that is not Python."""
+    try:
+        return compile(code, name, "exec", 0, True)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise SyntaxError(str(error)) from None
+
+
+def new_module(kind: str) -> dict[str, Any]:
+    """The names of the module that the program becomes, which imports find."""
+    name = "__main__" if kind == "stdin" else "solution"  # what a program does as a script is not part of its functions
+    module = sys.modules[name] = ModuleType(name)
+    return module.__dict__
+
+
+def run(
+    kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
+) -> NoReturn:
+    """Run the program, then its case, which `take` gives, and end the process.
+
+    `answer` is the descriptor for what a function returns, or for a script's mark.
+    """
+    status: Any = 0
+    try:
+        for code in codes:
+            exec(code, names)
+        if kind == "call":
+            write(answer, _returned(names, entry, take()))
+        elif kind == "script":
+            status = _tested(names, take(), answer)
+    except SystemExit as end:
+        status = end.code if kind == "stdin" else 1
+    except MemoryError:
+        status = MEMORY
+    except BaseException:
+        status = 1
+    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel takes the rest down faster
+        lambda: sys.modules["threading"]._shutdown(),  # waits for threads
+        lambda: atexit._run_exitfuncs(),
+        lambda: sys.stdout.flush(),
+        names.clear,  # writes out files that were left open
+        lambda: sys.__stdout__.flush(),  # type: ignore[union-attr]
+    ]
+    for step in last:
+        try:
+            step()
+        except BaseException:
+            continue  # no threads, or whatever the program broke
+    os._exit(status & 255 if isinstance(status, int) else int(status is not None))
+
+
+def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
+    """The JSON of what the program's function returns."""
+    import json
+
+    sys.set_int_max_str_digits(0)
+    owner = names.get("Solution")  # looked at first: the prefix may have imported a function of that name
+    function = getattr(owner(), entry) if owner is not None and hasattr(owner, entry) else names[entry]
+    return json.dumps(function(*json.loads(case)), default=list).encode()
+
+
+def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
+    """Run the tests after the program, under the program's names; the status to end with."""
+    names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
+    sys.set_int_max_str_digits(0)
+    try:
+        exec(compiled(case[MARK_BYTES:].decode(), "<tests>"), names)
+    except AssertionError:
+        return WRONG
+    except SystemExit as end:  # unittest.main and some tests end so, but the program may not end its tests
+        frame = end.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename == "<program>":
+                return 1
+            frame = frame.tb_next
+        if end.code:
+            return WRONG
+    write(answer, case[:MARK_BYTES])
+    return 0
+
+
+def write(file: int, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def on_server(job: dict[str, str], answer_file: str) -> NoReturn:
+    """Run a job where this is all that runs: its case is standard input, and the answer goes to a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
+    answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
+    if job["kind"] == "stdin":
+        os.dup2(answer, 1)
+    else:
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+    try:
+        codes = [compiled(job[part], f"<{part}>") for part in ("prefix", "program")]
+    except SyntaxError:
+        os._exit(NO_PYTHON)
+    with os.fdopen(case, "rb") as file:
+        run(job["kind"], new_module(job["kind"]), codes, job["entry"], file.read, answer)
+
+
 class Harness:
     """Runs the program of an order; ends when the parent has gone."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         os.closerange(3, 4096)  # bubblewrap may leave files open
         self._order, self._kind = order, order["kind"]
-        self._cpu_s, self._wall_s = order["cpu_s"], order["wall_s"]
         self._pid, self._waited = 0, 0.0
-        confine(order)
+        _confine(order)
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
         self._poll = select.poll()
         self._poll.register(self._link, 0)  # tells only that the parent has gone
@@ -95,11 +203,14 @@ class Harness:
         write(self._link, len(message).to_bytes(4, "big") + message)
 
     def _tick(self, *_: object) -> None:
-        """End the program where it is late or nobody waits for it, and then everything."""
+        """End the program if it is late or nobody waits for it; in the second case everything."""
         self._waited += TICK_S
         gone = bool(self._poll.poll(0))
-        if self._pid and (gone or self._waited > self._wall_s):
-            os.kill(self._pid, _signal.SIGKILL)
+        try:
+            if self._pid and (gone or self._waited > self._order["wall_s"]):
+                os.kill(self._pid, _signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended a moment ago
         if gone:
             os._exit(0)
 
@@ -138,11 +249,13 @@ class Harness:
         os.close(file)
         if written > OUTPUT_LIMIT:
             return "wrong"
-        return self._ending(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
-
-    def _ending(self, code: int, spent_s: float) -> str:
-        killed = code == -_signal.SIGKILL and (spent_s > self._cpu_s / 2 or self._waited > self._wall_s)
-        if killed or spent_s > self._cpu_s:  # where it kills, the kernel counts time more coarsely
+        code, spent_s, limit_s = (
+            os.waitstatus_to_exitcode(status),
+            usage.ru_utime + usage.ru_stime,
+            self._order["cpu_s"],
+        )
+        killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
+        if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
             return "time-out"
         return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
 
@@ -151,12 +264,11 @@ class Harness:
         if self._kind == "stdin":
             os.dup2(file, 0)
             os.dup2(answer, 1)
-            for end in (file, answer, down):
-                os.close(end)
+            os.closerange(3, 64)
         _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
-        seconds = -int(-self._cpu_s // 1)
+        seconds = -int(-self._order["cpu_s"] // 1)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # the hard limit kills, whatever a program ignores
-        load_filter(self._order["filters"][1])
+        _load_filter(self._order["filters"][1])
 
         def take() -> bytes:
             os.write(answer, b"?")
@@ -166,7 +278,7 @@ class Harness:
         return take
 
 
-def confine(order: dict[str, Any]) -> None:
+def _confine(order: dict[str, Any]) -> None:
     """Give up root where the harness has it, and set the limits and the filter that hold for all that follows."""
     if order["drop_root"]:
         os.setgroups([])
@@ -176,10 +288,10 @@ def confine(order: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
     for name, value in order["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    load_filter(order["filters"][0])
+    _load_filter(order["filters"][0])
 
 
-def load_filter(instructions: bytes) -> None:
+def _load_filter(instructions: bytes) -> None:
     """Load a filter of system calls, if there is one."""
     if instructions:
         import ctypes

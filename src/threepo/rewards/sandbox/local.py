@@ -15,37 +15,38 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import execution, harness
-from threepo.rewards.sandbox.execution import MARK_BYTES
-from threepo.rewards.sandbox.interface import Ending, Job, Outcome, TestKind
+from threepo.rewards.sandbox import harness
+from threepo.rewards.sandbox.interface import Ending, Job, Outcome
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""
 DESCRIPTORS = THREADS = 64
 WALL_FACTOR = 3
 """Wall-clock seconds for each second of processor time: the machine may be busy."""
-MARGIN_S = 30
-"""How much longer to wait for the harness itself."""
-END_LIMIT_S = 5.0
+MARGIN_S, END_LIMIT_S = 30, 5
+"""How much longer than for a program to wait for the harness, and how long for its end."""
 
 START = """
 import marshal, sys
 read, names = sys.stdin.buffer.read, {"__name__": "harness"}
-codes, order = marshal.loads(read(int.from_bytes(read(4), "big")))
-for code in codes: exec(code, names)
+code, order = marshal.loads(read(int.from_bytes(read(4), "big")))
+exec(code, names)
 names["Harness"](order).main()
 """
 PYTHON_ARGUMENTS = ("-P", "-S", "-s", "-B", "-X", "utf8", "-c", START)
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Nothing of ours; and the order of a program's sets is the same whenever it is judged."""
+
+Process = subprocess.Popen[bytes]
 
 
 class LocalSandbox(ABC):
@@ -59,39 +60,58 @@ class LocalSandbox(ABC):
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.workers = settings.workers or cores()
-        self._settings = settings
+        self._cpu_s, self._wall_s = settings.timeout_s, WALL_FACTOR * settings.timeout_s
+        self._memory = settings.memory_mib << 20
 
     @abstractmethod
-    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
-        """Start Python by `spawn` with `PYTHON_ARGUMENTS`; its files may take `room` bytes.
-
-        `folder` is an empty directory that is removed at the end.
-        """
+    def start(self, link: int, folder: str, room: int) -> Process:
+        """Start Python by `spawn`. Its files may take `room` bytes; `folder` is empty, and removed at the end."""
 
     def run(self, job: Job) -> Generator[Outcome, None, None]:
         """The outcome of each case, run when it is asked for."""
         cases = [case.encode("utf-8", "surrogatepass") for case in job.cases]
         room = FILES_LIMIT + max(map(len, cases))
-        ours, theirs = Pipe()
-        with ours, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
-            with theirs:
-                process = self.start(theirs.fileno(), folder, room)
-            with process:
-                try:
-                    inside = _Harness(process, ours, WALL_FACTOR * self._settings.timeout_s + MARGIN_S)
-                    yield from inside.run(job.kind, cases, marshal.dumps((_inside(), self._order(job, room))))
-                finally:
-                    ours.close()  # which ends the harness
-                    _end(process)
-
-    def _order(self, job: Job, room: int) -> dict[str, Any]:
-        """What the harness is told; nothing of the cases."""
-        limits = {"AS": self._settings.memory_mib << 20, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
+        limits = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
         if self.filters[1] and _counts_by_namespace():
             limits["NPROC"] = THREADS
-        times = {"cpu_s": self._settings.timeout_s, "wall_s": WALL_FACTOR * self._settings.timeout_s}
-        program = {name: getattr(job, name) for name in ("kind", "prefix", "program", "entry")}
-        return {**program, **times, "limits": limits, "drop_root": self.drop_root, "filters": self.filters}
+        order = {
+            **vars(replace(job, cases=())),
+            "cpu_s": self._cpu_s,
+            "wall_s": self._wall_s,
+            "limits": limits,
+            "drop_root": self.drop_root,
+            "filters": self.filters,
+        }
+        link, theirs = Pipe()
+        with link, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
+            with theirs:
+                process = self.start(theirs.fileno(), folder, room)
+            assert process.stderr is not None
+            with process:
+                ask = functools.partial(self._ask, process, link)
+                try:
+                    if ask(marshal.dumps((_harness(), order))) != b"ready":
+                        said = " ".join(process.stderr.read().decode("utf-8", "replace").split())
+                        yield from [Outcome("sandbox error", message=said)] * len(cases)
+                    elif ask() != b"compiled":
+                        yield from [Outcome("compile error")] * len(cases)
+                    else:
+                        yield from (_outcome(ask, case, job.kind == "script") for case in cases)
+                finally:
+                    link.close()  # which ends the harness
+                    wait([process.stderr.fileno()], END_LIMIT_S)  # else nobody reaps what bubblewrap has started
+                    _kill(process)
+
+    def _ask(self, process: Process, link: Connection, message: bytes | None = None) -> bytes:
+        """What the harness says next, after a message if there is one; empty if it ended, or hung and was ended."""
+        with suppress(EOFError, OSError):
+            if message is not None:
+                link.send_bytes(message)
+            # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
+            if any(link.poll(1) for _ in range(int(self._wall_s) + MARGIN_S)):
+                return link.recv_bytes()
+        _kill(process)
+        return b""
 
 
 class Unconfined(LocalSandbox):
@@ -99,69 +119,37 @@ class Unconfined(LocalSandbox):
 
     advice = "check that Python starts here"
 
-    def start(self, link: int, folder: str, room: int) -> "subprocess.Popen[bytes]":
+    def start(self, link: int, folder: str, room: int) -> Process:
         """Start this interpreter in the folder."""
         return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=ENVIRONMENT)
 
 
-def spawn(command: Sequence[str], link: int, **options: Any) -> "subprocess.Popen[bytes]":
+def spawn(command: Sequence[str], link: int, **options: Any) -> Process:
     """Start a command whose standard input and output are `link`, in a session of its own: Ctrl-C is for threepo."""
     return subprocess.Popen(command, stdin=link, stdout=link, stderr=subprocess.PIPE, start_new_session=True, **options)
 
 
-class _Harness:
-    """The harness, as seen from here."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", link: Connection, patience_s: float) -> None:
-        self._process, self._link, self._patience_s = process, link, patience_s
-
-    def run(self, kind: TestKind, cases: list[bytes], order: bytes) -> Generator[Outcome, None, None]:
-        """The outcome of each case."""
-        if self._ask(order) != b"ready":
-            assert self._process.stderr is not None
-            said = " ".join(self._process.stderr.read().decode("utf-8", "replace").split())
-            yield from [Outcome("sandbox error", message=said)] * len(cases)
-        elif self._ask() != b"compiled":
-            yield from [Outcome("compile error")] * len(cases)
-        else:
-            yield from (self._case(kind, case) for case in cases)
-
-    def _case(self, kind: TestKind, case: bytes) -> Outcome:
-        mark = secrets.token_hex(MARK_BYTES // 2).encode() if kind == "script" else b""
-        answer, output = self._ask(mark + case), bytearray()
-        while answer.startswith(b"+"):
-            output += answer[1:]
-            answer = self._ask()
-        if not answer:
-            return Outcome("sandbox error", message="its harness ended or hung")
-        if answer == b"ok" and mark and output != mark:
-            return Outcome("runtime error")
-        return Outcome(cast(Ending, answer.decode()), output.decode("utf-8", "replace"))
-
-    def _ask(self, message: bytes | None = None) -> bytes:
-        """What the harness says next, after a message if there is one; empty if it ended, or hung and was ended."""
-        with suppress(EOFError, OSError):
-            if message is not None:
-                self._link.send_bytes(message)
-            # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
-            if any(self._link.poll(1) for _ in range(int(self._patience_s))):
-                return self._link.recv_bytes()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return b""
+def _outcome(ask: Callable[[bytes | None], bytes], case: bytes, is_script: bool) -> Outcome:
+    mark = secrets.token_hex(harness.MARK_BYTES // 2).encode() if is_script else b""
+    answer, output = ask(mark + case), bytearray()
+    while answer.startswith(b"+"):
+        output += answer[1:]
+        answer = ask(None)
+    if not answer:
+        return Outcome("sandbox error", message="its harness ended or hung")
+    if answer == b"ok" and is_script and output != mark:
+        return Outcome("runtime error")
+    return Outcome(cast(Ending, answer.decode()), output.decode("utf-8", "replace"))
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End everything at the latest now; bubblewrap gets time to end by itself, else nobody reaps the harness."""
-    assert process.stderr is not None
-    wait([process.stderr], END_LIMIT_S)
+def _kill(process: Process) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @functools.cache
-def _inside() -> tuple[CodeType, ...]:
-    return tuple(compile(inspect.getsource(part), part.__name__, "exec", optimize=2) for part in (execution, harness))
+def _harness() -> CodeType:
+    return compile(inspect.getsource(harness), "harness", "exec", optimize=2)
 
 
 def cores() -> int:

@@ -28,7 +28,7 @@ UNIFORM, KEPT = range(424, 600), (436, 437, 439, 441, 452)
 """Calls since Linux 5.1 have the same number on all architectures. They are not there, as on an older kernel, but for
 close_range, openat2, faccessat2, epoll_pwait2 and fchmodat2."""
 FCNTL, IOCTL = (8, 10, 15, 1024, 1026, 1031), (0x8901, 0x8902)
-"""F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, FIOSETOWN and SIOCSPGRP have the kernel send signals to anyone.
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, FIOSETOWN and SIOCSPGRP have the kernel send signals;
 F_SETPIPE_SZ takes its memory."""
 CLONE_THREAD, CLONE_NAMESPACES = 0x00010000, [1 << bit for bit in (17, 25, 26, 27, 28, 29, 30)]
 AF_UNIX = 1

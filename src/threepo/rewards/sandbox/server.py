@@ -1,6 +1,6 @@
 """Programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), over its `POST /run_code`.
 
-Each case is a request of its own, and `execution` runs it there as it does here. The server reads standard output only
+Each case is a request of its own, and `harness` runs it there as it does here. The server reads standard output only
 after the program has ended: one that writes more than the pipe and a buffer hold, 190 kB, waits until its time is up.
 So the program writes to a file, which the server returns whatever its size.
 """
@@ -8,7 +8,6 @@ So the program writes to a file, which the server returns whatever its size.
 import base64
 import http.client
 import inspect
-import itertools
 import json
 import random
 import secrets
@@ -17,11 +16,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import execution
-from threepo.rewards.sandbox.harness import OUTPUT_LIMIT
+from threepo.rewards.sandbox import harness
+from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
 from threepo.rewards.sandbox.interface import Ending, Job, Outcome
 
 WORKERS = 32
@@ -31,12 +31,7 @@ ANSWER = "threepo-answer"
 """The file with what the program wrote or returned."""
 ATTEMPTS = 6
 LONGEST_WAIT_S = 30.0
-ENDINGS: dict[int, Ending] = {
-    0: "ok",
-    execution.MEMORY: "memory",
-    execution.WRONG: "wrong",
-    execution.NO_PYTHON: "compile error",
-}
+ENDINGS: dict[int, Ending] = {0: "ok", MEMORY: "memory", WRONG: "wrong", NO_PYTHON: "compile error"}
 
 
 class ServerSandbox:
@@ -52,10 +47,10 @@ class ServerSandbox:
 
     def run(self, job: Job) -> Generator[Outcome, None, None]:
         """The outcome of each case, each requested when the one before has been taken."""
-        parts = {name: getattr(job, name) for name in ("kind", "prefix", "program", "entry")}
-        code = f"{inspect.getsource(execution)}\n\non_server({parts!r}, {ANSWER!r}, {OUTPUT_LIMIT})\n"
+        order = vars(replace(job, cases=()))
+        code = f"{inspect.getsource(harness)}\n\non_server({order!r}, {ANSWER!r})\n"
         for case in job.cases:
-            mark = secrets.token_hex(execution.MARK_BYTES // 2) if job.kind == "script" else ""
+            mark = secrets.token_hex(MARK_BYTES // 2) if job.kind == "script" else ""
             try:
                 yield _outcome(self._ask(code, mark + case), mark)
             except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
@@ -78,7 +73,8 @@ class ServerSandbox:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
             try:
                 with self._places, urllib.request.urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
                     answer = json.loads(response.read())
@@ -87,10 +83,10 @@ class ServerSandbox:
             except (OSError, http.client.HTTPException) as error:
                 status = error.code if isinstance(error, urllib.error.HTTPError) else None
                 may_change = self._seen if status is None else status in (429, 503, 504)
+                attempt += 1
                 if not may_change or attempt == ATTEMPTS:
                     raise
-            time.sleep(wait_s(attempt))
-        raise AssertionError
+                time.sleep(wait_s(attempt))
 
 
 def wait_s(attempt: int) -> float:
