@@ -19,6 +19,7 @@ from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program
 from threepo.rewards.code_tests import parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
+from threepo.rewards.sandbox import seccomp
 from threepo.types import Completion, Problem, Verdict
 
 REASON = why_not()
@@ -490,6 +491,13 @@ def test_the_public_functions_need_no_configuration() -> None:
 def test_without_bubblewrap_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"there is no bwrap .*apt-get install bubblewrap.* 'unconfined'"):
+        load_grader(RewardConfig(function="code"), None, [])
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_without_filters_of_system_calls_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seccomp, "LIBRARY", "libnowhere.so.2")
+    with pytest.raises(UserError, match=r"there is no libseccomp .*apt-get install libseccomp2.* 'unconfined'"):
         load_grader(RewardConfig(function="code"), None, [])
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable
 from ctypes import c_int, c_uint, c_uint64
 
+LIBRARY = "libseccomp.so.2"
 REFUSED = """
     ptrace process_vm_readv process_vm_writev kcmp unshare setns mount umount umount2 pivot_root chroot
     name_to_handle_at open_by_handle_at quotactl swapon swapoff acct syslog reboot kexec_load kexec_file_load
@@ -65,7 +66,7 @@ class _Comparison(ctypes.Structure):
 
 
 def _assembled(rules: Iterable[Rule]) -> bytes:
-    library = ctypes.CDLL("libseccomp.so.2")
+    library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     state = ctypes.c_void_p(library.seccomp_init(ALLOW))
     for call, error, comparison in rules:
