@@ -2,9 +2,9 @@
 
     grade("```python\\nprint(int(input()) + 1)\\n```", {"inputs": ["1\\n"], "outputs": ["2\\n"]}).correct
 
-The forms of tests are in `code_tests`, where programs run in `sandbox`. A verdict's `detail` is `passed`, or what the
-first test that failed ended with: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; `sandbox error` is
-no fault of the program's.
+`code_tests` has the forms of tests, `sandbox` the places where programs run. A verdict's `detail` is `passed`, or how
+the first test that failed ended: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; or `sandbox error`,
+which is not the program's fault.
 """
 
 import functools
@@ -48,7 +48,12 @@ class CodeGrader:
         program = extract_program(text)
         if program is None:
             return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
-        endings = self._endings(program, tests)
+        endings: list[str] = []
+        with closing(self._sandbox.run(replace(tests.job, program=program))) as outcomes:
+            for index, outcome in enumerate(outcomes):
+                endings.append(tests.judged(index, outcome))
+                if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
+                    break  # no other test can change the verdict
         failed = next((ending for ending in endings if ending != "passed"), None)
         error = "sandbox error" in endings
         share = 0.0 if error else endings.count("passed") / len(tests.job.cases)
@@ -61,19 +66,9 @@ class CodeGrader:
             format_ok=True,
         )
 
-    def _endings(self, program: str, tests: CodeTests) -> list[str]:
-        """How the tests ended; where only all of them count, none after the first that failed."""
-        endings: list[str] = []
-        with closing(self._sandbox.run(replace(tests.job, program=program))) as outcomes:
-            for index, outcome in enumerate(outcomes):
-                endings.append(tests.judged(index, outcome))
-                if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
-                    break
-        return endings
-
 
 def extract_program(completion: str) -> str | None:
-    """The last block marked as Python, or else the first of any kind; None where there is none with anything in it."""
+    """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
     marked = completion.rpartition("```python")
     if marked[1]:
         program = re.sub(r"\A[\d.]*[ \t]*\n", "", marked[2].partition("```")[0])
@@ -84,7 +79,7 @@ def extract_program(completion: str) -> str | None:
 
 
 def grade(completion: str, tests: Any) -> Verdict:
-    """The verdict on one completion under the default settings; `ValueError` for tests in no form that is known."""
+    """The verdict on one completion under the default settings; `ValueError` for tests in an unknown form."""
     return _default_grader().grade(completion, parse_tests(tests))
 
 
@@ -101,7 +96,7 @@ def _default_grader() -> CodeGrader:
 
 
 def tests_of(problem: Problem) -> CodeTests:
-    """The tests in the problem's column; `ValueError` if they are in no form that is known."""
+    """The tests in the problem's column; `ValueError` if their form is unknown."""
     try:
         return parse_tests(problem.columns.get(COLUMN))
     except ValueError as error:

@@ -52,10 +52,10 @@ def compiled(code: str, name: str) -> CodeType:
 
 
 def new_module(kind: str) -> dict[str, Any]:
-    """The names of the module that the program becomes, which imports find."""
-    name = "__main__" if kind == "stdin" else "solution"  # what a program does as a script is not part of its functions
-    module = sys.modules[name] = ModuleType(name)
-    return module.__dict__
+    """The names of the module that the program becomes, which imports find; as a script only for `stdin`."""
+    name = "__main__" if kind == "stdin" else "solution"
+    sys.modules[name] = ModuleType(name)
+    return vars(sys.modules[name])
 
 
 def run(
@@ -100,7 +100,7 @@ def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
 
     sys.set_int_max_str_digits(0)
     owner = names.get("Solution")  # looked at first: the prefix may have imported a function of that name
-    function = getattr(owner(), entry) if owner is not None and hasattr(owner, entry) else names[entry]
+    function = getattr(owner(), entry) if hasattr(owner, entry) else names[entry]  # type: ignore[misc]
     return json.dumps(function(*json.loads(case)), default=list).encode()
 
 
