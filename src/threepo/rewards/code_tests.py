@@ -24,8 +24,6 @@ from threepo.rewards.sandbox.interface import Job, Outcome
 
 REL_TOLERANCE = 1e-5
 ABS_TOLERANCE = 1e-6
-LONGEST_NUMBER = 400
-"""Digits; longer ones must be equal as texts."""
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -182,7 +180,7 @@ def _same_word(word: str, expected: str) -> bool:
     """Whether two words are equal; or two numbers, or close where a fraction is expected."""
     if word == expected:
         return True
-    if max(len(word), len(expected)) > LONGEST_NUMBER or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return False
     if not _INTEGER.fullmatch(expected):
         return _close(float(word), float(expected))
