@@ -40,10 +40,10 @@ def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -
     """Grades the program so many times, and refuses to time what is not judged right."""
     sandbox = SandboxConfig(backend=backend, workers=workers)  # type: ignore[arg-type]
     grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
-    parsed = parse_tests(tests)
+    pair = (f"```python\n{program}```", parse_tests(tests))
 
     def work(programs: int) -> None:
-        verdicts = grader.grade_all([f"```python\n{program}```"] * programs, [parsed] * programs)
+        verdicts = grader.grade_all([pair] * programs)
         wrong = [verdict for verdict in verdicts if not verdict.correct]
         if wrong:
             raise SystemExit(f"{len(wrong)} of {programs} judged {wrong[0].detail}")

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,10 @@ def why_not() -> str:
 
 
 @contextmanager
-def contained(settings: dict[str, Any], folder: Path) -> Iterator[Contained]:
-    """A process in namespaces of its own that runs programs in the sandbox of these settings."""
+def contained(settings: dict[str, Any], folder: Path, user: Sequence[str] = ()) -> Iterator[Contained]:
+    """A process in namespaces of its own, started by `user`, that runs programs in the sandbox of these settings."""
     process = subprocess.Popen(
-        [*_apart(), sys.executable, __file__, json.dumps(settings)],
+        [*_apart(), *user, sys.executable, __file__, json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -4,12 +4,17 @@ Each runs in the sandbox, and that in a process namespace of its own (`contained
 machine is as it was; no process is left.
 """
 
+import ctypes
+import json
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from rewards.contained import Contained, contained, why_not
+from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.sandbox import seccomp
+from threepo.rewards.sandbox.interface import Outcome
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -63,6 +68,15 @@ HARM = {
         "while True: pass",
         "time-out",
     ),
+    "takes kernel memory by descriptors": (
+        "import os, socket\nends = []\nwhile True: ends += [os.pipe(), socket.socketpair()]",
+        "runtime error",
+    ),
+    "computes for ever in threads": (
+        "import threading\ndef f():\n    while True: pass\nfor _ in range(8): threading.Thread(target=f).start()",
+        "time-out",
+    ),
+    "closes all and sleeps": ("import os, time\nos.closerange(0, 1024)\ntime.sleep(10**6)", "time-out"),
     "computes for ever in C": ("sum(iter(int, 1))", "time-out"),
     "sleeps": ("import time\ntime.sleep(10**6)", "time-out"),
     "prints for ever": ("while True: print('x' * 1000)", "wrong"),
@@ -101,7 +115,20 @@ def test_of_several_tests_the_ones_after_a_harmful_end_are_still_run(inside: Con
     result = inside.run("stdin", program, ["0", "1", "2", "3"])
     assert result["endings"] == ["ok", "runtime error", "time-out", "ok"]
     assert (result["outputs"][0], result["outputs"][3], result["left"]) == ("0\n", "3\n", [])
+    program = f"def f(n):\n    global input\n    input = lambda: n\n    exec({program.replace('print(n)', '')!r})"
+    result = inside.run("script", program, [f"f({n})" for n in range(4)])
+    assert (result["endings"], result["left"]) == (["ok", "runtime error", "time-out", "ok"], [])
 
+
+def number(name: str) -> int:
+    """The number of a system call on this machine; negative where it has none."""
+    return int(ctypes.CDLL("libseccomp.so.2").seccomp_syscall_resolve_name(name.encode())) if not REASON else -1
+
+
+CALLS = [(number(name), (-1, 1)) for name in seccomp.REFUSED.split() if number(name) >= 0]
+CALLS += [(number(name), (0, 0)) for name in seccomp.IDLE.split() if number(name) >= 0]
+CALLS += [(number, (-1, 38)) for number in (424, 425, 434, 435, 438, 442, 443, 448, 451, 463, 467, 599)]
+"""With nonsense for arguments, what each returns, and its errno."""
 
 SEES = {
     "files": (
@@ -139,7 +166,8 @@ SEES = {
     ),
     "places to write": (
         "import os\n"
-        "for folder in ('/', '/dev', '/python', '/python/lib', os.path.dirname(os.__file__), '/lib', '/tmp'):\n"
+        "library = os.path.dirname(os.__file__)\n"
+        "for folder in ('/', '/dev', '/python', '/python/lib', library, library + '/site-packages', '/lib', '/tmp'):\n"
         "    try: open(folder + '/x', 'w').close(); print(folder)\n    except OSError: pass",
         "/tmp\n",
     ),
@@ -155,43 +183,62 @@ SEES = {
         "    try: resource.setrlimit(kind, (soft, hard + 1)); print(name)\n    except ValueError: pass",
         "",
     ),
+    "time to use": (
+        "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))",
+        "(1, 1)\n",  # at the hard limit no signal is sent that a program could ignore
+    ),
     "whom to signal": (
-        "import os\nfor pid in (1, os.getppid(), -1, 0, -os.getppid()):\n    try: os.kill(pid, 9); print(pid)\n"
-        "    except PermissionError: pass",
+        "import os\nfor pid in (1, os.getppid(), -1, 0, -os.getppid(), os.getpid()):\n"
+        "    try: os.kill(pid, 9); print(pid)\n    except PermissionError: pass",
         "",
     ),
     "whom to talk to": (
-        "import socket\nvsock, alg, packet = 40, 38, 17\n"
-        "for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK, vsock, alg, packet):\n"
+        "import socket\nvsock, alg, packet, tipc = 40, 38, 17, 30\n"
+        "for family in (*map(int, (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK)),\n"
+        "               vsock, alg, packet, tipc):\n"
         "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):\n"
-        "        try: socket.socket(family, kind); print(family)\n        except PermissionError: pass",
+        "        try: socket.socket(family, kind); print(family)\n        except PermissionError: pass\n"
+        "    try: socket.socketpair(family); print('pair', family)\n    except PermissionError: pass",
+        "pair 1\n",
+    ),
+    "how much a pair of sockets takes": (
+        "import socket\none, two = socket.socketpair()\n"
+        "try: one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30); print('more')\n"
+        "except PermissionError: pass\n"
+        "try: socket.send_fds(one, [b'x'], [0]); print('files')\nexcept PermissionError: pass",
         "",
     ),
-    "system calls": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        f"for name, number in {[(name, seccomp.number(name)) for name in seccomp.FORBIDDEN]}:\n"
-        "    if number >= 0:\n"
-        "        value = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(0)] * 6)\n"
-        "        if (value, ctypes.get_errno()) != (-1, 1): print(name, value, ctypes.get_errno())",
+    "how much a pipe takes": (
+        "import fcntl, os\ntry: fcntl.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 1 << 20); print('more')\n"
+        "except PermissionError: pass",
         "",
     ),
     "whom to have signalled when a pipe is written": (
-        "import ctypes, fcntl, os\nends = os.pipe()\nowner = ctypes.create_string_buffer(b'\\1' + bytes(3))\n"
-        "owner = owner.raw[:4] + os.getppid().to_bytes(4, 'little')\n"
-        "for order, value in ((fcntl.F_SETOWN, os.getppid()), (15, owner)):\n"
-        "    try: fcntl.fcntl(ends[0], order, value); print(order)\n    except PermissionError: pass",
+        "import ctypes, fcntl, os\nlibc, end = ctypes.CDLL(None, use_errno=True), os.pipe()[0]\n"
+        "owner = ctypes.create_string_buffer(b'\\1' + bytes(3) + os.getppid().to_bytes(4, 'little'))\n"
+        "orders = [(libc.fcntl, order) for order in (fcntl.F_SETOWN, 10, 15, fcntl.F_SETLEASE, fcntl.F_NOTIFY)]\n"
+        "for call, order in [*orders, (libc.ioctl, 0x8901), (libc.ioctl, 0x8902)]:\n"
+        "    for hidden in (0, 1 << 32):  # the kernel does not look at the upper half\n"
+        "        result = call(end, ctypes.c_ulong(order | hidden), owner)\n"
+        "        if (result, ctypes.get_errno()) != (-1, 1): print(order, hidden, result, ctypes.get_errno())",
         "",
     ),
     "whose limits to change": (
         "import os, resource\nfor pid in (os.getppid(), 1):\n"
         "    try: resource.prlimit(pid, resource.RLIMIT_CPU, (0, 0)); print(pid)\n    except PermissionError: pass\n"
-        "own = resource.prlimit(os.getpid(), resource.RLIMIT_CPU)\n"
-        "print(own == resource.prlimit(0, resource.RLIMIT_CPU) == resource.getrlimit(resource.RLIMIT_CPU))",
+        "print(resource.prlimit(0, resource.RLIMIT_CPU) == resource.getrlimit(resource.RLIMIT_CPU))",
         "True\n",
+    ),
+    "system calls": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for number, wanted in {CALLS}:\n"
+        "    ctypes.set_errno(0)\n    value = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)\n"
+        "    if (value, ctypes.get_errno()) != wanted: print(number, value, ctypes.get_errno())",
+        "",
     ),
     "namespaces": (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        f"for number, flags in (({seccomp.number('unshare')}, 1 << 28), ({seccomp.number('clone')}, 1 << 28 | 17)):\n"
+        f"for number, flags in (({number('unshare')}, 1 << 28), ({number('clone')}, 1 << 28 | 17)):\n"
         "    print(libc.syscall(ctypes.c_long(number), ctypes.c_long(flags), 0, 0, 0, 0), ctypes.get_errno())",
         "-1 1\n-1 1\n",
     ),
@@ -211,93 +258,141 @@ def test_what_a_program_finds(name: str, inside: Contained) -> None:
 CHEATS = {
     "ends before the tests": "import os\nos._exit(0)",
     "ends before the tests, politely": "raise SystemExit(0)",
+    "ends before the tests, as one types it": "exit()",
     "ends when it is asked": "import os\ndef f(x): os._exit(0)",
     "ends when it is asked, politely": "import sys\ndef f(x): sys.exit(0)",
+    "ends when it is asked, as one types it": "def f(x): exit()",
+    "ends when it is asked, from a helper": "import sys\ndef g(): sys.exit()\ndef f(x): return [g() for _ in [x]]",
     "ends at its end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "equals everything": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "equals everything, as a number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "has no assertions": (
-        "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\nbuiltins.abs = lambda x: 0\n"
-        "builtins.isinstance = lambda *a: True\nbuiltins.all = lambda x: True\ndef f(x): return 0"
-    ),
-    "changes what carries answers": (
-        'import json\njson.dumps = lambda *a, **k: \'["value", [["list", [true, []]]]]\'\ndef f(x): return 0'
+    "cannot be ended": "import os, sys\nos._exit = sys.exit = lambda *_: None\ndef f(x): return 0",
+    "writes late": (
+        "import atexit, os, threading, time\ndef late(*_):\n    for i in range(64):\n"
+        "        for text in (b'ok', b'71990', b'0' * 32):\n            try: os.write(i, text)\n"
+        "            except OSError: pass\n"
+        "class A:\n    __del__ = late\na = A()\natexit.register(late)\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), late())).start()\ndef f(x): return 0"
     ),
     "answers for the harness": (
         "import os\n"
-        "lines = b'ok\\n', b'compiled\\nok\\nok\\n', bytes(7) + b'\\x04null', bytes(7) + b'\\x0e[\"value\",null]'\n"
-        "for i in range(3, 1024):\n    for text in lines:\n"
-        "        try: os.write(i, text)\n        except OSError: pass\ndef f(x): return 0"
+        "texts = b'ok', b'compiled', b'+71990', b'0' * 32\n"
+        "for i in range(64):\n    for text in texts:\n        for line in (text, bytes([0, 0, 0, len(text)]) + text):\n"
+        "            try: os.write(i, line)\n            except OSError: pass\ndef f(x): return 0"
     ),
-    "is near everything": (
-        "class A:\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\ndef f(x): return A()"
-    ),
-    "is near everything, by way of other objects": (
-        "class A:\n    def one(self, *others): return self\n    def zero(self, *others): return 0\n"
-        "    __sub__ = __rsub__ = __lt__ = __gt__ = one\n    __abs__ = __neg__ = __float__ = __round__ = zero\n"
-        "def f(x): return A()"
-    ),
-    "has everything in it": (
-        "class A(list):\n    def __contains__(self, item): return True\n    def __eq__(self, other): return True\n"
-        "def f(x): return A()"
-    ),
-    "ends the loop that it is called in": "def f(x): raise StopIteration",
-    "skips the tests": "import unittest\ndef f(x): raise unittest.SkipTest",
-    "skips the tests by another name": "import unittest\nclass E(unittest.SkipTest): pass\ndef f(x): raise E",
     "closes all": "import os\nos.closerange(0, 1024)\ndef f(x): return 0",
     "raises what ends tests well": "def f(x): raise SystemExit(0)",
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
     "lies about memory": "import os\nos._exit(86)",
+    "lies about failure": "import os\nos._exit(87)",
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 0",
+}
+"""These pass no tests of any form."""
+FROM_WITHIN = {
+    "equals everything": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "equals everything, as a number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "is near everything": (
+        "class A:\n    def one(self, *others): return self\n    def zero(self, *others): return 0\n"
+        "    __sub__ = __rsub__ = one\n    __abs__ = __eq__ = zero\n    __lt__ = lambda *_: True\ndef f(x): return A()"
+    ),
+    "changes what is built in": "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 0",
+    "changes what carries answers": "import json\njson.dumps = lambda *a, **k: '0'\ndef f(x): return 0",
+    "ends the loop that it is called in": "def f(x): raise StopIteration",
+    "skips the tests": "import unittest\ndef f(x): raise unittest.SkipTest",
     "looks for the answer among its objects": (
         "import gc, sys\ndef f(x):\n    seen = [o for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]\n"
         "    frame = sys._getframe()\n    while frame:\n        seen += [frame.f_locals, frame.f_globals]\n"
         "        frame = frame.f_back\n"
-        "    return int('71' + '993') if any('71' + '993' in str(o)[:10**5] for o in seen) else 0"
+        "    return int('71' + '990') if any('71' + '990' in str(o)[:10**5] for o in seen) else 0"
     ),
     "looks for the answer in its files": (
         "import os\ndef f(x):\n    for i in range(1024):\n        try:\n"
-        "            if b'71' + b'993' in os.pread(i, 10**6, 0):\n                return int('71' + '993')\n"
+        "            if b'71' + b'990' in os.pread(i, 10**6, 0):\n                return int('71' + '990')\n"
         "        except OSError: pass\n    return 0"
     ),
 }
-KINDS = {
-    "call": "[3]",
-    "script": "assert abs(f(3) - 71993) == 0 and isinstance(f(3), int) and all([f(3) == 71993])",
-    "near": "assert abs(f(3) - 71993) < 1e-6",
-    "near, turned about": "assert 1e-6 > abs(71993 - f(3))",
-    "near, without its sign": "assert -(f(3) - 71993) < 1e-6",
-    "near, rounded": "assert round(f(3) - 71993, 3) == 0",
-    "near, as a float": "assert float(f(3) - 71993) == 0",
-    "near by itself": "assert 71993 - f(3) < 1e-6",
-    "between": "assert 71992 < f(3) < 71994",
-    "in it": "assert 71993 in [f(3)] and 71993 in {f(3)} and f(3) in (71993, 71993.0)",
-    "it in one": "x = f(3)\nassert 71993 in (x if hasattr(x, 'append') else [x])",
-    "map": "assert all(map(lambda x: f(x) == 71990 + x, [3, 4]))",
+"""These pass some tests that are code, which nothing can stop in one process, but none by inputs and outputs."""
+ASSERTS = {
+    "equal": "assert f(3) == 71990",
+    "near": "assert abs(f(3) - 71990) < 1e-6",
+    "map": "assert all(map(lambda x: f(x) == 71990, [3, 4]))",
     "unittest": (
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(3), 71993)\n"
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(3), 71990)\n"
         "unittest.main()"
     ),
+    "catching": "try: result = f(3)\nexcept BaseException: result = None\nassert result == 71990",
 }
+HONEST = "def f(x): return 71990"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CHEATS)
-def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> None:
-    result = inside.run("call" if kind == "call" else "script", CHEATS[name], [KINDS[kind]], entry="f")
+def by_outputs(kind: str, program: str, inside: Contained) -> str:
+    """How a program is judged whose output, or whose function's result, is compared with 71990."""
+    if kind == "stdin":
+        tests, program = {"inputs": ["3"], "outputs": ["71990"]}, f"{program}\nprint(f(int(input())))"
+    else:
+        tests = {"fn_name": "f", "inputs": [[3]], "outputs": [71990]}
+    parsed = parse_tests(tests)
+    result = inside.run(kind, program, list(parsed.job.cases), entry=parsed.job.entry)
     assert result["left"] == []
-    assert result["endings"] != ["ok"] or (kind == "call" and "71993" not in result["outputs"][0])
+    return parsed.judged(0, Outcome(result["endings"][0], result["outputs"][0]))
+
+
+@pytest.mark.parametrize("kind", ["stdin", "call"])
+@pytest.mark.parametrize("name", [*CHEATS, *FROM_WITHIN])
+def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> None:
+    """What is expected is not in the sandbox; so nothing inside can compare with it, or find it."""
+    assert by_outputs(kind, (CHEATS | FROM_WITHIN)[name], inside) != "passed"
+
+
+@pytest.mark.parametrize("kind", ASSERTS)
+@pytest.mark.parametrize("name", CHEATS)
+def test_tests_that_are_code_must_come_to_their_end(name: str, kind: str, inside: Contained) -> None:
+    result = inside.run("script", CHEATS[name], [ASSERTS[kind]])
+    assert (result["endings"] != ["ok"], result["left"]) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("equals everything", "equal"),
+        ("is near everything", "near"),
+        ("changes what is built in", "near"),
+        ("skips the tests", "unittest"),
+        ("ends the loop that it is called in", "map"),
+        ("looks for the answer among its objects", "equal"),
+    ],
+)
+def test_tests_that_are_code_can_be_deceived_from_within(name: str, kind: str, inside: Contained) -> None:
+    """docs/rewards.md says so, and advises inputs and outputs, where the same programs fail."""
+    assert inside.run("script", FROM_WITHIN[name], [ASSERTS[kind]])["endings"] == ["ok"]
 
 
 def test_an_honest_program_passes_the_same_tests(inside: Contained) -> None:
-    for kind, case in KINDS.items():
-        form = "call" if kind == "call" else "script"
-        assert inside.run(form, "def f(x): return 71990 + x", [case], entry="f")["endings"] == ["ok"], kind
+    assert [by_outputs(kind, HONEST, inside) for kind in ("stdin", "call")] == ["passed"] * 2
+    assert inside.run("script", HONEST, list(ASSERTS.values()))["endings"] == ["ok"] * len(ASSERTS)
 
 
-def test_tests_that_catch_everything_do_not_hide_that_the_program_has_gone(inside: Contained) -> None:
-    case = "try:\n    f(1)\nexcept BaseException:\n    pass"
-    assert inside.run("script", "import os\ndef f(x): os._exit(0)", [case])["endings"] == ["runtime error"]
+@pytest.mark.parametrize("kind", ["call", "script"])
+def test_before_its_own_code_has_run_a_program_cannot_find_its_tests(kind: str, inside: Contained) -> None:
+    """Not among its objects, and not in its files; and it has no way to the world outside."""
+    program = (
+        "import gc, os, stat\nfound = [o for o in gc.get_objects() if 'se' + 'cret' in str(o)[:10**5]]\n"
+        "for i in range(1024):\n    try:\n        if stat.S_ISSOCK(os.fstat(i).st_mode): found.append(i)\n"
+        "        if b'se' + b'cret' in os.pread(i, 10**6, 0): found.append(i)\n    except OSError: pass\n"
+        "seen = repr(found)\ndef f(x): return seen"
+    )
+    case = '["secret"]' if kind == "call" else "assert f('secret') == '[]', seen"
+    result = inside.run(kind, program, [case, case], entry="f")
+    assert result["endings"] == ["ok", "ok"]
+    if kind == "call":
+        assert [json.loads(output) for output in result["outputs"]] == ["[]", "[]"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="this whole file runs as another user then")
+def test_where_threepo_is_not_root_a_program_finds_no_more(tmp_path_factory: pytest.TempPathFactory) -> None:
+    user = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    with contained(SETTINGS, tmp_path_factory.mktemp("user"), user) as process:
+        for name in ("its powers", "places to write", "files", "open files", "the whole file system to delete"):
+            program, output = SEES[name]
+            assert process.run("stdin", program, [""]) == {"endings": ["ok"], "outputs": [output], "left": []}, name
 
 
 def test_a_program_ends_with_its_caller_however_that_ends(inside: Contained) -> None:

@@ -20,6 +20,7 @@ from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program
 from threepo.rewards.code_tests import parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
+from threepo.rewards.sandbox import seccomp
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -82,9 +83,18 @@ def test_no_program_is_no_answer() -> None:
         ("1  2", "1 2", True),
         ("0.333333", "0.33333333333", True),
         ("0.3333", "0.33333333333", False),
-        ("1e-7", "0", True),
+        ("0.0000001", "0.0", True),
         ("3.0", "3", True),
+        ("3", "3.0", True),
+        ("3e0", "+3", True),
+        ("2.9999999", "3.0", True),
+        ("2.9999999", "3", False),
+        ("1e-7", "0", False),
         ("100000001", "100000002", False),
+        ("1000000000.0", "1000000007", False),
+        ("1e9", "1000000007", False),
+        ("9007199254740993.0", "9007199254740992", False),
+        ("1e99999999999999999999", "1", False),
         ("9" * 500, "9" * 499 + "8", False),
         ("nan", "inf", False),
         ("1_0", "10", False),
@@ -115,9 +125,9 @@ def test_a_value_equals_what_json_makes_of_it(value: Any) -> None:
     assert same_value(json.loads(json.dumps(value)), value)
 
 
-@given(JSON, JSON)
-def test_equality_of_values_is_symmetric(value: Any, other: Any) -> None:
-    assert same_value(value, other) == same_value(other, value)
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(10**15), 10**15))
+def test_where_an_integer_is_expected_only_its_own_value_is_right(value: float, expected: int) -> None:
+    assert same_value([value], [expected]) == same_text(repr(value), str(expected)) == (value == expected)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,13 @@ def test_equality_of_values_is_symmetric(value: Any, other: Any) -> None:
         ({"1": 2}, {1: 3}, False),
         (0.1 + 0.2, 0.3, True),
         (10**8, 10**8 + 1, False),
+        (3.0, 3, True),
+        (3, 3.0, True),
+        (2.9999999, 3.0, True),
+        (2.9999999, 3, False),
+        (1e9, 10**9 + 7, False),
+        ({"a": [1e9]}, {"a": [10**9 + 7]}, False),
+        (float("inf"), 10**400, False),
         (1.0, "1.0", False),
         (10**400, 1.0, False),
     ],
@@ -152,7 +169,7 @@ def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: b
         ({"inputs": "1", "outputs": "1"}, "two lists"),
         ({"inputs": [1], "outputs": ["1"]}, "'inputs' with 1, which must be text"),
         ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be the list of the function's arguments"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "a line that is no JSON"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "a line that is not JSON"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "must be the name of a function"),
         ({"assert_case": []}, "'assert_case', which must be Python code"),
         ({"assert_case": ["assert f("]}, "'assert_case', which must be Python code: "),
@@ -161,7 +178,7 @@ def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: b
         ({"functional": "-" * 100_000 + "1"}, "'functional', which must be Python code"),
         ("[" * 100_000, "are nested too deeply"),
         ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "are nested too deeply"),
-        ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "which JSON cannot say: .*bytes"),
+        ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "which JSON cannot express: .*bytes"),
     ],
 )
 def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
@@ -211,135 +228,54 @@ def test_every_form_of_tests_passes_what_is_right_and_fails_what_is_wrong(form: 
     assert (found.correct, found.status, found.reward) == (False, "wrong", 0.0)
 
 
-# What tests that are code can do with what a program makes: (program, tests)
-CROSSING = {
+# Tests that are code run after an honest program, with its names: (program, tests)
+SCRIPTS = {
     "change a list in place": ("def f(x): x.reverse()", "x = [1, 2]\nf(x)\nassert x == [2, 1]"),
-    "change a dictionary in place": ("def f(x): x.clear(); x[1] = {2}", "x = {}\nf(x)\nassert x == {1: {2}}"),
-    "all plain data": (
-        "def f(x): return x",
-        "x = [None, True, 1, 10**5000, 1.5, float('inf'), 'é\\n', b'b', 1j, (1, (2,)), {1, 2}, frozenset([3]),\n"
-        "     {(1,): [2]}]\n"
-        "assert f(x) == x and all(type(a) is type(b) for a, b in zip(f(x), x))",
-    ),
-    "a list that holds itself": ("def f(x): x.append(x); return x", "y = f([1])\nassert y[1][1][0] == 1 and y[1] is y"),
     "exceptions": (
-        "def f(x):\n    if x < 0: raise ValueError('below')\n    return x",
-        "try:\n    f(-1)\nexcept ValueError as e:\n    assert str(e) == 'below'\nelse:\n    assert False",
+        "class Low(ValueError):\n    def __init__(self, n): super().__init__(f'low: {n}'); self.n = n\n"
+        "def f(n): raise Low(n)",
+        "import unittest\ntry: f(3)\nexcept ValueError as e: assert e.n == 3 and str(e) == 'low: 3'\n"
+        "else: assert False\n"
+        "with unittest.TestCase().assertRaises(Low): f(3)",
     ),
-    "objects of its own": (
-        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-        "    def __len__(self): return len(self.items)\n    def __getitem__(self, i): return self.items[i]",
-        "s = Stack()\ns.push(4)\ns.push(5)\n"
-        "assert len(s) == 2 and s[1] == 5 and s.items == [4, 5] and list(s) == [4, 5]",
-    ),
-    "its objects with each other": (
+    "classes with an equality of their own": (
         "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
-        "    def __eq__(self, o): return self.x == o.x\n    def __lt__(self, o): return self.x < o.x",
-        "assert V(1) + V(2) == V(3) and V(1) < V(2) and V(1) != V(2)",
+        "    def __eq__(self, o): return self.x == (o.x if isinstance(o, V) else o)\n"
+        "    def __lt__(self, o): return self.x < o.x",
+        "assert V(1) + V(2) == V(3) == 3 and V(1) < V(2) and V(1) != V(2) and abs(V(3).x - 3) < 1e-6",
     ),
     "iterators": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] and next(f(3)) == 0"),
-    "dictionaries with more to them": (
-        "from collections import Counter, OrderedDict\ndef f(x): return Counter(x)",
-        "assert f('aab') == {'a': 2, 'b': 1}",
-    ),
-    "modules that it forgot": ("import math\ndef f(x): return x", "assert math.sqrt(f(4)) == 2"),
     "constants of the program": ("LIMIT = 7\ndef f(x): return LIMIT", "assert f(0) == LIMIT == 7"),
-    "numbers of the standard library": (
-        "from decimal import Decimal\nfrom fractions import Fraction\n"
-        "def half(x): return Fraction(x, 2)\ndef quarter(x): return Decimal(x) / 4\ndef twice(x): return x * 2",
-        "import math\nfrom decimal import Decimal\n"
-        "assert abs(half(1) - 0.5) < 1e-6 and half(1) == 0.5 and half(3) > 1 and math.isclose(half(1), 0.5)\n"
-        "assert quarter(1) == Decimal('0.25') and f'{quarter(1):.1f}' == '0.2' and round(quarter(1), 1) < 1\n"
-        "assert twice(Decimal('1.5')) == 3 and isinstance(quarter(1), Decimal)",
+    "modules of the program": ("import math\ndef f(x): return x", "assert math.sqrt(f(4)) == 2"),
+    "functions of the tests": (
+        "def f(xs, key): return sorted(xs, key=key)",
+        "assert f([1, 2], lambda x: -x) == [2, 1]",
     ),
-    "containers of the standard library": (
-        "from array import array\nfrom collections import *\ndef count(x): return Counter(x)\n"
-        "def last(x): return deque(x, 2)\ndef turn(x): x.rotate()\ndef lists(): return defaultdict(list, a=[1])\n"
-        "def seven(): return defaultdict(lambda: 7)\ndef pairs(x): return OrderedDict(x)\n"
-        "def upto(n): return range(n)\ndef more(x): x.append(1); return x\ndef ints(x): return array('i', x)",
-        "from array import array\nfrom collections import deque, OrderedDict\n"
-        "assert count('aab').most_common(1) == [('a', 2)] and count('a')['z'] == 0 and count('a') == {'a': 1}\n"
-        "d = deque([1, 2, 3])\nturn(d)\nassert d == deque([3, 1, 2]) and last(d) == deque([1, 2]) and 3 in d\n"
-        "assert lists() == {'a': [1]} and lists()[5] == [] and seven()[5] == 7\n"
-        "assert pairs([(1, 2), (0, 3)]) == OrderedDict([(1, 2), (0, 3)]) and upto(3) == range(3)\n"
-        "b = bytearray(b'a')\nassert more(b) == b'a\\1' == b and ints([1]) == array('i', [1])",
+    "what the program prints": (
+        "def f(): print('said')",
+        "import io, sys\nsys.stdout = io.StringIO()\nf()\nassert sys.stdout.getvalue() == 'said\\n'",
     ),
-    "dates": (
-        "from datetime import *\ndef day(y): return datetime(y, 1, 2, 3, tzinfo=timezone.utc)\n"
-        "def between(a, b): return b - a",
-        "from datetime import *\n"
-        "assert day(2020) == datetime(2020, 1, 2, 3, tzinfo=timezone.utc) < day(2021) and day(2020).time() == time(3)\n"
-        "assert between(date(2020, 1, 1), date(2020, 1, 3)) == timedelta(days=2)",
+    "numbers and containers of the standard library": (
+        "from collections import *\nfrom fractions import Fraction\ndef half(x): return Fraction(x, 2)\n"
+        "def count(x): return Counter(x)\ndef last(x): return deque(x, 2)\nP = namedtuple('P', 'x y')",
+        "from collections import deque\nassert half(1) == 0.5 and abs(half(1) - 0.5) < 1e-6\n"
+        "assert count('aab') == {'a': 2, 'b': 1} and last([1, 2, 3]) == deque([2, 3]) and P(1, 2) == (1, 2)",
     ),
-    "containers with methods": (
-        "from collections import OrderedDict, namedtuple\nP = namedtuple('P', 'x y')\n"
-        "class Stack(list):\n    def peek(self): return self[-1]\n"
-        "class Cache(OrderedDict):\n    def get(self, key): return self[key] if key in self else -1\n"
-        "    def put(self, key, value): self[key] = value\n"
-        "def x_of(p): return p.x",
-        "s = Stack([1])\ns.append(2)\nassert s.peek() == 2 and s == [1, 2] and len(s) == 2 and 2 in s and s != [1]\n"
-        "c = Cache()\nc.put(1, 5)\nassert c.get(1) == 5 and c.get(2) == -1 and c == {1: 5} and 1 in c\n"
-        "p = P(1, 2)\nx, y = p\nassert (p.x, y) == (1, 2) == p and p in {(1, 2)} and x_of(p) == 1 and p[1] == 2",
-    ),
-    "views": ("def f(d): return d.keys()", "assert f({1: 2}) == {1} and list(f({1: 2})) == [1] and 1 in f({1: 2})"),
-    "built-in types": (
-        "def f(xs, t): return [x for x in xs if isinstance(x, t)]",
-        "assert f([1, 'a'], int) == [1] and f([1, 'a', 2.0], (int, float)) == [1, 2.0]",
-    ),
-    "classes of its own": (
-        "class A: pass\nclass B(A): pass\ndef f(): return B()",
-        "assert isinstance(f(), A) and not isinstance(3, A) and not isinstance(A(), B) and issubclass(B, A)\n"
-        "assert B.__name__ == 'B'",
-    ),
-    "objects that are one": ("class A: pass\na = A()\ndef f(): return a", "assert f() is f() and f() is not A()"),
-    "objects in sets": (
+    "dataclasses": (
         "from dataclasses import dataclass\n@dataclass(frozen=True, order=True)\nclass P:\n    x: int\n"
         "def f(): return {P(1), P(2)}",
         "assert f() == {P(2), P(1)} and sorted(f()) == [P(1), P(2)] and {P(1): 3}[P(1)] == 3",
-    ),
-    "its objects with plain numbers": (
-        "class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, n): return V(self.x * n)\n"
-        "    __rmul__ = __mul__\n    def __eq__(self, o): return self.x == o.x\n"
-        "    def __abs__(self): return abs(self.x)\n    def __float__(self): return float(self.x)\n"
-        "    def __or__(self, o): return V(self.x | o.x)",
-        "assert 2 * V(3) == V(6) == V(3) * 2 and abs(V(-3)) == 3 and float(V(2)) == 2 and V(1) | V(2) == V(3)",
-    ),
-    "what has no end": (
-        "class All:\n    def __iter__(self):\n        n = 0\n        while True: yield n; n += 1\n"
-        "def f(): return iter(All())",
-        "from itertools import islice\nassert list(islice(f(), 3)) == list(islice(All(), 3)) == [0, 1, 2]\n"
-        "g = f()\nfor x in g:\n    if x == 3: break\nassert next(g) == 4 and iter(g) is g and 7 in All()",
-    ),
-    "what has no items to look at": (
-        "class Words:\n    def __init__(self): self.words = set()\n    def add(self, w): self.words.add(w)\n"
-        "    def __contains__(self, w): return w in self.words",
-        "w = Words()\nw.add('a')\nassert 'a' in w and 'b' not in w",
     ),
     "contexts": (
         "class C:\n    def __enter__(self): self.left = False; return 5\n    def __exit__(self, *_): self.left = True",
         "c = C()\nwith c as x: assert x == 5 and not c.left\nassert c.left",
     ),
-    "exceptions of its own": (
-        "class Low(ValueError):\n    def __init__(self, n): super().__init__(f'low: {n}'); self.n = n\n"
-        "class Lower(Low): pass\ndef f(n): raise Lower(n)",
-        "import unittest\ntry: f(3)\nexcept Low as e: assert e.n == 3 and str(e) == 'low: 3'\nelse: assert False\n"
-        "with unittest.TestCase().assertRaises(Lower): f(3)\nwith unittest.TestCase().assertRaises(ValueError): f(3)",
-    ),
-    "exceptions with more to them": (
-        "import json\ndef f(d, k): return d[k]\ndef g(b): return b.decode()\ndef h(s): return json.loads(s)",
-        "import json\ntry: f({}, 'a')\nexcept KeyError as e: assert e.args == ('a',)\nelse: assert False\n"
-        "try: g(b'\\xff')\nexcept UnicodeDecodeError as e: assert e.start == 0\nelse: assert False\n"
-        "try: h('{')\nexcept json.JSONDecodeError as e: assert e.pos == 1\nelse: assert False",
-    ),
-    "exceptions of the tests": (
-        "class Low(Exception): pass\ndef f(n): raise Low(n)",
-        "class Low(Exception): pass\ntry: f(3)\nexcept Low: pass\nelse: assert False",
-    ),
-    "objects of a class that it does not have": (
-        "def f(p): p.x += 1; return p",
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nassert f(P(1)) == P(2)",
-    ),
     "tests that run as a program": ("def f(x): return x", "if __name__ == '__main__': assert f(1) == 1"),
+    "programs with a part to run by itself": (
+        "def f(x): return x\nif __name__ == '__main__': print(1 / 0)",
+        "assert f(1) == 1",
+    ),
+    "tests that end themselves": ("def f(x): return x", "import sys\nassert f(1) == 1\nsys.exit()"),
     "unittest": (
         ADD,
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\n"
@@ -348,10 +284,20 @@ CROSSING = {
 }
 
 
-@pytest.mark.parametrize("name", CROSSING)
-def test_tests_use_a_program_that_runs_in_another_process_as_if_it_were_here(name: str, grader: CodeGrader) -> None:
-    program, tests = CROSSING[name]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_tests_that_are_code_use_an_honest_program_as_their_own(name: str, grader: CodeGrader) -> None:
+    program, tests = SCRIPTS[name]
     assert verdict(grader, program, {"functional": tests}).detail == "passed"
+
+
+def test_a_test_that_ends_the_program_does_not_take_the_next_with_it() -> None:
+    """Each case is a process of its own: what it ends, or leaves behind, the next does not find."""
+    program = "import os\nseen = []\ndef f(x):\n    seen.append(x)\n    if x == 1: os._exit(0)\n    return len(seen)"
+    cases = ["assert f(0) == 1", "assert f(1) == 1", "assert f(2) == 1", "assert f(3) == 2", "assert f(4) == 1"]
+    sandbox = SandboxConfig(backend="unconfined")
+    grader = CodeGrader(RewardConfig(function="code", scoring="passed_share", sandbox=sandbox))
+    found = verdict(grader, program, {"assert_case": cases})
+    assert (found.reward, found.detail) == (3 / 5, "runtime error")
 
 
 def test_tests_that_fail_only_as_a_program_are_run_as_one(grader: CodeGrader) -> None:
@@ -365,7 +311,7 @@ def test_a_program_that_does_not_load_passes_nothing(grader: CodeGrader) -> None
         assert verdict(grader, f"def f(x): return x\nraise {error}", tests).detail == "runtime error"
 
 
-def test_classes_of_the_tests_cross_as_what_they_hold(grader: CodeGrader) -> None:
+def test_programs_and_tests_share_the_classes_of_a_problem(grader: CodeGrader) -> None:
     prefix = "class Node:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next"
     tests = (
         "def chain(values):\n    head = None\n    for v in reversed(values): head = Node(v, head)\n    return head\n"
@@ -399,7 +345,7 @@ def test_what_comes_before_programs_of_every_kind(grader: CodeGrader) -> None:
 
 
 def test_unittest_fails_where_the_program_does(grader: CodeGrader) -> None:
-    tests = CROSSING["unittest"][1]
+    tests = SCRIPTS["unittest"][1]
     assert verdict(grader, ADD.replace("+", "-"), {"functional": tests}).detail == "wrong"
 
 
@@ -429,6 +375,59 @@ def test_a_program_is_a_script_with_all_that_belongs_to_one(grader: CodeGrader) 
         "    threading.stack_size(1 << 26)\n    threading.Thread(target=main).start()"
     )
     assert verdict(grader, program, {"inputs": ["é"], "outputs": ["50000 A(x=3) é\nbye"]}).detail == "passed"
+
+
+ENDS = {
+    "exit()": "print(4)\nexit()\nprint(5)",
+    "quit()": "print(4)\nquit()",
+    "exit(0)": "print(4)\nexit(0)",
+    "sys.exit()": "import sys\nprint(4)\nsys.exit()",
+    "raise SystemExit": "print(4)\nraise SystemExit",
+    "os._exit(0)": "import os\nprint(4, flush=True)\nos._exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_may_end_in_every_way_that_python_has(name: str, grader: CodeGrader) -> None:
+    assert verdict(grader, ENDS[name], {"inputs": [""], "outputs": ["4"]}).detail == "passed"
+    failing = ENDS["exit(0)"].replace("exit(0)", "exit(3)")
+    assert verdict(grader, failing, {"inputs": [""], "outputs": ["4"]}).detail == "runtime error"
+
+
+READS = {
+    "input": "while True:\n    try: print(int(input()) * 2)\n    except EOFError: break",
+    "stdin": "import sys\nfor line in sys.stdin: print(int(line) * 2)",
+    "readline": "import sys\ninput = sys.stdin.readline\nwhile line := input(): print(int(line) * 2)",
+    "buffer": "import sys\nfor n in sys.stdin.buffer.read().split(): print(int(n) * 2)",
+    "descriptor": "import os, io\nfor n in io.BytesIO(os.read(0, os.fstat(0).st_size)): print(int(n) * 2)",
+    "open": "for n in open(0): print(int(n) * 2)",
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_program_may_read_in_every_way_that_python_has(name: str, grader: CodeGrader) -> None:
+    numbers = list(range(5000))
+    tests = {"inputs": ["\n".join(map(str, numbers))], "outputs": ["\n".join(str(2 * n) for n in numbers)]}
+    assert verdict(grader, READS[name], tests).detail == "passed"
+
+
+def test_asyncio_and_threads_work(grader: CodeGrader) -> None:
+    """An event loop wakes itself by a pair of sockets, the only ones that there are."""
+    program = (
+        "import asyncio\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "async def main():\n    loop = asyncio.get_running_loop()\n    with ThreadPoolExecutor(4) as pool:\n"
+        "        print(sum(await asyncio.gather(*(loop.run_in_executor(pool, abs, -n) for n in range(9)))))\n"
+        "asyncio.run(main())"
+    )
+    assert verdict(grader, program, {"inputs": [""], "outputs": ["36"]}).detail == "passed"
+
+
+def test_outputs_of_many_megabytes_arrive(grader: CodeGrader) -> None:
+    """Or are stopped at 16 MiB."""
+    program = "print('x' * int(input()))"
+    assert verdict(grader, program, {"inputs": ["9000000"], "outputs": ["x" * 9_000_000]}).detail == "passed"
+    assert verdict(grader, program, {"inputs": ["17000000"], "outputs": ["x" * 17_000_000]}).detail == "wrong"
+    assert verdict(grader, "print(len(input()))", {"inputs": ["x" * 9_000_000], "outputs": ["9000000"]}).correct
 
 
 def test_what_one_test_leaves_the_next_does_not_find(grader: CodeGrader) -> None:
@@ -490,6 +489,13 @@ def test_the_public_functions_need_no_configuration() -> None:
 def test_without_bubblewrap_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"there is no bwrap .*apt-get install bubblewrap.* 'unconfined'"):
+        load_grader(RewardConfig(function="code"), None, [])
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_without_filters_of_system_calls_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seccomp, "LIBRARY", "libnowhere.so.2")
+    with pytest.raises(UserError, match=r"there is no libseccomp .*apt-get install libseccomp2.* 'unconfined'"):
         load_grader(RewardConfig(function="code"), None, [])
 
 

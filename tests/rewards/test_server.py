@@ -1,11 +1,15 @@
 """The client of SandboxFusion, against a server that keeps the protocol by really running the programs."""
 
+import asyncio
+import base64
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from threepo.rewards.code import CodeGrader
 from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.grading import load_grader
 from threepo.rewards.sandbox.interface import Job
-from threepo.rewards.sandbox.server import Retries, ServerSandbox
+from threepo.rewards.sandbox.server import ATTEMPTS, ServerSandbox, wait_s
 
 
 class Server(ThreadingHTTPServer):
@@ -59,30 +63,45 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-LIMITED = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**28,) * 2)"
-
-
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """What SandboxFusion answers for Python, which it does not compile."""
-    result: dict[str, Any] = {"execution_time": 0.1, "return_code": None, "stdout": "", "stderr": ""}
-    try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"{LIMITED}\n{request['code']}",
-            ],
-            input=request["stdin"],
-            capture_output=True,
-            text=True,
-            timeout=request["run_timeout"],
-            check=False,
-        )
-        result |= {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
-    except subprocess.TimeoutExpired:
-        result |= {"status": "TimeLimitExceeded"}
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(run_command(request, Path(folder)))
+        files = {
+            name: base64.b64encode((Path(folder) / name).read_bytes()).decode()
+            for name in request.get("fetch_files", [])
+            if (Path(folder) / name).is_file()
+        }
     good = result["status"] == "Finished" and result["return_code"] == 0
-    return {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": result}
+    answer = {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": result}
+    return {**answer, "executor_pod_name": None, "files": files}
+
+
+async def run_command(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """As `run_command_bare` of SandboxFusion does it: output is read when the process has ended, what a pipe holds."""
+    (folder / "program.py").write_text(request["code"])
+    process = await asyncio.create_subprocess_shell(
+        f"ulimit -v {request['memory_limit_MB'] << 10}; exec {sys.executable} program.py",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+    )
+    assert process.stdin is not None
+    process.stdin.write(request["stdin"].encode())
+    process.stdin.close()
+    late = False
+    try:
+        await asyncio.wait_for(process.wait(), request["run_timeout"])
+    except TimeoutError:
+        late = True
+        process.kill()
+    result = {"status": "TimeLimitExceeded" if late else "Finished", "execution_time": 0.1}
+    result["return_code"] = None if late else process.returncode
+    for name in ("stdout", "stderr"):
+        stream = getattr(process, name)
+        result[name] = (await stream.read(1 << 20)).decode()
+    return result
 
 
 @pytest.fixture
@@ -107,6 +126,9 @@ def grader(server: Server, **fields: Any) -> CodeGrader:
 
 
 ADD = "def add(a, b):\n    return a + b"
+UNITTEST = (
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\nunittest.main()"
+)
 PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3", "7\n"]}
 JUDGED = [
     ("print(sum(map(int, input().split())))", PAIRS, "passed"),
@@ -122,6 +144,15 @@ JUDGED = [
     (ADD, {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}, "wrong"),
     (ADD, {"functional": "def check(f):\n    assert f(1, 2) == ONE + 2\ncheck(add)", "prefix": "ONE = 1"}, "passed"),
     ("import os\nos._exit(0)", {"functional": "assert add(1, 2) == 3"}, "runtime error"),
+    ("import sys\ndef add(a, b): sys.exit(0)", {"functional": "assert add(1, 2) == 3"}, "runtime error"),
+    (ADD, {"functional": UNITTEST}, "passed"),
+    (ADD.replace("+", "-"), {"functional": UNITTEST}, "wrong"),
+    ("print('x' * int(input()))", {"inputs": ["500000"], "outputs": ["x" * 500_000]}, "passed"),
+    ("print(len(input()))", {"inputs": ["x" * 500_000], "outputs": ["500000"]}, "passed"),
+    ("print('x' * int(input()))", {"inputs": ["17000000"], "outputs": ["x" * 17_000_000]}, "runtime error"),
+    ("def xs(n): return 'x' * n", {"fn_name": "xs", "inputs": [[500_000]], "outputs": ["x" * 500_000]}, "passed"),
+    ("print(3)\nexit()", {"inputs": [""], "outputs": ["3"]}, "passed"),
+    ("import os\nos.remove('threepo-answer')", {"inputs": [""], "outputs": [""]}, "runtime error"),
 ]
 
 
@@ -133,39 +164,41 @@ def test_programs_get_the_verdicts_that_they_get_here(program: str, tests: Any, 
 
 
 def test_a_request_says_what_the_settings_say(server: Server) -> None:
-    list(ServerSandbox(settings(server, memory_mib=77)).run(Job("stdin", "print(1)", ("a\n",))))
-    assert server.requests == [
-        {
-            "path": "/run_code",
-            "code": "\nprint(1)\n",
-            "language": "python",
-            "stdin": "a\n",
-            "compile_timeout": 3.0,
-            "run_timeout": 3.0,
-            "memory_limit_MB": 77,
-            "files": {},
-            "fetch_files": [],
-        }
-    ]
+    list(ServerSandbox(settings(server, memory_mib=770)).run(Job("stdin", "print(1)", ("a\n",))))
+    (request,) = server.requests
+    assert "print(1)" in request.pop("code")
+    assert request == {
+        "path": "/run_code",
+        "language": "python",
+        "stdin": "a\n",
+        "run_timeout": 3.0,
+        "memory_limit_MB": 770,
+        "fetch_files": ["threepo-answer"],
+    }
 
 
 def test_what_is_expected_is_never_sent(server: Server) -> None:
-    tests = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [31337]}
-    grader(server).grade(f"```python\n{ADD}\n```", parse_tests(tests))
+    for program, tests in (
+        (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [31337]}),
+        ("print(3)", {"inputs": [""], "outputs": ["31337"]}),
+    ):
+        grader(server).grade(f"```python\n{program}\n```", parse_tests(tests))
     assert "31337" not in json.dumps(server.requests)
 
 
-NOW = Retries(attempts=3, busy_s=(0.0, 0.0), unreachable_s=(0.0, 0.0))
 JOB = Job("stdin", "print(1)", ("",))
 
 
 @pytest.mark.parametrize("failure", [(503, b"busy"), (504, b""), (429, b""), (0, b"")])
-def test_what_may_pass_is_tried_again(failure: tuple[int, bytes], server: Server) -> None:
-    sandbox = ServerSandbox(settings(server), NOW)
+def test_what_may_pass_is_tried_again(
+    failure: tuple[int, bytes], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threepo.rewards.sandbox.server.LONGEST_WAIT_S", 0.0)
+    sandbox = ServerSandbox(settings(server))
     assert [outcome.output for outcome in sandbox.run(JOB)] == ["1\n"]
-    server.prepared = [failure] * 2
+    server.prepared = [failure] * (ATTEMPTS - 1)
     assert [outcome.output for outcome in sandbox.run(JOB)] == ["1\n"]
-    server.prepared = [failure] * 3
+    server.prepared = [failure] * ATTEMPTS
     assert [outcome.ending for outcome in sandbox.run(JOB)] == ["sandbox error"]
 
 
@@ -190,12 +223,10 @@ def test_what_will_not_pass_is_an_error_of_the_sandbox_at_once(answer: tuple[int
 
 
 def test_waits_grow_and_differ() -> None:
-    retries = Retries()
-    for answered, least, most in ((True, 1.0, 8.0), (False, 2.0, 30.0)):
-        waits = [[retries.wait(attempt, answered) for attempt in range(5)] for _ in range(50)]
-        assert all(least <= wait <= most for row in waits for wait in row)
-        assert max(row[0] for row in waits) <= min(row[3] for row in waits)
-        assert len({row[0] for row in waits}) == 50
+    waits = [[wait_s(attempt) for attempt in range(1, ATTEMPTS)] for _ in range(50)]
+    assert all(1 <= wait <= 30 for row in waits for wait in row)
+    assert max(row[0] for row in waits) <= min(row[2] for row in waits)
+    assert len({row[0] for row in waits}) == 50
 
 
 def test_no_more_requests_at_a_time_than_workers(server: Server) -> None:
@@ -214,5 +245,5 @@ def test_an_address_where_nobody_answers_is_refused(server: Server) -> None:
     free = Server()
     free.server_close()
     sandbox = SandboxConfig(backend="sandbox_fusion", url=free.url)
-    with pytest.raises(UserError, match=rf"{free.url}: .*refused.*mend reward.sandbox.url"):
+    with pytest.raises(UserError, match=rf"{free.url}: .*refused.*correct reward.sandbox.url"):
         load_grader(RewardConfig(function="code", sandbox=sandbox), None, [])

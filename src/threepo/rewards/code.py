@@ -2,9 +2,9 @@
 
     grade("```python\\nprint(int(input()) + 1)\\n```", {"inputs": ["1\\n"], "outputs": ["2\\n"]}).correct
 
-The forms of tests are in `code_tests`, where programs run in `sandbox`. A verdict's `detail` is `passed`, or what the
-first test that failed ended with: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; `sandbox error` is
-no fault of the program's.
+`code_tests` has the forms of tests, `sandbox` the places where programs run. A verdict's `detail` is `passed`, or how
+the first test that failed ended: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; or `sandbox error`,
+which is not the program's fault.
 """
 
 import functools
@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from threepo.config import RewardConfig
@@ -25,7 +26,7 @@ COLUMN = "tests"
 
 
 class CodeGrader:
-    """Grades programs, several at a time; the problems' tests are in their column `tests`."""
+    """Grades programs, several at a time; the tests of a problem are in its column `tests`."""
 
     def __init__(self, settings: RewardConfig) -> None:
         self._binary = settings.scoring != "passed_share"
@@ -34,12 +35,13 @@ class CodeGrader:
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
-        tests = {id(c.problem): tests_of(c.problem) for c in completions}  # most come many times
-        return self.grade_all([c.text for c in completions], [tests[id(c.problem)] for c in completions])
+        problems = {id(completion.problem): completion.problem for completion in completions}  # most come many times
+        tests = {key: tests_of(problem) for key, problem in problems.items()}
+        return self.grade_all([(completion.text, tests[id(completion.problem)]) for completion in completions])
 
-    def grade_all(self, completions: Sequence[str], tests: Sequence[CodeTests]) -> list[Verdict]:
-        """A verdict for each completion, whose tests are at the same place; several are graded at a time."""
-        return list(self._pool.map(self.grade, completions, tests))
+    def grade_all(self, pairs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
+        """The verdict on each text under its tests."""
+        return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
 
     @staticmethod
     def lack(problem: Problem) -> str:
@@ -50,15 +52,20 @@ class CodeGrader:
             return f"{error}; set data.tests_column"
         return ""
 
-    def grade(self, completion: str, tests: CodeTests) -> Verdict:
-        """The verdict on one completion."""
-        program = extract_program(completion)
+    def grade(self, text: str, tests: CodeTests) -> Verdict:
+        """The verdict on the text of one completion."""
+        program = extract_program(text)
         if program is None:
             return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
-        endings = self._endings(program, tests)
+        endings: list[str] = []
+        with closing(self._sandbox.run(replace(tests.job, program=program))) as outcomes:
+            for index, outcome in enumerate(outcomes):
+                endings.append(tests.judged(index, outcome))
+                if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
+                    break  # no other test can change the verdict
         failed = next((ending for ending in endings if ending != "passed"), None)
         error = "sandbox error" in endings
-        share = 0.0 if error else endings.count("passed") / len(tests.cases)
+        share = 0.0 if error else endings.count("passed") / len(tests.job.cases)
         return Verdict(
             correct=failed is None,
             status="error" if error else "wrong" if failed else "right",
@@ -68,22 +75,9 @@ class CodeGrader:
             format_ok=True,
         )
 
-    def _endings(self, program: str, tests: CodeTests) -> list[str]:
-        """How the tests ended; where only all of them count, none after the first that failed."""
-        endings: list[str] = []
-        with closing(self._sandbox.run(tests.job(program))) as outcomes:
-            for index, outcome in enumerate(outcomes):
-                ending: str = outcome.ending
-                if ending == "ok":
-                    ending = tests.judged(index, outcome)
-                endings.append(ending)
-                if ending == "sandbox error" or (self._binary and ending != "passed"):
-                    break
-        return endings
-
 
 def extract_program(completion: str) -> str | None:
-    """The last block marked as Python, or else the first of any kind; None where there is none with anything in it."""
+    """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
     marked = completion.rpartition("```python")
     if marked[1]:
         program = re.sub(r"\A[\d.]*[ \t]*\n", "", marked[2].partition("```")[0])
@@ -94,14 +88,14 @@ def extract_program(completion: str) -> str | None:
 
 
 def grade(completion: str, tests: Any) -> Verdict:
-    """The verdict on one completion under the default settings; `ValueError` for tests in no form that is known."""
+    """The verdict on one completion under the default settings; `ValueError` for tests in an unknown form."""
     return _default_grader().grade(completion, parse_tests(tests))
 
 
 def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[float | None]:
     """A reward function for TRL: 1.0 where a completion passes all tests of its row, None where the sandbox failed."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    verdicts = _default_grader().grade_all(texts, [parse_tests(one) for one in tests])
+    verdicts = _default_grader().grade_all(list(zip(texts, map(parse_tests, tests), strict=True)))
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 
@@ -111,7 +105,7 @@ def _default_grader() -> CodeGrader:
 
 
 def tests_of(problem: Problem) -> CodeTests:
-    """The tests in the problem's column; `ValueError` if they are in no form that is known."""
+    """The tests in the problem's column; `ValueError` if their form is unknown."""
     try:
         return parse_tests(problem.columns.get(COLUMN))
     except ValueError as error:

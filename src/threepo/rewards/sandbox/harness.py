@@ -1,218 +1,308 @@
-"""What runs inside the sandbox: starts the program for each of its tests, and tells how that ended.
+"""What runs inside: a program on one case (`run`), and in the local sandbox the harness that starts it for each case.
 
-The parent sends this module as compiled code, for some tests with `scripts`, `remote` and `crossing`, which run in one
-namespace with it. So it imports nothing of threepo, and only what it needs: every import delays every program.
+This module is sent as source or as compiled code, to a SandboxFusion server (`on_server`) and into the local sandbox
+(`Harness`). So it imports nothing of threepo, and few modules: every import delays every program.
 
-The harness reads the job and holds `control`, the only channel whose word is believed. The program runs in a process of
-its own, forked from the harness before the harness knows anything that the program must not know; it holds no
-descriptor of the harness's. For tests that are Python code there are two: the harness runs the tests, the other process
-the program, and only plain data passes between them. So a program cannot answer for the tests, nor see what they
-expect: its objects are compared by nobody but itself.
-
-Lines on `control`: `ready`, `compiled` or `uncompilable`, then for each case one of `ok`, `wrong`, `runtime`, `memory`
-and `time`. A byte from `go` comes before each case, so that the output of one is read before the next can write.
+The harness and its parent send messages with their length in front: here come the order and the cases; there go `ready`
+and `compiled`, and for each case its output, in messages that begin with `+`, and its ending. Each case runs in a
+process forked from the harness that has no way to the parent. The harness reads a case of a function or a script only
+after that fork, when the program's own top level has run: until then neither the tests nor the mark that proves their
+end are in the program's memory.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import than most programs to run
+import _sitebuiltins
 import atexit
+import builtins
 import gc
-import marshal
 import os
 import resource
+import select
 import sys
 from types import CodeType, ModuleType
 
 TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import IO, Any, NoReturn
+    from collections.abc import Callable, Sequence
+    from typing import Any, NoReturn
 
-    from threepo.rewards.sandbox.scripts import run_script
-
-MEMORY_EXIT = 86
-"""Exit status of a program that ran out of memory; one that claims it without need only harms itself."""
-STACK = 64 << 20
+MEMORY, WRONG, NO_PYTHON = 86, 87, 88
+"""Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
+with one of them on purpose only fails in another way."""
+MARK_BYTES = 32
+"""A case of a script begins with a random mark, which is the answer if the case comes to its end."""
 NOBODY = 65534
-SET_FILTER, DIE_WITH_PARENT = 22, 1
-"""PR_SET_SECCOMP and PR_SET_PDEATHSIG, with which Linux's prctl is called."""
-SIGKILL, SIGXCPU = 9, 24
-"""On Linux and macOS; the module `signal` takes longer to import than most programs to run."""
+STACK = 64 << 20
+SET_FILTER = 22
+"""PR_SET_SECCOMP of Linux's prctl."""
+OUTPUT_LIMIT = 16 << 20
+"""Bytes that a case may write; what writes more is stopped."""
+TICK_S = 0.25
+"""Time is counted in ticks of a timer, not read from a clock: nobody is late because the machine was suspended."""
 
 
-def main(job: dict[str, Any], tests: IO[bytes], go: int, control: int, output: int) -> None:
-    """Run the job, in the process that has been made for it."""
-    if job["filter"]:
-        import ctypes  # noqa: F401 - once for all cases
-    _limit(job)
-    tell(control, "ready")
+def compiled(code: str, name: str) -> CodeType:
+    """The code without the future statements of this module; `SyntaxError` for anything that is not Python."""
     try:
-        # The last argument: without the future statements of this module.
-        prefix, program = (compile(job[part], f"<{part}>", "exec", 0, True) for part in ("prefix", "program"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        tell(control, "uncompilable")
-        return
-    tell(control, "compiled")
-    if job["kind"] != "stdin":
-        import json  # noqa: F401 - once for all cases, and for both processes of a script
-    for name in job["imports"]:
-        with_or_without(name)
-    gc.freeze()  # else every case would copy what its first collection looks at
-    if job["kind"] == "script":
-        run_script(job, prefix, program, tests, go, control)
-        return
-    for text in marshal.load(tests):
-        if not os.read(go, 1):
-            return
-        source = _input(text if job["kind"] == "stdin" else "")
-        pid = os.fork()
-        if not pid:
-            os.dup2(source, 0)
-            _run_case(job, text, output, prefix, program)
-        os.close(source)
-        tell(control, ending_of(pid, job["cpu_s"]))
+        return compile(code, name, "exec", 0, True)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise SyntaxError(str(error)) from None
 
 
-def _limit(job: dict[str, Any]) -> None:
-    """Give up root, where the harness has it, and set the limits that hold for all that follows."""
-    if job["drop"]:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        _control_process(DIE_WITH_PARENT, SIGKILL)  # bubblewrap asked for it, but another user starts without
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
-    for name, value in job["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
+def new_module(kind: str) -> dict[str, Any]:
+    """The names of the module that the program becomes, which imports find; as a script only for `stdin`."""
+    name = "__main__" if kind == "stdin" else "solution"
+    sys.modules[name] = ModuleType(name)
+    return vars(sys.modules[name])
 
 
-def with_or_without(name: str) -> None:
-    """Import a module that every case will import, once for all; where it fails, let each case find out."""
+def run(
+    kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
+) -> NoReturn:
+    """Run the program, then its case, which `take` gives, and end the process.
+
+    `answer` is the descriptor for what a function returns, or for a script's mark.
+    """
+    status: Any = 0
     try:
-        __import__(name)
-    except Exception:
-        sys.modules.pop(name, None)
-
-
-def tell(control: int, line: str) -> None:
-    os.write(control, line.encode() + b"\n")
-
-
-def _input(text: str) -> int:
-    """A file without a name that holds `text`."""
-    name = f".input{os.getpid()}"
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(name)
-    write(file, text.encode("utf-8", "surrogatepass"))
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
-
-
-def write(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def ending_of(pid: int, cpu_s: float) -> str:
-    """How the process ended, which this waits for."""
-    _, status, usage = os.wait4(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if usage.ru_utime + usage.ru_stime > cpu_s or code == -SIGXCPU:
-        return "time"
-    return {0: "ok", MEMORY_EXIT: "memory"}.get(code, "runtime")
-
-
-# The process of the program
-
-
-def _run_case(job: dict[str, Any], text: str, output: int, prefix: CodeType, program: CodeType) -> NoReturn:
-    if job["kind"] == "stdin":
-        os.dup2(output, 1)
-        alone(job, ())
-        main = module("__main__")
-        _end_after(lambda: execute(main, prefix, program), main)
-    answer = os.dup2(output, job["limits"]["RLIMIT_NOFILE"] - 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    alone(job, (answer,))
-    names = module("solution")
-    _end_after(lambda: _call(names, job["entry"], text, answer, prefix, program), names)
-
-
-def alone(job: dict[str, Any], keep: tuple[int, ...]) -> None:
-    """Close all descriptors but standard ones and `keep`, and set what holds for the program only."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    first = 3
-    for file in (*sorted(keep), max(job["above"], job["limits"]["RLIMIT_NOFILE"])):
-        os.closerange(first, file)
-        first = file + 1
-    soft = int(-(-job["cpu_s"] // 1))
-    hard = soft * job["cases"] if job["kind"] == "script" else soft  # of which `Link.allow` gives a part at a time
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard + 1))
-    if job["filter"]:
-        _load_filter(job["filter"].replace(job["own_pid"], os.getpid().to_bytes(4, sys.byteorder)))
-
-
-def _load_filter(instructions: bytes) -> None:
-    import ctypes
-
-    data = ctypes.create_string_buffer(instructions, len(instructions))
-    place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
-    program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
-    _control_process(SET_FILTER, 2, program)
-
-
-def _control_process(option: int, *arguments: Any) -> None:
-    import ctypes
-
-    if ctypes.CDLL(None).prctl(option, *arguments):
-        raise OSError(f"prctl {option} failed")
-
-
-def module(name: str) -> dict[str, Any]:
-    """The names of a new module, which stands where imports find it."""
-    module = sys.modules[name] = ModuleType(name)
-    return module.__dict__
-
-
-def execute(names: dict[str, Any], *parts: CodeType) -> None:
-    for code in parts:
-        exec(code, names)
-
-
-def _call(names: dict[str, Any], entry: str, arguments: str, answer: int, *parts: CodeType) -> None:
-    """Call the program's function `entry` and write what it returns."""
-    import json
-
-    sys.set_int_max_str_digits(0)
-    execute(names, *parts)
-    # The method first: the prefix may have imported a function of that name.
-    is_method = hasattr(names.get("Solution"), entry)
-    function = getattr(names["Solution"](), entry) if is_method else names[entry]
-    write(answer, json.dumps(function(*json.loads(arguments)), default=list).encode())
-
-
-def _end_after(run: Callable[[], None], names: dict[str, Any]) -> NoReturn:
-    """Run the program and end the process as Python would, but leave taking it down to the kernel, which is faster."""
-    code: Any = 0
-    try:
-        run()
+        for code in codes:
+            exec(code, names)
+        if kind == "call":
+            write(answer, _returned(names, entry, take()))
+        elif kind == "script":
+            status = _tested(names, take(), answer)
     except SystemExit as end:
-        code = end.code
+        status = end.code if kind == "stdin" else 1
     except MemoryError:
-        code = MEMORY_EXIT
+        status = MEMORY
     except BaseException:
-        code = 1
-    last: list[Callable[[], object]] = [
+        status = 1
+    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel takes the rest down faster
         lambda: sys.modules["threading"]._shutdown(),  # waits for threads
         lambda: atexit._run_exitfuncs(),
         lambda: sys.stdout.flush(),
-        names.clear,  # which writes out files that were left open
+        names.clear,  # writes out files that were left open
         lambda: sys.__stdout__.flush(),  # type: ignore[union-attr]
     ]
     for step in last:
         try:
             step()
         except BaseException:
-            continue  # no threads or nothing registered; or as broken as the program left it
-    os._exit(code & 255 if isinstance(code, int) else int(code is not None))
+            continue  # no threads, or whatever the program broke
+    os._exit(status & 255 if isinstance(status, int) else int(status is not None))
+
+
+def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
+    """The JSON of what the program's function returns."""
+    import json
+
+    sys.set_int_max_str_digits(0)
+    owner = names.get("Solution")  # looked at first: the prefix may have imported a function of that name
+    function = getattr(owner(), entry) if hasattr(owner, entry) else names[entry]  # type: ignore[misc]
+    return json.dumps(function(*json.loads(case)), default=list).encode()
+
+
+def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
+    """Run the tests after the program, under the program's names; the status to end with."""
+    names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
+    sys.set_int_max_str_digits(0)
+    try:
+        exec(compiled(case[MARK_BYTES:].decode(), "<tests>"), names)
+    except AssertionError:
+        return WRONG
+    except SystemExit as end:  # unittest.main and some tests end so, but the program may not end its tests
+        frame = end.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename == "<program>":
+                return 1
+            frame = frame.tb_next
+        if end.code:
+            return WRONG
+    write(answer, case[:MARK_BYTES])
+    return 0
+
+
+def write(file: int, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def on_server(job: dict[str, str], answer_file: str) -> NoReturn:
+    """Run a job where this is all that runs: its case is standard input, and the answer goes to a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
+    answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
+    if job["kind"] == "stdin":
+        os.dup2(answer, 1)
+    else:
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+    try:
+        codes = [compiled(job[part], f"<{part}>") for part in ("prefix", "program")]
+    except SyntaxError:
+        os._exit(NO_PYTHON)
+    with os.fdopen(case, "rb") as file:
+        run(job["kind"], new_module(job["kind"]), codes, job["entry"], file.read, answer)
+
+
+class Harness:
+    """Runs the program of an order; ends when the parent has gone."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        os.closerange(3, 4096)  # bubblewrap may leave files open
+        self._order, self._kind = order, order["kind"]
+        self._pid, self._waited = 0, 0.0
+        _confine(order)
+        self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+        self._poll = select.poll()
+        self._poll.register(self._link, 0)  # tells only that the parent has gone
+        for file in (0, 1, 2):  # the last took what went wrong until now
+            os.dup2(null, file)
+        os.close(null)
+        for name in ("exit", "quit"):  # which the module `site` makes, but takes its time
+            setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+        _signal.signal(_signal.SIGALRM, self._tick)
+        _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
+
+    def main(self) -> None:
+        """Run cases until the parent sends no more."""
+        self._tell(b"ready")
+        try:
+            prefix, program = (compiled(self._order[part], f"<{part}>") for part in ("prefix", "program"))
+        except SyntaxError:
+            return
+        names = new_module(self._kind)
+        try:
+            exec(prefix, names)  # once for all cases: published prefixes import twenty modules
+        except BaseException as error:
+            names["error"], program = error, compiled("raise error", "<prefix>")
+        if self._kind == "call":
+            import json  # noqa: F401 - once for all cases
+        self._tell(b"compiled")
+        gc.freeze()  # else every case would copy what its first collection looks at
+        while True:
+            self._tell(self._case(names, program).encode())
+
+    def _take(self) -> bytes:
+        """The parent's next message."""
+        return self._read(int.from_bytes(self._read(4), "big"))
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            part = os.read(self._link, size - len(data))
+            if not part:
+                os._exit(0)
+            data += part
+        return bytes(data)
+
+    def _tell(self, message: bytes) -> None:
+        write(self._link, len(message).to_bytes(4, "big") + message)
+
+    def _tick(self, *_: object) -> None:
+        """End the program if it is late or nobody waits for it; in the second case everything."""
+        self._waited += TICK_S
+        gone = bool(self._poll.poll(0))
+        try:
+            if self._pid and (gone or self._waited > self._order["wall_s"]):
+                os.kill(self._pid, _signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended a moment ago
+        if gone:
+            os._exit(0)
+
+    def _case(self, names: dict[str, Any], program: CodeType) -> str:
+        """Run the next case; its ending."""
+        file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(".case")
+        if self._kind == "stdin":
+            _fill(file, self._take())
+        up, answer = os.pipe()
+        down, go = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                for end in (self._link, up, go):
+                    os.close(end)
+                run(self._kind, names, [program], self._order["entry"], self._as_program(file, answer, down), answer)
+            finally:
+                os._exit(1)
+        self._pid, self._waited = pid, 0.0
+        os.close(answer)
+        os.close(down)
+        if self._kind != "stdin":
+            os.read(up, 1)  # comes when the program's own code has run, or ends with the program
+            _fill(file, self._take())
+        os.close(go)
+        written = 0
+        while part := os.read(up, 1 << 16):
+            self._tell(b"+" + part)
+            written += len(part)
+            if written > OUTPUT_LIMIT:
+                os.kill(pid, _signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
+        self._pid = 0
+        os.close(up)
+        os.close(file)
+        if written > OUTPUT_LIMIT:
+            return "wrong"
+        code, spent_s, limit_s = (
+            os.waitstatus_to_exitcode(status),
+            usage.ru_utime + usage.ru_stime,
+            self._order["cpu_s"],
+        )
+        killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
+        if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
+            return "time-out"
+        return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
+
+    def _as_program(self, file: int, answer: int, down: int) -> Callable[[], bytes]:
+        """Set what holds in the program's process only; the function by which that gets its case."""
+        if self._kind == "stdin":
+            os.dup2(file, 0)
+            os.dup2(answer, 1)
+            os.closerange(3, 64)
+        _signal.signal(_signal.SIGALRM, _signal.SIG_DFL)
+        seconds = -int(-self._order["cpu_s"] // 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # the hard limit kills, whatever a program ignores
+        _load_filter(self._order["filters"][1])
+
+        def take() -> bytes:
+            os.write(answer, b"?")
+            os.read(down, 1)  # ends when the case is in the file
+            return os.pread(file, os.fstat(file).st_size, 0)
+
+        return take
+
+
+def _confine(order: dict[str, Any]) -> None:
+    """Give up root where the harness has it, and set the limits and the filter that hold for all that follows."""
+    if order["drop_root"]:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
+    for name, value in order["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    _load_filter(order["filters"][0])
+
+
+def _load_filter(instructions: bytes) -> None:
+    """Load a filter of system calls, if there is one."""
+    if instructions:
+        import ctypes
+
+        data = ctypes.create_string_buffer(instructions, len(instructions))
+        place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
+        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
+        if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
+            raise OSError("the kernel refuses a filter of system calls")
+
+
+def _fill(file: int, data: bytes) -> None:
+    write(file, data)
+    os.lseek(file, 0, os.SEEK_SET)

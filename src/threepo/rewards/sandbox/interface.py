@@ -1,4 +1,4 @@
-"""What a sandbox is asked, and what it answers; each backend has a file of its own beside this one."""
+"""What a sandbox is given and what it returns; each backend is a file of its own in this folder."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ Ending = Literal["ok", "wrong", "runtime error", "time-out", "memory", "compile 
 
 @dataclass(frozen=True)
 class Job:
-    """A program, and what to run it on."""
+    """A program and the cases to run it on."""
 
     kind: TestKind
-    """`stdin`: each case is what the program reads. `call`: JSON, the list of arguments of its function `entry`.
-    `script`: Python code that uses the program's names, and passes by coming to its end."""
+    """`stdin`: a case is what the program reads. `call`: a case is JSON, the arguments of the function `entry`.
+    `script`: a case is Python code that runs after the program, with its names, and passes if it does not raise."""
     program: str
     cases: tuple[str, ...]
     entry: str = ""
-    """For `call`: a method of the program's class `Solution`, or else its function."""
+    """For `call`: a method of the program's class `Solution`, or a function of the program."""
     prefix: str = ""
-    """Code before the program, which the tests have too."""
+    """Code of the data set that runs before the program, with the same names."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,21 @@ class Outcome:
     """How one case ended."""
 
     ending: Ending
-    """`ok`: the program ended by itself and without an error; what it wrote is still to be judged. `wrong`: a script's
-    assertion failed, or there was more output than anybody reads."""
+    """`ok`: without an error; for `stdin` and `call` the output is still to be compared. `wrong`: an assertion of a
+    script failed, or there was more output than the limit."""
     output: str = ""
-    """What it wrote to standard output, or the JSON of what its function returned."""
+    """For `stdin`, standard output; for `call`, the returned value as JSON."""
     message: str = ""
-    """Of a sandbox error: what went wrong."""
+    """The cause of a sandbox error."""
 
 
 class Sandbox(Protocol):
-    """A place where programs run that nobody has read."""
+    """Runs programs that nobody has read."""
 
     workers: int
-    """Programs that it runs well at the same time."""
+    """How many programs it runs well at the same time."""
+    advice: str
+    """What a user can do where it does not work."""
 
     def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, in order, as they come. Whoever has seen enough closes the generator."""
+        """The outcome of each case, in order, each run when it is asked for. Closing the generator ends the program."""

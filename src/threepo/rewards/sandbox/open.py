@@ -1,32 +1,27 @@
-"""The sandbox that the settings name, tried before anything depends on it."""
+"""The sandbox that the settings name, tried once before anything depends on it."""
+
+from collections.abc import Callable
 
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.sandbox.bubblewrap import OTHERS, Bubblewrap
+from threepo.rewards.sandbox.bubblewrap import Bubblewrap
 from threepo.rewards.sandbox.interface import Job, Sandbox
-from threepo.rewards.sandbox.local import LocalSandbox, Unconfined
+from threepo.rewards.sandbox.local import Unconfined
 from threepo.rewards.sandbox.server import ServerSandbox
 
-TRIAL = Job(kind="stdin", program="print(input())", cases=("hello\n",))
+BACKENDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
+    "bubblewrap": Bubblewrap,
+    "sandbox_fusion": ServerSandbox,
+    "unconfined": Unconfined,
+}
 
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:
-    """The sandbox of these settings; `UserError` where it does not run a program of one line."""
-    if settings.backend == "sandbox_fusion":
-        sandbox: Sandbox = ServerSandbox(settings)
-        advice = "start the server, or mend reward.sandbox.url"
-    elif settings.backend == "unconfined":
-        sandbox = LocalSandbox(settings, Unconfined())
-        advice = "see whether Python starts here"
-    else:
-        sandbox = LocalSandbox(settings, Bubblewrap())
-        advice = (
-            "the kernel must let this process make user namespaces (docs/rewards.md says what stands in the way, in "
-            f"containers above all), {OTHERS}"
-        )
-    outcome = next(iter(sandbox.run(TRIAL)))
+    """The sandbox of these settings; `UserError` if it cannot run a program of one line."""
+    sandbox = BACKENDS[settings.backend](settings)
+    (outcome,) = sandbox.run(Job(kind="stdin", program="print(input())", cases=("hello\n",)))
     if outcome.ending == "sandbox error":
-        raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {advice}")
+        raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {sandbox.advice}")
     if outcome.ending != "ok":
         raise UserError(
             f"reward.sandbox: a program of one line ended with {outcome.ending!r} under reward.sandbox.memory_mib = "

@@ -1,11 +1,13 @@
 """Programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), over its `POST /run_code`.
 
-Each case is a request of its own. What a function returns comes back after a random mark and is compared here. Tests
-that are Python code run in the process of the program, for the server has no other: their end is proved by a second
-random mark, which a program can still find, since it can read its own source (docs/rewards.md).
+Each case is a request of its own, and `harness` runs it there as it does here. The server reads standard output only
+after the program has ended: one that writes more than the pipe and a buffer hold, 190 kB, waits until its time is up.
+So the program writes to a file, which the server returns whatever its size.
 """
 
+import base64
 import http.client
+import inspect
 import json
 import random
 import secrets
@@ -14,60 +16,43 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox.interface import Job, Outcome
+from threepo.rewards.sandbox import harness
+from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
+from threepo.rewards.sandbox.interface import Ending, Job, Outcome
 
 WORKERS = 32
 MARGIN_S = 10.0
 """What a request may take beyond the time to compile and to run."""
-
-_CALL = """
-if __name__ == "__main__":
-    import json, sys
-    sys.set_int_max_str_digits(0)
-    _value = (
-        getattr(Solution(), {entry!r}) if hasattr(globals().get("Solution"), {entry!r}) else globals()[{entry!r}]
-    )(*json.loads(sys.stdin.read()))
-    sys.stdout.write("\\n" + {mark!r} + json.dumps(_value, default=list) + "\\n")
-"""
-
-
-@dataclass(frozen=True)
-class Retries:
-    """When to ask again, and how long to wait: longer each time, and never the same for all who wait."""
-
-    attempts: int = 6
-    busy_s: tuple[float, float] = (1.0, 8.0)
-    """Shortest and longest wait where the server says that it is too busy."""
-    unreachable_s: tuple[float, float] = (2.0, 30.0)
-    """The same where it does not answer."""
-
-    def wait(self, attempt: int, answered: bool) -> float:
-        """Seconds to wait after attempt number `attempt`, from 0."""
-        least, most = self.busy_s if answered else self.unreachable_s
-        return random.uniform(0.5, 1.0) * float(min(most, least * 2 ** (attempt + 1)))
+ANSWER = "threepo-answer"
+"""The file with what the program wrote or returned."""
+ATTEMPTS = 6
+LONGEST_WAIT_S = 30.0
+ENDINGS: dict[int, Ending] = {0: "ok", MEMORY: "memory", WRONG: "wrong", NO_PYTHON: "compile error"}
 
 
 class ServerSandbox:
-    """Runs programs on a server, so many at a time."""
+    """Runs programs on a server, several at a time."""
 
-    def __init__(self, settings: SandboxConfig, retries: Retries | None = None) -> None:
+    advice = "start the server, or correct reward.sandbox.url"
+
+    def __init__(self, settings: SandboxConfig) -> None:
         self.workers = settings.workers or WORKERS
         self._settings = settings
-        self._retries = retries or Retries()
         self._places = threading.BoundedSemaphore(self.workers)
         self._seen = False
 
     def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, each asked for when the last has been taken."""
+        """The outcome of each case, each requested when the one before has been taken."""
+        order = vars(replace(job, cases=()))
+        code = f"{inspect.getsource(harness)}\n\non_server({order!r}, {ANSWER!r})\n"
         for case in job.cases:
-            mark = secrets.token_hex(16)
+            mark = secrets.token_hex(MARK_BYTES // 2) if job.kind == "script" else ""
             try:
-                answer = self._ask(*_source(job, case, mark))
-                yield _outcome(job, answer, mark)
+                yield _outcome(self._ask(code, mark + case), mark)
             except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
                 said = " ".join(str(error).split())[:300]
                 yield Outcome("sandbox error", message=f"{self._settings.url}: {type(error).__name__}: {said}")
@@ -79,11 +64,9 @@ class ServerSandbox:
             "code": code,
             "language": "python",
             "stdin": stdin,
-            "compile_timeout": seconds,
             "run_timeout": seconds,
             "memory_limit_MB": self._settings.memory_mib,
-            "files": {},
-            "fetch_files": [],
+            "fetch_files": [ANSWER],
         }
         request = urllib.request.Request(
             self._settings.url.rstrip("/") + "/run_code",
@@ -98,46 +81,28 @@ class ServerSandbox:
                 self._seen = True
                 return dict(answer)
             except (OSError, http.client.HTTPException) as error:
-                attempt += 1
                 status = error.code if isinstance(error, urllib.error.HTTPError) else None
                 may_change = self._seen if status is None else status in (429, 503, 504)
-                if not may_change or attempt >= self._retries.attempts:
+                attempt += 1
+                if not may_change or attempt == ATTEMPTS:
                     raise
-                time.sleep(self._retries.wait(attempt - 1, status is not None))
+                time.sleep(wait_s(attempt))
 
 
-def _source(job: Job, case: str, mark: str) -> tuple[str, str]:
-    """The code to send, and its input."""
-    program = f"{job.prefix}\n{job.program}\n"
-    if job.kind == "stdin":
-        return program, case
-    if job.kind == "call":
-        return program + _CALL.format(entry=job.entry, mark=mark), case
-    return f"{program}\n{case}\nprint('\\n' + {mark!r})\n", ""
+def wait_s(attempt: int) -> float:
+    """Seconds to wait after an attempt, counted from 1: longer each time, and not the same for all who wait."""
+    return random.uniform(0.5, 1.0) * min(LONGEST_WAIT_S, 2.0**attempt)
 
 
-def _outcome(job: Job, answer: dict[str, Any], mark: str) -> Outcome:
+def _outcome(answer: dict[str, Any], mark: str) -> Outcome:
     if answer["status"] == "SandboxError":
         return Outcome("sandbox error", message=str(answer.get("message") or "the server says SandboxError"))
-    compiled: dict[str, Any] | None = answer.get("compile_result")
     ran: dict[str, Any] = answer["run_result"]
-    if compiled and (compiled["status"] != "Finished" or compiled["return_code"]):
-        return Outcome("compile error")
     if ran["status"] == "TimeLimitExceeded":
         return Outcome("time-out")
-    if ran["status"] != "Finished" or ran["return_code"]:
-        return _failure(job, str(ran.get("stderr") or "").rstrip().rpartition("\n")[2])
-    output = ran.get("stdout") or ""
-    if job.kind == "stdin":
-        return Outcome("ok", output)
-    _, found, after = output.rpartition(f"\n{mark}")
-    return Outcome("ok", after) if found else Outcome("runtime error")
-
-
-def _failure(job: Job, last_line: str) -> Outcome:
-    """What the last line of a traceback says."""
-    if last_line.startswith("MemoryError"):
-        return Outcome("memory")
-    if last_line.startswith(("SyntaxError", "IndentationError", "TabError")):
-        return Outcome("compile error")
-    return Outcome("wrong" if job.kind == "script" and last_line.startswith("AssertionError") else "runtime error")
+    ending = ENDINGS.get(ran["return_code"], "runtime error")
+    file = answer["files"].get(ANSWER)  # gone if the program removed it
+    output = base64.b64decode(file or "").decode("utf-8", "replace")
+    if ending == "ok" and (file is None or (mark and output != mark)):
+        return Outcome("runtime error")
+    return Outcome(ending, output)
