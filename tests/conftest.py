@@ -2,9 +2,12 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
+_CACHE = tempfile.TemporaryDirectory()
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name  # before datasets is imported: nor may it leave anything behind
 # Before torch: threads that spin starve each other on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -324,14 +324,14 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _data_list(options: argparse.Namespace) -> int:
-    from threepo.catalogue import listing
+    from threepo.show import listing
 
     print(listing())
     return 0
 
 
 def _data_show(options: argparse.Namespace) -> int:
-    from threepo.catalogue import data_settings, shown_problem
+    from threepo.show import data_settings, shown_problem
 
     settings = data_settings(options.source, options.settings)
     print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))

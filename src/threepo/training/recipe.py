@@ -15,7 +15,7 @@ from threepo.config import ConversationConfig, EvaluationConfig, IVONConfig, Mod
 from threepo.config.checks import shown
 from threepo.config.reader import build, merge, parse_overrides, read_toml, to_plain
 from threepo.data.conversations import resolved_conversations
-from threepo.data.published_set import absolute_place
+from threepo.data.rows import absolute
 from threepo.data.source import resolved
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import MAX_NEW_TOKENS, choices
@@ -106,7 +106,7 @@ def _name_of(recipe: Path) -> Path:
 
 def resolve_paths(config: Config) -> Config:
     """The same configuration with `~` and relative paths spelt out, so that it means the same in any directory."""
-    path, tokenizer = (place and absolute_place(place) for place in (config.model.path, config.model.tokenizer))
+    path, tokenizer = (name and absolute(name) for name in (config.model.path, config.model.tokenizer))
     config = replace(config, model=replace(config.model, path=path, tokenizer=tokenizer))
     config = replace(config, run=replace(config.run, folder=os.path.expanduser(config.run.folder)))
     if not isinstance(config, SFTConfig):
@@ -122,10 +122,10 @@ def resolve_paths(config: Config) -> Config:
     return config
 
 
-def _absolute_file(benchmark: str) -> str:
-    """NAME=FILE with an absolute path."""
-    name, equals, file = benchmark.strip().partition("=")
-    return f"{name}={_absolute(file)}" if equals else name
+def _absolute_copy(benchmark: str) -> str:
+    """NAME=COPY with an absolute path."""
+    name, equals, copy = benchmark.strip().partition("=")
+    return f"{name}={absolute(copy)}" if equals else name
 
 
 def _resolve_conversations(settings: ConversationConfig) -> ConversationConfig:
@@ -175,7 +175,7 @@ def load_evaluation(
         asked["data"] = {**data, "train": data["eval"]}
     config = resolve_paths(build(EvaluationConfig, asked))
     choices(config.benchmarks)  # unknown names are refused before anything is loaded
-    names, folder = tuple(map(_absolute_file, config.benchmarks.names)), config.benchmarks.folder
+    names, folder = tuple(map(_absolute_copy, config.benchmarks.names)), config.benchmarks.folder
     files = replace(config.benchmarks, names=names, folder=_absolute(folder) if folder else "")
     return replace(config, benchmarks=files)
 

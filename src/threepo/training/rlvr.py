@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from threepo.config import IVONConfig, TrainConfig
+from threepo.data.finite import FiniteProblems, content, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.evaluate import Examination
@@ -25,13 +26,13 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
-from threepo.training.asked import asked, refuse_changed
 from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
+from threepo.training.problem_record import problem_record, refuse_changed
 from threepo.training.progress import progress
 from threepo.training.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
 from threepo.training.schedule import factor
@@ -224,7 +225,11 @@ def _assemble(config: TrainConfig, folder: RunFolder | None) -> Run:
     examination = None
     if heldout:
         examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
-    problems = asked(data, fitted.problems, examination)
+        if isinstance(fitted.problems, FiniteProblems):
+            warn_of_shared(
+                "data.eval", map(content, fitted.problems.problems), list(map(content, examination.problems))
+            )
+    problems = problem_record(data, fitted.problems, examination)
     if folder:
         refuse_changed(folder.path, problems)
     engine = build_engine(config.engine, policy)
