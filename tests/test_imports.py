@@ -20,7 +20,7 @@ LEVELS = [
     {"rollout"},
     {"evaluation"},
     {"training", "analysis"},
-    {"jobs", "catalogue"},
+    {"jobs", "show"},
     {"demo"},
     {"cli", "integrations"},
     {"__main__"},

@@ -50,7 +50,7 @@ class ConversationSource:
         if not self.published:
             return _checked(_from_columns(row))
         found = published_row(self.published, CONVERSATIONS[self.published].read, row)
-        return found if isinstance(found, str) else _checked(chat_messages(found))
+        return found if isinstance(found, str) else _checked(chat_messages(found, "messages"))
 
 
 def resolved_conversations(name: str) -> str:
@@ -61,14 +61,17 @@ def resolved_conversations(name: str) -> str:
 def _from_columns(row: Row) -> Messages:
     """Messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
     if row.get("messages") is not None:
-        return chat_messages(row["messages"])
+        return chat_messages(row["messages"], "messages")
     if row.get("prompt") is None or row.get("completion") is None:
         raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
-    return _turn(row["prompt"], "user") + _turn(row["completion"], "assistant")
+    return _turn(row, "prompt", "user") + _turn(row, "completion", "assistant")
 
 
-def _turn(value: Any, role: str) -> Messages:
-    return ({"role": role, "content": value},) if isinstance(value, str) else chat_messages(value)
+def _turn(row: Row, column: str, role: str) -> Messages:
+    value = row[column]
+    if isinstance(value, str):
+        return ({"role": role, "content": value},)
+    return chat_messages(value, f"{column}, if it is not text,")
 
 
 def _checked(messages: Messages) -> Messages:

@@ -128,8 +128,8 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
     shared = sum(text in trained for text in heldout)
     if shared:
         warnings.warn(
-            f"{what}: {shared} of the {len(heldout)} held-out ones are also trained on, so their scores say nothing about "
-            f"new ones; take them out of one of the two sources",
+            f"{what}: {shared} of the {len(heldout)} held-out ones are also trained on, so their scores say nothing "
+            f"about new ones; take them out of one of the two sources",
             ThreepoWarning,
             stacklevel=2,
         )

@@ -29,6 +29,8 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder of such files, or org/name on the Hugging Face hub"
 """What messages say of sources."""
+_BOM = "\ufeff"
+"""The byte order mark, which some programs put at the beginning of a file."""
 _HUB_FILE = "hf://datasets/"
 _BATCH = 1000
 """Rows that become Python objects at a time."""
@@ -79,16 +81,17 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
     path, named, named_split = split_source(source)
     configuration, split = named or configuration, named_split or split
     name = f"data file {path}" if is_file(path) else f"data set {path} ({split})"
-    try:
-        with quiet() as datasets:
+    with quiet() as datasets:
+        try:
             return _open(datasets, name, path, split, configuration or None)
-    except UserError:
-        raise
-    except Exception as error:  # of the many packages that `datasets` reads with; its own only wrap those
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
-        hint = "" if _is_local(path) else "; check the name and the connection, or name a local file or folder"
-        raise UserError(f"{name}: cannot be read: {reason}{hint}") from error
+        except UserError:
+            raise
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            cause = error.__cause__ or error  # errors of `datasets` only wrap those of what it reads with
+            reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
+            remote = "; check the name and the connection, or name a local file or folder"
+            local = is_file(path) or _is_local(path)
+            raise UserError(f"{name}: cannot be read: {reason}{'' if local else remote}") from error
 
 
 def _open(datasets: Any, name: str, path: str, split: str, configuration: str | None) -> Rows:
@@ -109,14 +112,17 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
     """Rows of local files of one kind. Unlike `load_dataset`, these readers never go to the network."""
+    if not any(os.path.getsize(path) for path in files):
+        raise UserError(f"{name}: is empty")
     paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
     if not suffixes & {".jsonl", ".json", ".csv"}:
         return Rows(name, datasets.Dataset.from_parquet(paths), _columns)
-    text = {"features": datasets.Features({"text": datasets.Value("string")}), "encoding": "utf-8-sig"}
+    text = datasets.Features({"text": datasets.Value("string")})
     if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
-        # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other.
-        return Rows(name, datasets.Dataset.from_text(paths, encoding_errors="backslashreplace", **text), _json_lines)
-    table = datasets.Dataset.from_text(paths, sample_by="document", **text)
+        # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other (but in a .gz).
+        table = datasets.Dataset.from_text(paths, features=text, encoding_errors="backslashreplace")
+        return Rows(name, table, _json_lines)
+    table = datasets.Dataset.from_text(paths, features=text, sample_by="document")
     return Rows(name, table, _csv_documents if ".csv" in suffixes else _json_documents)
 
 
@@ -150,7 +156,7 @@ def _columns(batch: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
 
 
 def _json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow | None]:
-    return (_json_row(line) if line.strip() else None for line in batch["text"])
+    return (_json_row(line.removeprefix(_BOM)) if line.strip() else None for line in batch["text"])
 
 
 def _json_row(text: str) -> Row | BrokenRow:
@@ -165,7 +171,7 @@ def _json_row(text: str) -> Row | BrokenRow:
 
 def _json_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow | None]:
     """A .json file holds an array of objects, or an object in each line."""
-    for text in batch["text"]:
+    for text in (text.removeprefix(_BOM) for text in batch["text"]):
         array = json.loads(text) if text.lstrip().startswith("[") else None
         yield from _json_lines({"text": text.rstrip().split("\n") if array is None else list(map(json.dumps, array))})
 
@@ -173,7 +179,7 @@ def _json_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | Broken
 def _csv_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for text in batch["text"]:
+    for text in (text.removeprefix(_BOM) for text in batch["text"]):
         for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
             yield BrokenRow("has more cells than the file has columns") if None in row else row
 
@@ -185,7 +191,8 @@ def is_file(source: str) -> bool:
 
 def is_source(name: str) -> bool:
     """Whether a name is that of a file, of a folder that exists, or of a data set on the hub."""
-    return is_file(name) or "/" in name or _is_local(split_source(name)[0])
+    path, _, _ = split_source(name)
+    return is_file(path) or "/" in path or _is_local(path)
 
 
 def split_source(source: str) -> tuple[str, str, str]:
@@ -208,16 +215,16 @@ def _is_local(path: str) -> bool:
     return path.startswith(("~", ".", "/")) or Path(path).is_dir()
 
 
-def chat_messages(value: Any) -> tuple[dict[str, Any], ...]:
+def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Chat messages from a row, without empty keys: parquet gives all messages the keys of any, and templates ask.
 
-    `BrokenRow` unless `value` is a list of one message or more, each with its role and content as text.
+    `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.
     """
     messages = value if isinstance(value, list) else []
     if not messages or not all(
         isinstance(m, dict) and _is_text(m, "role") and _is_text(m, "content") for m in messages
     ):
-        raise BrokenRow("must have text, or a list of chat messages, each with its role and content as text")
+        raise BrokenRow(f"its {name} must be a list of chat messages, each with its role and content as text")
     return tuple({key: part for key, part in message.items() if part is not None} for message in messages)
 
 

@@ -82,8 +82,7 @@ def problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
         tests = _tests(row)
         text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
     except _ERRORS as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{location}: is not a row of LiveCodeBench that can be decoded: {reason}") from error
+        raise UserError(f"{location}: is not a row of LiveCodeBench: {type(error).__name__}: {error}") from error
     ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
     columns = {name: row[name] for name in KEPT if name in row}
     return Problem(identity, f"{text}\n\n{ending}", columns=columns | {"tests": tests}, location=location)
