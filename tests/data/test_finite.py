@@ -83,7 +83,7 @@ def test_broken_rows_of_a_file_can_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n["b"]\n{"question": "c"}\n{"prompt": "d"}\n{"prompt": "cut o')
     source = column_problems(str(path), DataConfig(train="x", broken_rows="skip"))
-    assert [(p.id, p.prompt) for p in source.problems] == [("p.jsonl:1", "a"), ("p.jsonl:6", "d")]
+    assert [(p.id, p.prompt) for p in source.problems] == [("p.jsonl:1", "a"), ("p.jsonl:5", "d")]
     assert (source.rows, source.broken) == (6, 4)
 
 

@@ -71,7 +71,7 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
         ),
         (
             '{"prompt": ""}\n',
-            "row 1: its prompt, if it is not text, must be a list of chat messages, each with its role",
+            "row 1: its prompt is empty",
         ),
         ('{"prompt": 3}\n', "row 1: its prompt, if it is not text, must be"),
         ('{"prompt": [{"role": "user", "content": 3}]}\n', "row 1: its prompt, if it is not text, must be"),

@@ -50,4 +50,6 @@ def _prompt(row: Row, column: str) -> str | tuple[Any, ...]:
     if column not in row:
         raise BrokenRow(f"no column {column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column")
     prompt = row[column]
-    return prompt if prompt and isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,")
+    if prompt == "":
+        raise BrokenRow("its prompt is empty")
+    return prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,")

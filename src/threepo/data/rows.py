@@ -48,15 +48,14 @@ class Rows:
     """What messages call the source."""
     table: Any
     """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
-    parse: Callable[[Mapping[str, Sequence[Any]]], Iterable[Row | BrokenRow | None]]
-    """The rows of a batch of the table; None for an empty line."""
+    parse: Callable[[Mapping[str, Sequence[Any]]], Iterable[Row | BrokenRow]]
+    """The rows of a batch of the table."""
 
     def __iter__(self) -> Iterator[tuple[int, Row | BrokenRow]]:
-        """Rows with their numbers from 1; in a .jsonl file these are the numbers of the lines."""
-        rows = (row for batch in self.table.iter(_BATCH) for row in self.parsed(batch))
-        return ((number, row) for number, row in enumerate(rows, start=1) if row is not None)
+        """Rows with their numbers from 1; empty lines of a file do not count."""
+        return enumerate((row for batch in self.table.iter(_BATCH) for row in self.parsed(batch)), start=1)
 
-    def parsed(self, batch: Mapping[str, Sequence[Any]]) -> list[Row | BrokenRow | None]:
+    def parsed(self, batch: Mapping[str, Sequence[Any]]) -> list[Row | BrokenRow]:
         """`parse` of a batch of the table; `UserError` for a file that is not JSON or CSV as a whole."""
         try:
             return list(self.parse(batch))
@@ -155,8 +154,8 @@ def _columns(batch: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def _json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow | None]:
-    return (_json_row(line.removeprefix(_BOM)) if line.strip() else None for line in batch["text"])
+def _json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
+    return (_json_row(line.removeprefix(_BOM)) for line in batch["text"] if line.strip())
 
 
 def _json_row(text: str) -> Row | BrokenRow:
@@ -169,11 +168,11 @@ def _json_row(text: str) -> Row | BrokenRow:
     return row if isinstance(row, dict) else BrokenRow(f"must be an object with named columns, not {text[:40]}")
 
 
-def _json_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow | None]:
+def _json_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
     for text in (text.removeprefix(_BOM) for text in batch["text"]):
         array = json.loads(text) if text.lstrip().startswith("[") else None
-        yield from _json_lines({"text": text.rstrip().split("\n") if array is None else list(map(json.dumps, array))})
+        yield from _json_lines({"text": text.split("\n") if array is None else list(map(json.dumps, array))})
 
 
 def _csv_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
@@ -212,7 +211,7 @@ def absolute(source: str) -> str:
 
 
 def _is_local(path: str) -> bool:
-    return path.startswith(("~", ".", "/")) or Path(path).is_dir()
+    return path.startswith(("~", ".", "/")) or (path != "" and Path(path).is_dir())
 
 
 def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:

@@ -218,10 +218,10 @@ class _Preparation:
         ]
         return {name: [row[i] for row in rows] for i, name in enumerate(_COLUMNS)}
 
-    def _rendered(self, row: Row | BrokenRow | None) -> RenderedChat | str | None:
-        """The text of a row, or the reason why it is left out; None where there is nothing to read."""
+    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str | None:
+        """The text of a row, or the reason why it is left out; None after the last row to read."""
         self.read += 1
-        if row is None or (self.most_rows and self.read > self.most_rows):
+        if self.most_rows and self.read > self.most_rows:
             return None
         location = f"{self.rows.name}, row {self.read}"
         try:
