@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
-os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # before datasets is imported: nor may it leave anything behind
+# Before datasets is imported: nor may it leave anything behind. It is silent as in `threepo.cli`.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
+os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", DATASETS_VERBOSITY="critical")
 # Before torch: threads that spin starve each other on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

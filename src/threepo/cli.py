@@ -69,6 +69,9 @@ def _telling_output() -> Iterator[None]:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    # Before `datasets` is imported: one progress bar is enough, and what fails is said in one line.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     parser = build_parser()
     options = _parse(parser, arguments)
     try:

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threepo.data.conversations import ConversationSource, Messages, resolved_conversations
+from threepo.data.conversations import Conversations, Messages, resolved_conversations
 from threepo.data.published import CONVERSATIONS
 from threepo.data.published.llama_nemotron import any_conversation, conversation
 from threepo.data.rows import BrokenRow, Row
@@ -25,8 +25,8 @@ def write(path: Path, *rows: Any) -> str:
 
 def messages_of(name: str) -> list[Messages | str]:
     """The conversations of a source, or why its rows are left out."""
-    source = ConversationSource.named(name)
-    return [source.read(row) for row in source.open().whole()]
+    source = Conversations.open(name)
+    return [source.read(row) for _, row in source.rows if not isinstance(row, BrokenRow)]
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def test_parquet_and_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     ],
 )
 def test_broken_rows_say_why(row: Row, reason: str, tmp_path: Path) -> None:
-    source = ConversationSource.named(write(tmp_path / "a.jsonl", row))
+    source = Conversations.open(write(tmp_path / "a.jsonl", row))
     with pytest.raises(BrokenRow, match=reason):
         source.read(row)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("change", [{"input": 3}, {"input": ["hi"]}, {"output": 3}, {"output": None}])
-def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: Row) -> None:
+def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: Row, tmp_path: Path) -> None:
     row = {"input": [HI], "output": "<think>so</think>Two.", "generator": "DeepSeek-R1"}
-    source = ConversationSource.named(name)
+    source = Conversations.open(f"{name}:{write(tmp_path / 'a.jsonl', row)}")
     assert len(source.read(row)) == 2
     with pytest.raises(BrokenRow, match=f"is not a row of {name} as published: "):
         source.read(row | change)
@@ -146,17 +146,17 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", {"input": "hi", "output": "<think>a</think>b"})
     assert [len(row) for row in messages_of("llama-nemotron-any:a.jsonl")] == [2]
-    assert ConversationSource.named("llama-nemotron").address == "nvidia/Llama-Nemotron-Post-Training-Dataset"
-    assert ConversationSource.named("llama-nemotron:other/copy").address == "other/copy"
     for name, message in (
         ("llama-nemotrn", "did you mean llama-nemotron?"),
         ("xyz", "unknown; name llama-nemotron, llama-nemotron-any, a .jsonl, .json, .csv or .parquet file"),
         ("b.jsonl", "b.jsonl: no such file"),
         ("llama-nemotron:", "names no copy"),
         ("llama-nemotron:b.jsonl", "b.jsonl: no such file"),
+        ("llama-nemotron", r"data set nvidia/Llama-Nemotron-Post-Training-Dataset \(all\): cannot be read"),
+        ("llama-nemotron:other/copy", r"data set other/copy \(all\): cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
-            ConversationSource.named(name)
+            Conversations.open(name)
     assert resolved_conversations("a.jsonl") == str(tmp_path / "a.jsonl")
     assert resolved_conversations("llama-nemotron:./a.jsonl") == f"llama-nemotron:{tmp_path / 'a.jsonl'}"
     for name in ("llama-nemotron", "llama-nemotron:other/copy", "org/name:main:test", ""):

@@ -30,6 +30,10 @@ configs:
 """
 
 
+def rows_of(*source: Any, **options: Any) -> list[Any]:
+    return [row for _, row in open_rows(*source, **options)]
+
+
 def lines(rows: list[Any]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -62,7 +66,7 @@ def test_cells_of_csv_are_text(suffix: str, tmp_path: Path) -> None:
     """007, 1.50, NA and True are answers that a reader of types would change."""
     content = 'prompt,answer\n"two\nlines, ""quoted""",007\nb,1.50\nc,NA\nd,True\ne\n'
     path = write(tmp_path / f"p{suffix}", b"\xef\xbb\xbf" + content.encode())
-    rows = open_rows(str(path)).whole()
+    rows = rows_of(str(path))
     assert [row["answer"] for row in rows] == ["007", "1.50", "NA", "True", None]
     assert rows[0]["prompt"] == 'two\nlines, "quoted"'
 
@@ -82,7 +86,7 @@ VALUES = [
 def test_values_of_json_are_those_of_the_file(tmp_path: Path) -> None:
     """The JSON reader of `datasets` changes all of these: to dates, to one number type, to parsed text, to nulls."""
     path = write(tmp_path / "p.jsonl", json.dumps(VALUES[7], ensure_ascii=False).encode() + b"\r\n" + lines(VALUES[:7]))
-    found = open_rows(str(path)).whole()
+    found = rows_of(str(path))
     assert found == [VALUES[7], *VALUES[:7]]
     assert [type(row["answer"]) for row in found] == [bool, str, str, str, int, float, int, type(None)]
 
@@ -110,8 +114,6 @@ def test_a_broken_line_breaks_its_own_row(line: bytes, reason: str, tmp_path: Pa
     assert (rows[1], rows[3]) == ({"a": 1}, {"a": 3})
     assert isinstance(rows[2], BrokenRow)
     assert reason in str(rows[2])
-    with pytest.raises(UserError, match=r"^data file .*p.jsonl, row 2: "):
-        open_rows(str(path)).whole()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_broken_line_breaks_its_own_row(line: bytes, reason: str, tmp_path: Pa
 def test_damaged_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(UserError, match=f"^data file .*{message}"):
-        open_rows(str(path)).whole()
+        rows_of(str(path))
 
 
 def test_damaged_gzip_files_are_refused(tmp_path: Path) -> None:
@@ -147,10 +149,10 @@ def test_a_row_with_more_cells_than_columns_is_broken(tmp_path: Path) -> None:
 def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl.gz", lines(ROWS[2:]))
     write(tmp_path / "a.jsonl", lines(ROWS[:2]))
-    assert open_rows(str(tmp_path)).whole() == ROWS
+    assert rows_of(str(tmp_path)) == ROWS
     write_parquet(tmp_path / "p" / "0.parquet", ROWS[:1])
     write_parquet(tmp_path / "p" / "1.parquet", ROWS[1:])
-    assert open_rows(f"{tmp_path}/p").whole() == ROWS
+    assert rows_of(f"{tmp_path}/p") == ROWS
     write(tmp_path / "c" / "0.csv", b"a\n1\n")
     write(tmp_path / "c" / "1.csv", b"a\n2\n")
     assert list(open_rows(f"{tmp_path}/c/")) == [(1, {"a": "1"}), (2, {"a": "2"})]
@@ -163,10 +165,10 @@ def test_splits_and_configurations_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "main" / "train-1.jsonl", lines(ROWS[1:2]))
     write(tmp_path / "main" / "test-0.jsonl", lines(ROWS[2:]))
     write(tmp_path / "other" / "x.jsonl", lines(ROWS[:1]))
-    assert open_rows(f"{tmp_path}:main").whole() == ROWS[:2]
-    assert open_rows(f"{tmp_path}:main:test").whole() == ROWS[2:]
-    assert open_rows(f"{tmp_path}:main", "all").whole() == ROWS
-    assert open_rows(str(tmp_path), configuration="other").whole() == ROWS[:1]
+    assert rows_of(f"{tmp_path}:main") == ROWS[:2]
+    assert rows_of(f"{tmp_path}:main:test") == ROWS[2:]
+    assert rows_of(f"{tmp_path}:main", "all") == ROWS
+    assert rows_of(str(tmp_path), configuration="other") == ROWS[:1]
     with pytest.raises(UserError, match=r"has no split 'dev', but train, test; name one as .*::SPLIT"):
         open_rows(f"{tmp_path}:main:dev")
     with pytest.raises(UserError, match=r"Config name is missing. .*\['main', 'other'\]"):
@@ -178,7 +180,7 @@ def test_a_changed_file_gives_its_new_rows_and_nothing_is_written_next_to_it(suf
     path = tmp_path / "data" / f"p{suffix}"
     for rows in (ROWS, ROWS[:2], ROWS[::-1]):
         write_parquet(path, rows) if suffix == ".parquet" else write(path, lines(rows))
-        assert open_rows(str(path)).whole() == open_rows(str(path)).whole() == rows
+        assert rows_of(str(path)) == rows_of(str(path)) == rows
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -190,7 +192,7 @@ def refuse(*arguments, **options):
     raise OSError("no network")
 socket.getaddrinfo = socket.socket.connect = refuse
 from threepo.data.rows import open_rows
-print([len(open_rows(source).whole()) for source in sys.argv[1:]], attempts)
+print([len(list(open_rows(source))) for source in sys.argv[1:]], attempts)
 """
 
 
@@ -237,7 +239,7 @@ def test_names_mean_the_same_in_any_directory(tmp_path: Path, monkeypatch: pytes
 def test_chat_messages_have_the_keys_that_they_were_written_with(tmp_path: Path) -> None:
     """Parquet gives every message the keys of all, and templates ask whether a message has such a key as tool_calls."""
     chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "Ada"}]]
-    rows = open_rows(str(write_parquet(tmp_path / "p.parquet", [{"chat": chat} for chat in chats]))).whole()
+    rows = rows_of(str(write_parquet(tmp_path / "p.parquet", [{"chat": chat} for chat in chats])))
     assert [list(chat_messages(row["chat"], "chat")) for row in rows] == chats
     for wrong in (
         [],

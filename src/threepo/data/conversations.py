@@ -3,12 +3,11 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from threepo.data.published import CONVERSATIONS
 from threepo.data.published_set import published_row
-from threepo.data.rows import KINDS, BrokenRow, Row, Rows, chat_messages, is_file, is_source, open_rows
+from threepo.data.rows import KINDS, BrokenRow, Row, Rows, chat_messages, is_source, open_rows
 from threepo.data.source import resolved, split_copy
 from threepo.errors import UserError
 
@@ -17,45 +16,40 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class ConversationSource:
-    """Where conversations are, and how they are read."""
+class Conversations:
+    """The rows of a source, and how a conversation is read from one."""
 
-    name: str
-    address: str
-    """A source of `data.rows`."""
+    rows: Rows
     published: str
-    """The published set whose columns it has; empty: it is a user's own."""
+    """The published set whose columns the rows have; empty: a user's own."""
 
     @classmethod
-    def named(cls, name: str) -> "ConversationSource":
-        """The source of this name; `UserError` says what there is."""
+    def open(cls, name: str) -> "Conversations":
+        """The source of this name; of a published set all splits. `UserError` says what there is."""
         published, copy = split_copy(name, CONVERSATIONS)
-        address = copy or (CONVERSATIONS[published].hub if published else name)
-        if not is_source(address):
+        if published:
+            known = CONVERSATIONS[published]
+            return cls(open_rows(copy or known.hub, "all", known.configuration), published)
+        if not is_source(name):
             near = difflib.get_close_matches(name.partition(":")[0], CONVERSATIONS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"name {', '.join(CONVERSATIONS)}, {KINDS}"
             raise UserError(f"conversations {name}: unknown; {hint}")
-        if is_file(address) and "://" not in address and not Path(address).is_file():
-            raise UserError(f"conversations {name}: {address}: no such file")
-        return cls(name, address, published)
-
-    def open(self) -> Rows:
-        """The rows; of a published set those of all splits."""
-        if not self.published:
-            return open_rows(self.address)
-        return open_rows(self.address, "all", CONVERSATIONS[self.published].configuration)
+        return cls(open_rows(name), "")
 
     def read(self, row: Row) -> Messages | str:
         """The messages of a row, or one word why the published set leaves it out; `BrokenRow` if it has none."""
-        if not self.published:
-            return _checked(_from_columns(row))
-        found = published_row(self.published, CONVERSATIONS[self.published].read, row)
-        return found if isinstance(found, str) else _checked(chat_messages(found, "messages"))
+        if self.published:
+            found = published_row(self.published, CONVERSATIONS[self.published].read, row)
+            return found if isinstance(found, str) else chat_messages(found, "messages")
+        messages = _from_columns(row)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BrokenRow("has no message of the assistant, so nothing to imitate")
+        return messages
 
 
 def resolved_conversations(name: str) -> str:
     """The same name with `~` and relative paths written out, so that it means the same in any directory."""
-    return name and resolved(name, CONVERSATIONS)
+    return resolved(name, CONVERSATIONS)
 
 
 def _from_columns(row: Row) -> Messages:
@@ -68,13 +62,6 @@ def _from_columns(row: Row) -> Messages:
 
 
 def _turn(row: Row, column: str, role: str) -> Messages:
-    value = row[column]
-    if isinstance(value, str):
-        return ({"role": role, "content": value},)
-    return chat_messages(value, f"{column}, if it is not text,")
-
-
-def _checked(messages: Messages) -> Messages:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BrokenRow("has no message of the assistant, so nothing to imitate")
-    return messages
+    if isinstance(row[column], str):
+        return ({"role": role, "content": row[column]},)
+    return chat_messages(row[column], f"{column}, if it is not text,")

@@ -18,7 +18,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,14 @@ from typing import Any
 from threepo.errors import UserError
 
 Row = dict[str, Any]
+Batch = Mapping[str, Sequence[Any]]
+"""Columns of some rows."""
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder of such files, or org/name on the Hugging Face hub"
 """What messages say of sources."""
+_HUB_FILE = "hf://datasets/"
 _BOM = "\ufeff"
 """The byte order mark, which some programs put at the beginning of a file."""
-_HUB_FILE = "hf://datasets/"
-_BATCH = 1000
-"""Rows that become Python objects at a time."""
 
 
 class BrokenRow(Exception):
@@ -48,28 +47,19 @@ class Rows:
     """What messages call the source."""
     table: Any
     """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
-    parse: Callable[[Mapping[str, Sequence[Any]]], Iterable[Row | BrokenRow]]
+    parse: Callable[[Batch], Iterable[Row | BrokenRow]]
     """The rows of a batch of the table."""
 
     def __iter__(self) -> Iterator[tuple[int, Row | BrokenRow]]:
         """Rows with their numbers from 1; empty lines of a file do not count."""
-        return enumerate((row for batch in self.table.iter(_BATCH) for row in self.parsed(batch)), start=1)
+        return enumerate((row for batch in self.table.iter(1000) for row in self.parsed(batch)), start=1)
 
-    def parsed(self, batch: Mapping[str, Sequence[Any]]) -> list[Row | BrokenRow]:
+    def parsed(self, batch: Batch) -> list[Row | BrokenRow]:
         """`parse` of a batch of the table; `UserError` for a file that is not JSON or CSV as a whole."""
         try:
             return list(self.parse(batch))
         except (ValueError, csv.Error) as error:
             raise UserError(f"{self.name}: is not valid: {error}") from error
-
-    def whole(self) -> list[Row]:
-        """All rows; `UserError` for the first broken one."""
-        rows = []
-        for number, row in self:
-            if isinstance(row, BrokenRow):
-                raise UserError(f"{self.name}, row {number}: {row}")
-            rows.append(row)
-        return rows
 
 
 def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
@@ -77,20 +67,20 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
 
     `UserError` if the source is missing or cannot be read.
     """
-    path, named, named_split = split_source(source)
-    configuration, split = named or configuration, named_split or split
+    import datasets  # takes seconds, and most commands need none
+
+    path, own_configuration, own_split = split_source(source)
+    split = own_split or split
     name = f"data file {path}" if is_file(path) else f"data set {path} ({split})"
-    with quiet() as datasets:
-        try:
-            return _open(datasets, name, path, split, configuration or None)
-        except UserError:
-            raise
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            cause = error.__cause__ or error  # errors of `datasets` only wrap those of what it reads with
-            reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
-            remote = "; check the name and the connection, or name a local file or folder"
-            local = is_file(path) or _is_local(path)
-            raise UserError(f"{name}: cannot be read: {reason}{'' if local else remote}") from error
+    try:
+        return _open(datasets, name, path, split, own_configuration or configuration)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # errors of `datasets` only wrap those of what it reads with
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
+        hint = "check the file" if _is_local(path) else "check the name and the connection, or name a local copy"
+        raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
 
 
 def _open(datasets: Any, name: str, path: str, split: str, configuration: str | None) -> Rows:
@@ -104,7 +94,7 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
         return _open_files(datasets, name, files)
-    if is_file(path) or _is_local(path):
+    if _is_local(path):
         raise UserError(f"{name}: no such file or folder")
     return Rows(name, datasets.load_dataset(path, configuration, split=split), _columns)
 
@@ -133,28 +123,11 @@ def _hub_file(path: str) -> Path:
     return Path(huggingface_hub.hf_hub_download(f"{organization}/{name}", file, repo_type="dataset"))
 
 
-@contextmanager
-def quiet(*, bars: bool = False) -> Iterator[Any]:
-    """The module `datasets`, which meanwhile writes no log lines, and progress bars only with `bars`."""
-    import datasets
-
-    hidden, level = not bars and not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if hidden:
-        datasets.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        datasets.logging.set_verbosity(level)
-        if hidden:
-            datasets.enable_progress_bars()
-
-
-def _columns(batch: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
+def _columns(batch: Batch) -> Iterator[Row]:
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def _json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
+def _json_lines(batch: Batch) -> Iterator[Row | BrokenRow]:
     return (_json_row(line.removeprefix(_BOM)) for line in batch["text"] if line.strip())
 
 
@@ -168,18 +141,18 @@ def _json_row(text: str) -> Row | BrokenRow:
     return row if isinstance(row, dict) else BrokenRow(f"must be an object with named columns, not {text[:40]}")
 
 
-def _json_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
+def _json_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
     for text in (text.removeprefix(_BOM) for text in batch["text"]):
         array = json.loads(text) if text.lstrip().startswith("[") else None
         yield from _json_lines({"text": text.split("\n") if array is None else list(map(json.dumps, array))})
 
 
-def _csv_documents(batch: Mapping[str, Sequence[str]]) -> Iterator[Row | BrokenRow]:
+def _csv_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for text in (text.removeprefix(_BOM) for text in batch["text"]):
-        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+    for text in batch["text"]:
+        for row in csv.DictReader(io.StringIO(text.removeprefix(_BOM), newline=""), strict=True):
             yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
@@ -191,7 +164,7 @@ def is_file(source: str) -> bool:
 def is_source(name: str) -> bool:
     """Whether a name is that of a file, of a folder that exists, or of a data set on the hub."""
     path, _, _ = split_source(name)
-    return is_file(path) or "/" in path or _is_local(path)
+    return "/" in path or _is_local(path)
 
 
 def split_source(source: str) -> tuple[str, str, str]:
@@ -205,13 +178,15 @@ def split_source(source: str) -> tuple[str, str, str]:
 def absolute(source: str) -> str:
     """A source with `~` and relative paths written out, so that it means the same in any directory."""
     path, _, _ = split_source(source)
-    if path.startswith(_HUB_FILE) or not (is_file(path) or _is_local(path)):
+    if not _is_local(path):
         return source
     return os.path.abspath(os.path.expanduser(path)) + source.removeprefix(path)
 
 
 def _is_local(path: str) -> bool:
-    return path.startswith(("~", ".", "/")) or (path != "" and Path(path).is_dir())
+    if not path or path.startswith(_HUB_FILE):
+        return False
+    return is_file(path) or path.startswith(("~", ".", "/")) or Path(path).is_dir()
 
 
 def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
@@ -219,13 +194,8 @@ def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
 
     `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.
     """
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(
-        isinstance(m, dict) and _is_text(m, "role") and _is_text(m, "content") for m in messages
-    ):
+    messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise BrokenRow(f"its {name} must be a list of chat messages, each with its role and content as text")
     return tuple({key: part for key, part in message.items() if part is not None} for message in messages)
-
-
-def _is_text(message: Mapping[str, Any], key: str) -> bool:
-    return isinstance(message.get(key), str)

@@ -15,7 +15,7 @@ from typing import Any
 
 from threepo.config import BenchmarksConfig
 from threepo.data.prompts import CODE, MATH_EVALUATION
-from threepo.data.rows import KINDS, SUFFIXES, is_source, open_rows
+from threepo.data.rows import KINDS, SUFFIXES, BrokenRow, is_source, open_rows
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
 from threepo.evaluation.livecodebench import RELEASE_6, Window
@@ -118,15 +118,17 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProbl
     read, template = _math_problem, settings.math_prompt or MATH_EVALUATION
     if choice.window:
         read, template = livecodebench.problem, settings.code_prompt or CODE
-    rows = open_rows(source, "test").whole()
-    # Number the rows before the window is applied: a row without an id is known by its place among all rows.
-    numbered: list[tuple[int, Mapping[str, Any]]] = list(enumerate(rows))
+    rows: list[livecodebench.Numbered] = []  # before the window is applied: a row without an id is known by its number
+    for number, found in open_rows(source, "test"):
+        if isinstance(found, BrokenRow):
+            raise UserError(f"benchmark {choice.label}, {source}, row {number}: {found}")
+        rows.append((number, found))
     if choice.window:
-        numbered = choice.window.select(numbered, f"benchmark {choice.label}: {source}")
+        rows = choice.window.select(rows, f"benchmark {choice.label}: {source}")
     problems: dict[str, Problem] = {}
-    for number, row in numbered[: settings.problems or None]:
-        identity = f"{choice.name}/{next((row[key] for key in _IDS if row.get(key) is not None), number)}"
-        location = f"benchmark {choice.label}, {source}, row {number + 1}"
+    for number, row in rows[: settings.problems or None]:
+        identity = f"{choice.name}/{next((row[key] for key in _IDS if row.get(key) is not None), number - 1)}"
+        location = f"benchmark {choice.label}, {source}, row {number}"
         if identity in problems:
             raise UserError(f"{location}: has the id {identity!r} of {problems[identity].location}")
         problems[identity] = replace(read(row, identity, location), template=template)

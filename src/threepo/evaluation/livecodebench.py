@@ -36,7 +36,8 @@ KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty"
 """Columns that a problem keeps; its tests are added decoded."""
 _ERRORS = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
 """What base 64, zlib, JSON and pickle raise for damaged data, and Python for other columns."""
-_Numbered = tuple[int, Mapping[str, Any]]
+Numbered = tuple[int, Mapping[str, Any]]
+"""A row and its number."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Window:
         """Whether all of these months are among those of `other`."""
         return other.first <= self.first and self.last <= other.last
 
-    def select(self, rows: Sequence[_Numbered], source: str) -> list[_Numbered]:
+    def select(self, rows: Sequence[Numbered], source: str) -> list[Numbered]:
         """The rows of contests in these months; `UserError` if there are none."""
         months = [str(row.get("contest_date", ""))[:7] for _, row in rows]
         chosen = [row for row, month in zip(rows, months, strict=True) if self.first <= month <= self.last]

@@ -2,11 +2,8 @@
 
 A conversation is rendered by the tokenizer's chat template and tokenised as one text. A template that marks the
 assistant's text with {% generation %} says itself where the turns are; elsewhere a turn is what its message adds to the
-prompt for it. Of a turn the tokens up to the first stop token count, that token included: the policy never generates
-what the template writes after it.
-
-`apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that reaches over
-the end of a prompt into the turn, and gives no offsets to find and cut such a token by.
+prompt for it. `apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that
+reaches over the end of a prompt into the turn, and gives no offsets to find and cut such a token by.
 """
 
 import re
@@ -14,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -22,8 +20,12 @@ from threepo.errors import UserError
 
 Span = tuple[int, int]
 """From here to before there, in characters or tokens."""
-
+_START, _END = itemgetter(0), itemgetter(1)
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class UnrenderableChat(Exception):
+    """The chat template refuses a conversation, such as one with two messages of the user in a row."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,7 @@ class EncodedChat:
 
     tokens: list[int]
     loss_ranges: list[Span]
-    """The tokens that the assistant writes, a range for each turn to imitate."""
-
-
-class UnrenderableChat(Exception):
-    """The chat template refuses a conversation, such as one with two messages of the user in a row."""
+    """For each turn to imitate, its tokens up to the first stop token, that one included."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,12 @@ class ChatEncoder:
     def render(self, messages: Sequence[Any], location: str) -> RenderedChat:
         """The text of a conversation; `UnrenderableChat` if the template refuses it."""
         if _MARKS_TURNS.search(self.tokenizer.get_chat_template()):
-            text, spans = self._rendered(messages, return_assistant_tokens_mask=True)
-        else:
-            text, _ = self._rendered(messages)
-            indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [self._turn(messages, i, text, location) for i in indices[-1 if self.turns == "last" else 0 :]]
-        return RenderedChat(text, spans[-1:] if self.turns == "last" else spans, location)
+            text, turns = self._rendered(messages, return_assistant_tokens_mask=True)
+            return RenderedChat(text, turns[-1:] if self.turns == "last" else turns, location)
+        text, _ = self._rendered(messages)
+        indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = indices[-1:] if self.turns == "last" else indices
+        return RenderedChat(text, [self._turn(messages, i, text, location) for i in chosen], location)
 
     def _turn(self, messages: Sequence[Any], index: int, text: str, location: str) -> Span:
         """The characters of message `index`: what it adds to the prompt for it."""
@@ -105,8 +103,12 @@ class ChatEncoder:
         whole = self._tokenize([chat.text for chat in chats]) if chats else []
         for chat, (tokens, offsets) in zip(chats, whole, strict=True):
             cuts = [start for start, _ in chat.turns if _is_inside_token(offsets, start)]
-            if cuts:
-                tokens, offsets = self._tokenize_apart(chat.text, cuts)
+            if cuts:  # tokenise the pieces between the cuts, so that no token reaches over one
+                begins = (0, *cuts)
+                pieces = self._tokenize([chat.text[begin:end] for begin, end in pairwise((*begins, len(chat.text)))])
+                placed = list(zip(begins, pieces, strict=True))
+                tokens = [token for _, (piece, _) in placed for token in piece]
+                offsets = [(begin + start, begin + end) for begin, (_, spans) in placed for start, end in spans]
             ranges = [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]
             encoded.append(EncodedChat(tokens, ranges))
         return encoded
@@ -116,17 +118,8 @@ class ChatEncoder:
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
-    def _tokenize_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Tokens of the pieces between the cuts, so that no token reaches over one."""
-        begins = (0, *cuts)
-        pieces = self._tokenize([text[begin:end] for begin, end in pairwise((*begins, len(text)))])
-        tokens = [token for piece, _ in pieces for token in piece]
-        shifted = zip(begins, pieces, strict=True)
-        return tokens, [(begin + start, begin + end) for begin, (_, spans) in shifted for start, end in spans]
-
     def _loss_range(self, tokens: Sequence[int], offsets: Sequence[Span], turn: Span, location: str) -> Span:
-        """The tokens of a turn up to its first stop token, that one included."""
-        first, last = bisect_right(offsets, turn[0], key=_end), bisect_left(offsets, turn[1], key=_start)
+        first, last = bisect_right(offsets, turn[0], key=_END), bisect_left(offsets, turn[1], key=_START)
         for position in range(first, last):
             if tokens[position] in self.stop_tokens:
                 return max(first, 1), position + 1  # nothing predicts the very first token of a text
@@ -135,7 +128,7 @@ class ChatEncoder:
             ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there are none"
         )
         raise UserError(
-            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at ({stops}), "
+            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at ({stops or 'none'}), "
             f"so the policy would learn not to stop; set model.tokenizer to a tokenizer whose eos_token ends a turn, "
             f"or fix conversations.chat_template"
         )
@@ -143,14 +136,6 @@ class ChatEncoder:
 
 def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:
     """Whether character `cut` begins no token; blanks that belong to no token count as the next token's."""
-    following = bisect_right(offsets, cut, key=_end)
+    following = bisect_right(offsets, cut, key=_END)
     before = offsets[following - 1][1] if following else 0
     return before != cut or (following < len(offsets) and offsets[following][0] < cut)
-
-
-def _start(span: Span) -> int:
-    return span[0]
-
-
-def _end(span: Span) -> int:
-    return span[1]

@@ -6,18 +6,19 @@ from, so later runs find it. It has a row for each row of the source, also for t
 
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
-from threepo.data.conversations import ConversationSource
+from threepo.data.conversations import Conversations
 from threepo.data.digest import digest
 from threepo.data.finite import epoch_batch
-from threepo.data.rows import BrokenRow, Row, Rows, quiet
+from threepo.data.rows import Batch, BrokenRow, Row
 from threepo.errors import UserError
 from threepo.files import disk_errors
 from threepo.models.chat import ChatEncoder, EncodedChat, RenderedChat, UnrenderableChat
@@ -28,8 +29,12 @@ FORMAT = 3
 """Part of every digest: raise it when the same source and settings would give other tokens or columns."""
 ROWS_AT_ONCE = 128
 """Conversations tokenised together."""
+LINE_EVERY = 30.0
+"""Seconds between lines on the progress."""
 NAMED = 3
 """Broken rows that are left out with a line of their own; the others are only counted."""
+COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
+"""Of the file. The bounds of the loss ranges stand one after another; `dropped` is why a row is left out, or empty."""
 Part = Literal["source", "eval"]
 """Which conversations of a recipe."""
 
@@ -41,12 +46,17 @@ class PreparedConversations:
     source: str
     """What messages call them."""
     table: Any
-    """A memory-mapped `datasets.Dataset` with the columns of `_Preparation`."""
+    """A memory-mapped `datasets.Dataset` with the columns `COLUMNS`."""
 
     @cached_property
     def kept(self) -> list[int]:
         """The rows of the table that are not left out."""
         return [number for number, reason in enumerate(self.table["dropped"]) if not reason]
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """A digest of the tokens and loss ranges of each conversation that is kept."""
+        return list(filter(None, self.table["digest"]))
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -60,31 +70,21 @@ class PreparedConversations:
             "tokens": sum(self.table["length"]),
             "loss_tokens": sum(self.table["loss_tokens"]),
             "longest": max(self.table["length"], default=0),
-            "digest": digest(self.digests()),
+            "digest": digest(self.digests),
         }
-
-    def digests(self) -> list[str]:
-        """A digest of the tokens and the loss ranges of each conversation that is kept."""
-        return [text for text in self.table["digest"] if text]
 
     def line(self) -> str:
         """The counts as messages show them."""
         rows, kept, tokens, counted = (f"{self.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.record["dropped"].items()))
-        left_out = f" (left out: {reasons})" if reasons else ""
-        return (
-            f"conversations {self.source}: kept {kept} of {rows} rows{left_out}, {tokens} tokens, {counted} to imitate"
-        )
+        counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
+        return f"conversations {self.source}: {counts}, {counted} of them to imitate"
 
     def row(self, number: int, index: int) -> SupervisedRow:
         """Conversation `number` of those kept, as row `index` of a step."""
         row = self.table[self.kept[number]]
         bounds = row["loss_ranges"]
         return SupervisedRow(tuple(row["tokens"]), tuple(zip(bounds[::2], bounds[1::2], strict=True)), index)
-
-    def all_rows(self) -> list[SupervisedRow]:
-        """All conversations as one batch."""
-        return [self.row(number, number) for number in range(len(self.kept))]
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class ConversationBatches:
         return [self.prepared.row(number, index) for index, number in enumerate(numbers)]
 
 
-def refuse_missing(settings: ConversationConfig) -> None:
-    """Raise `UserError` for a source or a template that is missing, as far as that is known without a model."""
+def refuse_unreadable(settings: ConversationConfig) -> None:
+    """Raise `UserError` for a source or a template that cannot be read, before minutes go into loading a model."""
     for name in filter(None, (settings.source, settings.eval)):
-        ConversationSource.named(name)
+        Conversations.open(name)
     if settings.chat_template:
         read_template(settings.chat_template)
 
@@ -137,10 +137,11 @@ def prepare(
     `earlier` is the record of a run that is resumed: its file is used if it still exists, and other conversations are
     refused. `UserError` too if the source has rows that its settings refuse, or if none are left.
     """
+    import datasets
+
     name = getattr(settings, part)
     if earlier and Path(earlier["file"]).is_file():
-        with quiet() as datasets:
-            prepared = PreparedConversations(name, datasets.Dataset.from_file(earlier["file"]))
+        prepared = PreparedConversations(name, datasets.Dataset.from_file(earlier["file"]))
     else:
         prepared = PreparedConversations(name, _tokenized(policy, settings, part))
     now = prepared.record
@@ -157,73 +158,67 @@ def prepare(
 
 def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
     """A `datasets.Dataset` of the tokens, from its cache where it is there."""
-    source = ConversationSource.named(getattr(settings, part))
-    preparation = _Preparation(policy, settings, source, source.open(), settings.eval_rows if part == "eval" else 0)
-    table, tokenizer = preparation.rows.table, policy.tokenizer
-    if not len(table):
-        raise UserError(f"conversations {source.name}: holds no rows")
+    import datasets
+
+    source, most_rows = Conversations.open(getattr(settings, part)), settings.eval_rows if part == "eval" else 0
+    preparation = _Preparation(policy, settings, source, most_rows)
+    table, tokenizer = source.rows.table, policy.tokenizer
     parts = (
-        (FORMAT, source.published, table._fingerprint, preparation.most_rows),
+        (FORMAT, source.published, table._fingerprint, most_rows),
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
     key = digest([json.dumps(parts, default=str)])
-    with (
-        quiet(bars=sys.stderr.isatty()) as datasets,
-        disk_errors(Path(settings.cache or datasets.config.HF_DATASETS_CACHE)),
-    ):
-        integer, text = datasets.Value("int32"), datasets.Value("string")
-        integers = datasets.List(integer)
-        kinds = (integers, integers, integer, integer, text, text)
-        return table.select(range(min(preparation.most_rows or len(table), len(table)))).map(
+    integer, text = datasets.Value("int32"), datasets.Value("string")
+    kinds = (datasets.List(integer), datasets.List(integer), integer, integer, text, text)
+    with disk_errors(Path(settings.cache or datasets.config.HF_DATASETS_CACHE)):
+        return table.select(range(min(most_rows or len(table), len(table)))).map(
             preparation,
             batched=True,
             batch_size=ROWS_AT_ONCE,
             remove_columns=table.column_names,
-            features=datasets.Features(dict(zip(_COLUMNS, kinds, strict=True))),
+            features=datasets.Features(dict(zip(COLUMNS, kinds, strict=True))),
             cache_file_name=str(Path(settings.cache) / f"conversations-{key}.arrow") if settings.cache else None,
             load_from_cache_file=True,
             new_fingerprint=key,
         )
 
 
-_COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
-"""Bounds of the loss ranges stand one after another; `dropped` is why a row is left out, or empty."""
-
-
 @dataclass
 class _Preparation:
-    """Makes tokens of the rows of a source, batch by batch and in their order."""
+    """Makes the columns of the file of the rows of a source, batch by batch and in their order."""
 
     policy: Policy
     settings: ConversationConfig
-    source: ConversationSource
-    rows: Rows
+    source: Conversations
     most_rows: int
     read: int = 0
     broken: int = 0
+    said: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         tokenizer, stop_tokens = self.policy.tokenizer, frozenset(self.policy.stop_tokens)
         self.encoder = ChatEncoder(tokenizer, stop_tokens, self.settings.loss_on)
         self.limit = min(self.settings.max_tokens, self.policy.context)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """The columns of the file for these rows of the source."""
-        chats = [chat for row in self.rows.parsed(batch) if (chat := self._rendered(row))]
+    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
+        if time.monotonic() - self.said > LINE_EVERY:
+            self.said = time.monotonic()
+            print(f"threepo: {self.source.rows.name}: {self.read:,} rows read so far", file=sys.stderr)
+        chats = [chat for row in self.source.rows.parsed(batch) if (chat := self._rendered(row))]
         encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
         rows = [
             self._columns(next(encoded), chat.location) if isinstance(chat, RenderedChat) else _left_out(chat)
             for chat in chats
         ]
-        return {name: [row[i] for row in rows] for i, name in enumerate(_COLUMNS)}
+        return {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
 
     def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str | None:
         """The text of a row, or the reason why it is left out; None after the last row to read."""
         self.read += 1
         if self.most_rows and self.read > self.most_rows:
             return None
-        location = f"{self.rows.name}, row {self.read}"
+        location = f"{self.source.rows.name}, row {self.read}"
         try:
             if isinstance(row, BrokenRow):
                 raise row

@@ -29,7 +29,7 @@ from threepo.training.batching import bundles, padded
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
-from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_missing
+from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_unreadable
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
 from threepo.training.run_folder import RunFolder, refuse_in_use, refuse_taken
@@ -165,7 +165,7 @@ def _assemble(config: SFTConfig, folder: RunFolder | None) -> FineTuning:
         refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
         if config.conversations:
-            refuse_missing(config.conversations)
+            refuse_unreadable(config.conversations)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     demonstrations = Demonstrations(config.demonstrations) if config.demonstrations else None
@@ -203,12 +203,12 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     parts: tuple[Part, ...] = ("source", "eval") if settings.eval else ("source",)
     prepared = {part: prepare(policy, settings, part, before.get(part)) for part in parts}
     if "eval" in prepared:
-        warn_of_shared("conversations.eval", *(prepared[part].digests() for part in parts))
+        warn_of_shared("conversations.eval", *(prepared[part].digests for part in parts))
     batches = ConversationBatches(prepared["source"], settings.batch_size, settings.seed)
     return Material(
         batches,
         config.run.steps or settings.epochs * batches.steps_per_epoch,
-        prepared["eval"].all_rows() if "eval" in prepared else (),
+        [prepared["eval"].row(i, i) for i in range(len(prepared["eval"].kept))] if "eval" in prepared else (),
         settings.eval_every,
         {part: one.record for part, one in prepared.items()},
     )
