@@ -92,7 +92,8 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
         [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
         for e in range(3)
     ]
-    distinct = Counter(run.material.source.prepared.row(n, 0).input_tokens for n in range(21))  # type: ignore[attr-defined]
+    rows = run.material.source.prepared.batch(range(21))  # type: ignore[attr-defined]
+    distinct = Counter(row.input_tokens for row in rows)
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
@@ -251,8 +252,8 @@ def test_the_papers_set_is_counted_by_reason(
     found = prepared(policy, settings)
     assert found.record["dropped"] == {"no_thought": 2, "not_two_messages": 1, "other_generator": 1}
     answers = ("<think>a</think>b", "<think>x</think>y")
-    for number, answer in enumerate(answers):
-        text = policy.tokenizer.decode(found.row(number, 0).input_tokens)
+    for row, answer in zip(found.batch([0, 1]), answers, strict=True):
+        text = policy.tokenizer.decode(row.input_tokens)
         assert text == f"user\nq<|endoftext|>\nassistant\n{answer}<|endoftext|>\n"
     assert "kept 2 of 6 rows (left out: no_thought 2, not_two_messages 1, other_generator 1)" in capsys.readouterr().err
 
@@ -262,10 +263,10 @@ def test_more_rows_than_are_tokenised_at_once(policy: Policy, base: list[str], t
     write(tmp_path / "chats.jsonl", rows)
     found = prepared(policy, base)
     assert found.record["kept"] == 300
-    for number in (0, 127, 128, 255, 256, 299):
-        row = found.row(number, 7)
+    numbers = (299, 0, 127, 128, 255, 256)
+    for index, (number, row) in enumerate(zip(numbers, found.batch(numbers), strict=True)):
         assert (row.index, policy.tokenizer.decode(row.input_tokens)) == (
-            7,
+            index,
             f"user\n{number}<|endoftext|>\nassistant\n{number * number}<|endoftext|>\n",
         )
 

@@ -128,9 +128,9 @@ class ChatEncoder:
             ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there are none"
         )
         raise UserError(
-            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at ({stops or 'none'}), "
-            f"so the policy would learn not to stop; set model.tokenizer to a tokenizer whose eos_token ends a turn, "
-            f"or fix conversations.chat_template"
+            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at "
+            f"({stops or 'there is none'}), so the policy would learn not to stop; set model.tokenizer to a tokenizer "
+            f"whose eos_token ends a turn, or fix conversations.chat_template"
         )
 
 

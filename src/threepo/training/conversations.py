@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,17 +46,18 @@ class PreparedConversations:
     source: str
     """What messages call them."""
     table: Any
-    """A memory-mapped `datasets.Dataset` with the columns `COLUMNS`."""
+    """A memory-mapped `datasets.Dataset` with the columns `COLUMNS`. Whole columns are read as slices, which is a hundred
+    times as fast as iterating over them."""
 
     @cached_property
     def kept(self) -> list[int]:
         """The rows of the table that are not left out."""
-        return [number for number, reason in enumerate(self.table["dropped"]) if not reason]
+        return [number for number, reason in enumerate(self.table["dropped"][:]) if not reason]
 
     @cached_property
     def digests(self) -> list[str]:
         """A digest of the tokens and loss ranges of each conversation that is kept."""
-        return list(filter(None, self.table["digest"]))
+        return list(filter(None, self.table["digest"][:]))
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -66,10 +67,10 @@ class PreparedConversations:
             "file": self.table.cache_files[0]["filename"],
             "rows": len(self.table),
             "kept": len(self.kept),
-            "dropped": dict(Counter(filter(None, self.table["dropped"]))),
-            "tokens": sum(self.table["length"]),
-            "loss_tokens": sum(self.table["loss_tokens"]),
-            "longest": max(self.table["length"], default=0),
+            "dropped": dict(Counter(filter(None, self.table["dropped"][:]))),
+            "tokens": sum(self.table["length"][:]),
+            "loss_tokens": sum(self.table["loss_tokens"][:]),
+            "longest": max(self.table["length"][:], default=0),
             "digest": digest(self.digests),
         }
 
@@ -80,11 +81,14 @@ class PreparedConversations:
         counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
         return f"conversations {self.source}: {counts}, {counted} of them to imitate"
 
-    def row(self, number: int, index: int) -> SupervisedRow:
-        """Conversation `number` of those kept, as row `index` of a step."""
-        row = self.table[self.kept[number]]
-        bounds = row["loss_ranges"]
-        return SupervisedRow(tuple(row["tokens"]), tuple(zip(bounds[::2], bounds[1::2], strict=True)), index)
+    def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
+        """Conversations by their numbers among those kept, as the rows of one step."""
+        columns = self.table[[self.kept[number] for number in numbers]]
+        rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
+        return [
+            SupervisedRow(tuple(tokens), tuple(zip(bounds[::2], bounds[1::2], strict=True)), index)
+            for index, (tokens, bounds) in enumerate(rows)
+        ]
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,7 @@ class ConversationBatches:
 
     def rows(self, step: int) -> list[SupervisedRow]:
         """The conversations of optimizer step `step`."""
-        numbers = epoch_batch(len(self.prepared.kept), self.batch_size, self.seed, step)
-        return [self.prepared.row(number, index) for index, number in enumerate(numbers)]
+        return self.prepared.batch(epoch_batch(len(self.prepared.kept), self.batch_size, self.seed, step))
 
 
 def refuse_unreadable(settings: ConversationConfig) -> None:

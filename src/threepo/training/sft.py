@@ -208,7 +208,7 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     return Material(
         batches,
         config.run.steps or settings.epochs * batches.steps_per_epoch,
-        [prepared["eval"].row(i, i) for i in range(len(prepared["eval"].kept))] if "eval" in prepared else (),
+        prepared["eval"].batch(range(len(prepared["eval"].kept))) if "eval" in prepared else (),
         settings.eval_every,
         {part: one.record for part, one in prepared.items()},
     )
