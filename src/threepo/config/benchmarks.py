@@ -10,10 +10,10 @@ class BenchmarksConfig:
     """[benchmarks]: published problem sets to evaluate on, in place of those of [data] (docs/evaluation.md)."""
 
     names: tuple[str, ...] = ()
-    """Such as `aime24`; `aime24=FILE` reads a local .jsonl, .jsonl.gz or .parquet file in place of the Hugging Face
-    hub, and `livecodebench:2025-02..2025-04` takes the problems of these months."""
+    """Such as `aime24`; `aime24=COPY` reads a file, a folder or another data set on the hub, and
+    `livecodebench:2025-02..2025-04` takes the problems of these months."""
     folder: str = ""
-    """Folder with a file for each benchmark, such as aime24.jsonl; empty: the hub."""
+    """Folder with a file or a folder for each benchmark, such as aime24.jsonl; empty: the hub."""
     problems: int = 0
     """The first so many problems of each; 0: all."""
     math_prompt: str = ""

@@ -11,9 +11,9 @@ class ConversationConfig:
     """[conversations]: chats for supervised fine-tuning, of which the assistant's turns are imitated (sft.md)."""
 
     source: str
-    """A .jsonl, .jsonl.gz or .parquet file with a column `messages`, or with `prompt` and `completion`; or
-    `llama-nemotron`, the paper's, of which `llama-nemotron:PLACE` is a copy: a file, a folder from the hub, or another
-    id there."""
+    """A source of your own as in `data.train`, with a column `messages`, or with `prompt` and `completion`; or
+    `llama-nemotron`, the paper's answers of DeepSeek-R1, or `llama-nemotron-any`, those of all generators, both also
+    with `:COPY`."""
     batch_size: int = 128
     """Conversations per optimizer step."""
     epochs: int = 0
@@ -33,7 +33,8 @@ class ConversationConfig:
     chat_template: str = ""
     """A file with a chat template (Jinja) to use in place of the tokenizer's own; it is saved with the model."""
     cache: str = ""
-    """Folder for the tokenised conversations, which later runs share; empty: `threepo` in the user's cache folder."""
+    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
+    (HF_DATASETS_CACHE)."""
     eval: str = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: int = 512
@@ -44,7 +45,7 @@ class ConversationConfig:
     def __post_init__(self) -> None:
         for name in ("source", "eval"):
             value = getattr(self, name)
-            known = "name a .jsonl, .jsonl.gz or .parquet file, or llama-nemotron"
+            known = "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron"
             require(bool(value) or name == "eval", f"conversations.{name}", value, known)
         positive(self, "conversations", "batch_size", "max_tokens")
         not_negative(self, "conversations", "epochs", "seed", "eval_rows", "eval_every")

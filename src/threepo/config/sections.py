@@ -99,12 +99,13 @@ class DataConfig:
     """[data]: the problems, and how they are put to the policy."""
 
     train: str
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., or `gsm8k:PLACE`
-    for a copy of it), or a .jsonl, .jsonl.gz or .parquet file; `threepo data list` names them all. `threepo eval`
-    does without where `eval` is set."""
+    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., or `gsm8k:COPY`), or
+    a source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
+    Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
+    `threepo eval` does without where `eval` is set."""
     eval: str = ""
-    """The same for held-out problems; empty: the held-out half that a procedural task in `train` has, or the test split
-    of a published data set there."""
+    """The same for held-out problems; empty: the held-out problems of the task in `train`, or the test split of the
+    published data set."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: int = 32
@@ -112,13 +113,13 @@ class DataConfig:
     seed: int = 0
     """Seed of the problems' order, apart from all other seeds: equal seeds give equal prompts at equal steps."""
     prompt_column: str = "prompt"
-    """Column of a file that holds the prompt: text, or a list of chat messages."""
+    """Column of your own source that holds the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column of a file that holds the reference answer; only a reward function of your own can do without. It
-    reaches such a function as `answer` too, as the file has it, unless another column has that name."""
+    """Column of your own source that holds the reference answer; only a reward function of your own can do without. It
+    reaches such a function as `answer` too, unless another column has that name."""
     tests_column: str = "tests"
-    """Column of a file that holds the tests of a program, for reward.function = 'code'; it reaches reward functions as
-    `tests`."""
+    """Column of your own source that holds the tests of a program, for reward.function = 'code'; it reaches reward
+    functions as `tests`."""
     prompt_template: str = ""
     """Text put around a plain prompt; `{prompt}` marks its place. Empty: what belongs to the published data set, and
     nothing around prompts of tasks and files."""

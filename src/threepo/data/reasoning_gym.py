@@ -1,7 +1,7 @@
 """Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
 
-An item counts as right only with the full score of 1.0: reasoning-gym pays part of it for answers that merely contain
-the right one, which a policy would learn to exploit.
+Only the full score of 1.0 is right: reasoning-gym pays part of it for answers that merely contain the right one, and a
+policy would learn to exploit that.
 """
 
 import ast
@@ -19,7 +19,7 @@ from threepo.types import Problem, Verdict
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems taken from each chunk of generated items: far fewer than the split's share of it, so that they are there."""
+"""Problems from each chunk of generated items: far fewer than the split's share, so that no chunk has too few."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ReasoningGymProblems(Endless):
     """An endless sequence of problems of one data set; the i-th is a function of (name, split, seed, i)."""
 
     spec: str
-    """Name of the data set, with its settings in parentheses if any."""
+    """The name of the data set, and its settings in parentheses."""
     split: Split
     seed: int
     _chunks: Any = field(init=False, repr=False, compare=False)
@@ -63,14 +63,14 @@ class ReasoningGymProblems(Endless):
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """reasoning-gym's own scorer, on what stands in <answer> tags or else after the last </think>."""
+        """reasoning-gym's own scorer, on the text in <answer> tags or else after the last </think>."""
         tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
         given = tagged[-1] if tagged else final_answer(completion)
         if not given:
             return judge(given, False)
         try:
             score = self._chunks(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # a scorer that trips over what a policy wrote has not judged it
+        except Exception:  # a scorer that fails on a policy's text has not judged it
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
 
