@@ -99,8 +99,8 @@ class DataConfig:
     """[data]: the problems, and how they are put to the policy."""
 
     train: str
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., or `gsm8k:COPY`), or
-    a source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
+    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., `gsm8k:COPY`), or a
+    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
     Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
     `threepo eval` does without where `eval` is set."""
     eval: str = ""

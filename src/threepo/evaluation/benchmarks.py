@@ -8,7 +8,7 @@ for all copies, so that evaluations can be paired. Nothing heavy is imported her
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,30 @@ _TEXTS = ("problem", "question")
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 
 
+def math_problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
+    """Text and final answer, whatever their columns are called."""
+    text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
+    if text is None:
+        raise UserError(f"{location}: has no problem or question; its columns are {', '.join(map(repr, row))}")
+    answer = _answer(row)
+    if not answer:
+        raise UserError(f"{location}: has no answer, and no solution that ends in \\boxed{{...}} or '#### ...'")
+    columns = {key: value for key, value in row.items() if key not in _TEXTS}
+    return Problem(identity, text.strip(), answer, columns | {"answer": answer}, location)
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """The final answer alone: its column, the end of a worked answer (gsm8k), or the last box of a solution."""
+    given = row.get("answer")
+    if given is None or given == "":
+        return last_box(str(row.get("solution") or "")) or ""
+    text = str(given).strip()
+    if "####" in text:
+        text = text.rpartition("####")[2].strip().replace(",", "")
+    whole = _WHOLE.fullmatch(text)
+    return whole[1] if whole else text
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """Where a problem set is published, and what judges its answers."""
@@ -36,6 +60,8 @@ class Benchmark:
     source: str
     """A source of `data.rows`, with its configuration where the hub has several."""
     verifier: VerifierName = "math"
+    read: Callable[[Mapping[str, Any], str, str], Problem] = math_problem
+    """The problem in a row, from its id and its location."""
     other_file: str = ""
     """Another name of its local file."""
 
@@ -48,9 +74,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "amc23": Benchmark("math-ai/amc23"),
     "minerva": Benchmark("math-ai/minervamath", other_file="minerva_math"),
     "gsm8k": Benchmark("openai/gsm8k:main"),
-    "livecodebench": Benchmark(livecodebench.SOURCE, verifier="code"),
+    "livecodebench": Benchmark(livecodebench.SOURCE, verifier="code", read=livecodebench.problem),
 }
-"""To add a benchmark of mathematics, add a line; one with columns of its own is read as livecodebench is."""
+"""To add one: a line here and, if its columns are others, a file next to this one with its `read`."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +141,8 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProbl
             f"benchmark {choice.label}: from the hub, threepo reads what release 6 added, {RELEASE_6}; download the "
             f"files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
         )
-    read, template = _math_problem, settings.math_prompt or MATH_EVALUATION
-    if choice.window:
-        read, template = livecodebench.problem, settings.code_prompt or CODE
+    prompts = {"math": settings.math_prompt or MATH_EVALUATION, "code": settings.code_prompt or CODE}
+    template = prompts[benchmark.verifier]
     rows: list[livecodebench.Numbered] = []  # before the window is applied: a row without an id is known by its number
     for number, found in open_rows(source, "test"):
         if isinstance(found, BrokenRow):
@@ -131,7 +156,7 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProbl
         location = f"benchmark {choice.label}, {source}, row {number}"
         if identity in problems:
             raise UserError(f"{location}: has the id {identity!r} of {problems[identity].location}")
-        problems[identity] = replace(read(row, identity, location), template=template)
+        problems[identity] = replace(benchmark.read(row, identity, location), template=template)
     if not problems:
         raise UserError(f"benchmark {choice.label}: {source} holds no problems")
     return BenchmarkProblems(choice.label, source, template, tuple(problems.values()), benchmark.verifier)
@@ -149,27 +174,3 @@ def _in_folder(folder: str, name: str, benchmark: Benchmark) -> str:
             f"put it there, or name a copy: --benchmarks {name}=COPY"
         )
     return ""
-
-
-def _math_problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
-    """Text and final answer, whatever their columns are called."""
-    text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
-    if text is None:
-        raise UserError(f"{location}: has no problem or question; its columns are {', '.join(map(repr, row))}")
-    answer = _answer(row)
-    if not answer:
-        raise UserError(f"{location}: has no answer, and no solution that ends in \\boxed{{...}} or '#### ...'")
-    columns = {key: value for key, value in row.items() if key not in _TEXTS}
-    return Problem(identity, text.strip(), answer, columns | {"answer": answer}, location)
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    """The final answer alone: its column, the end of a worked answer (gsm8k), or the last box of a solution."""
-    given = row.get("answer")
-    if given is None or given == "":
-        return last_box(str(row.get("solution") or "")) or ""
-    text = str(given).strip()
-    if "####" in text:
-        text = text.rpartition("####")[2].strip().replace(",", "")
-    whole = _WHOLE.fullmatch(text)
-    return whole[1] if whole else text
