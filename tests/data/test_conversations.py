@@ -26,7 +26,7 @@ def write(path: Path, *rows: Any) -> str:
 def messages_of(name: str) -> list[Messages | str]:
     """The conversations of a source, or why its rows are left out."""
     source = Conversations.open(name)
-    return [source.read(row) for _, row in source.rows if not isinstance(row, BrokenRow)]
+    return [source.read(row) for row in source.rows if not isinstance(row, BrokenRow)]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ configs:
 
 
 def rows_of(*source: Any, **options: Any) -> list[Any]:
-    return [row for _, row in open_rows(*source, **options)]
+    return list(open_rows(*source, **options))
 
 
 def lines(rows: list[Any]) -> bytes:
@@ -57,7 +57,7 @@ def test_every_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> No
         write_parquet(path, ROWS)
     else:
         write(path, lines(ROWS) if name in ("p.jsonl", "p.jsonl.gz", "p.json") else json.dumps(ROWS, indent=1).encode())
-    assert list(open_rows(str(path))) == list(enumerate(ROWS, start=1))
+    assert rows_of(str(path)) == ROWS
     assert open_rows(str(path)).name == f"data file {path}"
 
 
@@ -93,7 +93,7 @@ def test_values_of_json_are_those_of_the_file(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_empty_lines_are_passed_over(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", b'\xef\xbb\xbf{"a": 1}\n\n  \n{"a": 2}\n\n')
-    assert list(open_rows(str(path))) == [(1, {"a": 1}), (2, {"a": 2})]
+    assert rows_of(str(path)) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_a_byte_order_mark_and_empty_lines_are_passed_over(tmp_path: Path) -> No
 )
 def test_a_broken_line_breaks_its_own_row(line: bytes, reason: str, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
-    rows = dict(open_rows(str(path)))
-    assert (rows[1], rows[3]) == ({"a": 1}, {"a": 3})
-    assert isinstance(rows[2], BrokenRow)
-    assert reason in str(rows[2])
+    first, broken, last = rows_of(str(path))
+    assert (first, last) == ({"a": 1}, {"a": 3})
+    assert isinstance(broken, BrokenRow)
+    assert reason in str(broken)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_damaged_gzip_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_row_with_more_cells_than_columns_is_broken(tmp_path: Path) -> None:
-    rows = dict(open_rows(str(write(tmp_path / "p.csv", b"a,b\n1,2,3\n4,5\n"))))
-    assert isinstance(rows[1], BrokenRow)
-    assert rows[2] == {"a": "4", "b": "5"}
+    broken, row = rows_of(str(write(tmp_path / "p.csv", b"a,b\n1,2,3\n4,5\n")))
+    assert isinstance(broken, BrokenRow)
+    assert row == {"a": "4", "b": "5"}
 
 
 def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
     assert rows_of(f"{tmp_path}/p") == ROWS
     write(tmp_path / "c" / "0.csv", b"a\n1\n")
     write(tmp_path / "c" / "1.csv", b"a\n2\n")
-    assert list(open_rows(f"{tmp_path}/c/")) == [(1, {"a": "1"}), (2, {"a": "2"})]
+    assert rows_of(f"{tmp_path}/c/") == [{"a": "1"}, {"a": "2"}]
 
 
 def test_splits_and_configurations_of_a_folder(tmp_path: Path) -> None:

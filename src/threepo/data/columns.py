@@ -17,7 +17,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
     """The problems of a source; `UserError` names the source, the row and the fault."""
     opened = open_rows(source)
     rows = list(opened)
-    names = list(dict.fromkeys(name for _, row in rows if not isinstance(row, BrokenRow) for name in row))
+    names = list(dict.fromkeys(name for row in rows if not isinstance(row, BrokenRow) for name in row))
     for name in set(RESERVED) & set(names) - {settings.prompt_column}:
         raise UserError(
             f"{opened.name}: has a column {name!r}, which is an argument that threepo itself gives to reward "

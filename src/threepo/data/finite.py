@@ -83,7 +83,7 @@ def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
 
 def collect(
     source: str,
-    rows: Iterable[tuple[int, Row | BrokenRow]],
+    rows: Iterable[Row | BrokenRow],
     read: Callable[[Row, int], Problem],
     settings: DataConfig,
     *,
@@ -96,9 +96,8 @@ def collect(
     seen: dict[str, int] = {}
     problems: list[Problem] = []
     broken: list[str] = []
-    total = 0
-    for number, row in rows:
-        total += 1
+    number = 0
+    for number, row in enumerate(rows, start=1):
         try:
             if isinstance(row, BrokenRow):
                 raise row
@@ -115,11 +114,11 @@ def collect(
             problems.append(problem)
         elif not deduplicate:
             raise UserError(f"{source}: rows {seen[problem.id]} and {number} share the id {problem.id!r}")
-    _report(source, broken, total)
+    _report(source, broken, number)
     if not problems:
         raise UserError(f"{source}: holds no problems")
-    duplicates = total - len(problems) - len(broken)
-    return FiniteProblems(source, tuple(problems), settings.seed, total, len(broken), duplicates)
+    duplicates = number - len(problems) - len(broken)
+    return FiniteProblems(source, tuple(problems), settings.seed, number, len(broken), duplicates)
 
 
 def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ class BrokenRow(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source in their order, read as they are asked for."""
+    """The rows of a source in their order, without empty lines; read as they are asked for. Numbers count from 1."""
 
     name: str
     """What messages call the source."""
@@ -50,9 +50,8 @@ class Rows:
     parse: Callable[[Batch], Iterable[Row | BrokenRow]]
     """The rows of a batch of the table."""
 
-    def __iter__(self) -> Iterator[tuple[int, Row | BrokenRow]]:
-        """Rows with their numbers from 1; empty lines of a file do not count."""
-        return enumerate((row for batch in self.table.iter(1000) for row in self.parsed(batch)), start=1)
+    def __iter__(self) -> Iterator[Row | BrokenRow]:
+        return (row for batch in self.table.iter(1000) for row in self.parsed(batch))
 
     def parsed(self, batch: Batch) -> list[Row | BrokenRow]:
         """`parse` of a batch of the table; `UserError` for a file that is not JSON or CSV as a whole."""

@@ -144,7 +144,7 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProbl
     prompts = {"math": settings.math_prompt or MATH_EVALUATION, "code": settings.code_prompt or CODE}
     template = prompts[benchmark.verifier]
     rows: list[livecodebench.Numbered] = []  # before the window is applied: a row without an id is known by its number
-    for number, found in open_rows(source, "test"):
+    for number, found in enumerate(open_rows(source, "test"), start=1):
         if isinstance(found, BrokenRow):
             raise UserError(f"benchmark {choice.label}, {source}, row {number}: {found}")
         rows.append((number, found))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -186,22 +186,14 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
         )
 
 
-@dataclass
 class _Preparation:
-    """Makes the columns of the file of the rows of a source, batch by batch and in their order."""
+    """Makes the columns of the file from the rows of a source, batch by batch and in their order."""
 
-    policy: Policy
-    settings: ConversationConfig
-    source: Conversations
-    most_rows: int
-    read: int = 0
-    broken: int = 0
-    said: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        tokenizer, stop_tokens = self.policy.tokenizer, frozenset(self.policy.stop_tokens)
-        self.encoder = ChatEncoder(tokenizer, stop_tokens, self.settings.loss_on)
-        self.limit = min(self.settings.max_tokens, self.policy.context)
+    def __init__(self, policy: Policy, settings: ConversationConfig, source: Conversations, most_rows: int) -> None:
+        self.policy, self.settings, self.source, self.most_rows = policy, settings, source, most_rows
+        self.encoder = ChatEncoder(policy.tokenizer, frozenset(policy.stop_tokens), settings.loss_on)
+        self.limit = min(settings.max_tokens, policy.context)
+        self.read, self.broken, self.said = 0, 0, time.monotonic()
 
     def __call__(self, batch: Batch) -> dict[str, list[Any]]:
         if time.monotonic() - self.said > LINE_EVERY:
