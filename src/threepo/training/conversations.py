@@ -166,7 +166,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
     preparation = _Preparation(policy, settings, source, most_rows)
     table, tokenizer = source.rows.table, policy.tokenizer
     parts = (
-        (FORMAT, source.published, table._fingerprint, most_rows),
+        (FORMAT, source.published, table._fingerprint, most_rows),  # which changes when a file does
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
