@@ -1,10 +1,15 @@
 """What all tests share: one thread where they ask for no more, no hub, and a tiny policy."""
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test must not depend on a network
+# Before datasets is imported: nor may it leave anything behind. It is silent as in `threepo.cli`.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
+os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", DATASETS_VERBOSITY="critical")
 # Before torch: threads that spin starve each other on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -21,6 +26,12 @@ settings.register_profile("suite", deadline=None, max_examples=50, print_blob=Tr
 settings.load_profile("suite")
 
 SMALL = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cache_left() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"])
 
 
 @pytest.fixture(autouse=True)

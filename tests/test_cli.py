@@ -76,7 +76,10 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["eval", "tiny-qwen2", "--benchmark-files", "."], "benchmarks.names is missing"),
         (["eval", "tiny-qwen2", "--benchmarks", "aim24"], "did you mean aime24?"),
         (["eval", "tiny-qwen2", "--benchmarks", "aime24,aime24=x.jsonl"], "names aime24 twice"),
-        (["eval", "tiny-qwen2", "--benchmarks", "aime24=x.txt"], "ending in .jsonl or .jsonl.gz or .parquet"),
+        (
+            ["eval", "tiny-qwen2", "--benchmarks", "aime24=x.txt"],
+            "after the =, name a .jsonl",
+        ),
         (["eval", "tiny-qwen2", "--benchmarks", "aime24:2025-01..2025-02"], "only livecodebench is chosen by months"),
         (["eval", "tiny-qwen2", "--benchmarks", "livecodebench:2025"], "write months as"),
         (["eval", "tiny-qwen2", "--benchmarks", "livecodebench:2024-08..2025-01"], "download the files"),

@@ -18,6 +18,9 @@ from threepo.files import writable_folder, write_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    # Before `datasets` is imported: one progress bar is enough, and what fails is said in one line.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     options = _parse(build_parser(), arguments)
     try:
         status = int(options.command(options))
@@ -263,14 +266,14 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _data_list(options: argparse.Namespace) -> int:
-    from threepo.catalogue import listing
+    from threepo.show import listing
 
     print(listing())
     return 0
 
 
 def _data_show(options: argparse.Namespace) -> int:
-    from threepo.catalogue import data_settings, shown_problem
+    from threepo.show import data_settings, shown_problem
 
     settings = data_settings(options.source, options.settings)
     print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))

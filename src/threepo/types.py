@@ -49,17 +49,17 @@ class Problem:
     """The reference answer, where there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Everything else the source knows about the problem; handed to reward functions by name."""
-    place: str = field(default="", compare=False)
-    """Where it stands, such as a file and its row; for messages."""
+    location: str = field(default="", compare=False)
+    """Its source and row, for messages."""
     template: str = "{prompt}"
     """How its data set puts a plain prompt to a policy; `{prompt}` marks its place."""
 
     @property
     def label(self) -> str:
         """What messages call it."""
-        return self.place or f"problem {self.id}"
+        return self.location or f"problem {self.id}"
 
-    def asked(self, prompt_template: str) -> str:
+    def templated(self, prompt_template: str) -> str:
         """A plain prompt as a policy reads it: in `data.prompt_template`, or in its own template if that is empty."""
         assert isinstance(self.prompt, str)
         return (prompt_template or self.template).replace("{prompt}", self.prompt)

@@ -387,3 +387,41 @@ def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:
 def test_methods_are_values() -> None:
     assert Method() == Method(name="custom")
     assert len(set(PRESETS.values())) == len(PRESETS)
+
+
+def test_sources_mean_the_same_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", f"{tmp_path}/home")
+    for folder in ("here", "sorting", "org/copy"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, expected in (
+        ("gsm8k", "gsm8k"),
+        ("gsm8k:someone/copy", "gsm8k:someone/copy"),
+        ("gsm8k:./there", f"gsm8k:{tmp_path}/there"),
+        ("gsm8k:a/b.jsonl", f"gsm8k:{tmp_path}/a/b.jsonl"),
+        ("gsm8k:", "gsm8k:"),
+        ("reasoning-gym:maze", "reasoning-gym:maze"),
+        ("sorting", "sorting"),
+        ("org/name:main:test", "org/name:main:test"),
+        ("org/copy::test", f"{tmp_path}/org/copy::test"),
+        ("hf://datasets/org/name/a.jsonl", "hf://datasets/org/name/a.jsonl"),
+        ("here", "here"),
+        ("here/", f"{tmp_path}/here"),
+        ("here/::test", f"{tmp_path}/here::test"),
+        ("../a/b.jsonl", f"{tmp_path.parent}/a/b.jsonl"),
+        ("split=train/b.csv.gz", f"{tmp_path}/split=train/b.csv.gz"),
+        ("~/b.parquet", f"{tmp_path}/home/b.parquet"),
+    ):
+        read = load(TrainConfig, "", ["model.path=tiny-qwen2", f'data.train="{name}"', f'data.eval="{expected}"']).data
+        assert (read.train, read.eval) == (expected, expected)
+
+
+def test_models_and_copies_of_benchmarks_mean_the_same_in_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = load_evaluation("model", "", ['benchmarks.names=["aime24=a.jsonl", "math500=org/copy", "gpqa"]'])
+    assert config.model.path == f"{tmp_path}/model"
+    assert config.benchmarks.names == (f"aime24={tmp_path}/a.jsonl", "math500=org/copy", "gpqa")
+    assert load_evaluation("org/model", "", ["data.eval=sorting"]).model.path == "org/model"

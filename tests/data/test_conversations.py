@@ -1,4 +1,4 @@
-"""Conversations: of a user's own file in any of its forms, and of the paper's data set with what it leaves out."""
+"""Conversations: of a user's own source in any of its forms, and of the paper's data set with what it leaves out."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,25 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threepo.data.conversations import ConversationSource, resolved_conversations
-from threepo.data.llama_nemotron import conversation
-from threepo.data.rows import BrokenRow
+from threepo.data.conversations import Conversations, Messages
+from threepo.data.published import CONVERSATIONS
+from threepo.data.published.llama_nemotron import any_conversation, conversation
+from threepo.data.rows import BrokenRow, Row
 from threepo.errors import UserError
 
 HI, OK = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}
 
 
 def write(path: Path, *rows: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def messages_of(name: str) -> list[Messages | str]:
+    """The conversations of a source, or why its rows are left out."""
+    source = Conversations.open(name)
+    return [source.read(row) for row in source.rows if not isinstance(row, BrokenRow)]
 
 
 @pytest.mark.parametrize(
@@ -31,48 +39,44 @@ def write(path: Path, *rows: Any) -> str:
     ],
 )
 def test_the_forms_of_a_users_row(row: dict[str, Any], tmp_path: Path) -> None:
-    (read,) = ConversationSource.open(write(tmp_path / "a.jsonl", row)).rows()
-    assert read.messages == (HI, OK)
-    assert (read.dropped, read.broken) == ("", "")
-    assert read.place == f"{tmp_path / 'a.jsonl'}, row 1"
+    assert messages_of(write(tmp_path / "a.jsonl", row)) == [(HI, OK)]
 
 
 def test_parquet_and_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     rows = [{"messages": [HI, OK | {"reasoning_content": "hm"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (read,) = ConversationSource.open(str(tmp_path / "a.parquet")).rows()
-    assert read.messages == (HI, OK | {"reasoning_content": "hm"})
+    assert messages_of(str(tmp_path / "a.parquet")) == [(HI, OK | {"reasoning_content": "hm"})]
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "hi"}, "has no messages; its columns are 'text'"),
-        ({"messages": None}, "has no messages"),
-        ({"messages": "hi"}, "its messages are no list"),
-        ({"messages": ["hi"]}, "the role of one of its messages is no text"),
-        ({"messages": [{"role": "user"}]}, "the content of one"),
-        ({"messages": [{"role": "user", "content": ["hi"]}]}, "the content of one"),
+        ({"text": "hi"}, "has neither messages nor prompt and completion; its columns are 'text'"),
+        ({"messages": None}, "has neither messages nor"),
+        ({"messages": "hi"}, "its messages must be a list of chat messages"),
+        ({"messages": ["hi"]}, "its messages must be"),
+        ({"messages": [{"role": "user"}]}, "its messages must be"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "its messages must be"),
+        ({"messages": []}, "its messages must be"),
         ({"messages": [HI]}, "no message of the assistant"),
-        ({"messages": []}, "no message of the assistant"),
-        ({"prompt": "hi", "completion": None}, "has no completion"),
-        ({"prompt": 3, "completion": "ok"}, "its prompt is neither text nor a list"),
-        ([1], "must be an object"),
+        ({"prompt": "hi", "completion": None}, "has neither messages nor"),
+        ({"prompt": 3, "completion": "ok"}, "its prompt, if it is not text, must be a list"),
     ],
 )
-def test_broken_rows_say_why(row: Any, reason: str, tmp_path: Path) -> None:
-    good = {"messages": [HI, OK]}
-    read = list(ConversationSource.open(write(tmp_path / "a.jsonl", good, row, good)).rows())
-    assert [bool(each.messages) for each in read] == [True, False, True]
-    assert reason in read[1].broken
-    assert read[1].place.endswith(("row 2", "line 2"))
+def test_broken_rows_say_why(row: Row, reason: str, tmp_path: Path) -> None:
+    source = Conversations.open(write(tmp_path / "a.jsonl", row))
+    with pytest.raises(BrokenRow, match=reason):
+        source.read(row)
 
 
-def test_rows_of_the_papers_set_of_another_schema_are_broken() -> None:
-    answer = "<think>so</think>Two."
-    for asked, output, reason in ((3, answer, "its input is neither"), (HI, answer, "its input"), ("hi", 3, "no text")):
-        with pytest.raises(BrokenRow, match=reason):
-            conversation({"input": asked, "output": output})
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("change", [{"input": 3}, {"input": ["hi"]}, {"output": 3}, {"output": None}])
+def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: Row, tmp_path: Path) -> None:
+    row = {"input": [HI], "output": "<think>so</think>Two.", "generator": "DeepSeek-R1"}
+    source = Conversations.open(f"{name}:{write(tmp_path / 'a.jsonl', row)}")
+    assert len(source.read(row)) == 2
+    with pytest.raises(BrokenRow, match=f"is not a row of {name} as published: "):
+        source.read(row | change)
 
 
 @pytest.mark.parametrize(
@@ -95,52 +99,61 @@ def test_the_paper_keeps_an_answer_after_a_thought(output: str, kept: bool) -> N
 
 
 def test_the_paper_keeps_one_question_and_one_answer() -> None:
-    output = "<think>a</think>b"
-    answer = {"role": "assistant", "content": output}
-    assert conversation({"input": "hi", "output": output}) == [HI, answer]
-    system = {"role": "system", "content": "be"}
-    for asked in ([system, HI], [HI, OK, HI], [], [OK], ["hi"]):
-        assert conversation({"input": asked, "output": output}) == "not_two_messages"
-    for broken in ({"input": [HI]}, {"input": None, "output": output}, {"input": [HI], "output": 3}):
-        with pytest.raises(BrokenRow):
-            conversation(broken)
+    row = {"output": "<think>a</think>b", "generator": "DeepSeek-R1"}
+    answer = {"role": "assistant", "content": "<think>a</think>b"}
+    assert conversation({"input": "hi", **row}) == [HI, answer]
+    for messages in ([{"role": "system", "content": "be"}, HI], [HI, OK, HI], [], [OK]):
+        assert conversation({"input": messages, **row}) == "not_two_messages"
 
 
-def test_a_copy_of_the_papers_set_in_the_hubs_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All splits of the configuration SFT, read by the `datasets` library itself."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    hub = tmp_path / "hub"
-    (hub / "SFT").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("generator", "kept"),
+    [
+        ("DeepSeek-R1", True),
+        ("DeepSeek-R1, Qwen-2.5-72B-Instruct", True),
+        ("Llama-3.1-Nemotron-70B-Instruct, ITS models", False),
+        ("DeepSeek-R1-Distill-Qwen-32B", False),
+    ],
+)
+def test_the_paper_keeps_answers_of_deepseek_r1_and_its_released_code_those_of_all(generator: str, kept: bool) -> None:
+    """The names of generators are those of the published set."""
+    row = {"input": "hi", "output": "<think>a</think>b", "generator": generator}
+    messages = [HI, {"role": "assistant", "content": "<think>a</think>b"}]
+    assert conversation(row) == (messages if kept else "other_generator")
+    assert any_conversation(row) == messages
+    assert conversation(row | {"output": "b"}) == "no_thought", "other_generator counts only what the check leaves out"
+
+
+def test_a_copy_without_the_generators_is_refused_unless_all_are_wanted() -> None:
+    row = {"input": "hi", "output": "<think>a</think>b"}
+    assert len(any_conversation(row)) == 2
+    with pytest.raises(BrokenRow, match="has no generator; llama-nemotron-any reads copies without that column"):
+        conversation(row)
+
+
+def test_a_copy_of_the_papers_set_in_the_hubs_layout(tmp_path: Path) -> None:
+    """All splits of the configuration SFT."""
     splits = "".join(f"  - split: {name}\n    path: SFT/{name}.jsonl\n" for name in ("code", "math"))
-    (hub / "README.md").write_text(f"---\nconfigs:\n- config_name: SFT\n  data_files:\n{splits}---\n")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: SFT\n  data_files:\n{splits}---\n")
     for name, output in (("code", "<think>a</think>b"), ("math", "no thought")):
-        write(hub / "SFT" / f"{name}.jsonl", {"input": [HI], "output": output, "category": name})
-    datasets.disable_progress_bars()
-    read = list(ConversationSource.open(f"llama-nemotron:{hub}").rows())
-    assert [(row.messages[-1:], row.dropped) for row in read] == [
-        (({"role": "assistant", "content": "<think>a</think>b"},), ""),
-        ((), "no_thought"),
-    ]
+        row = {"input": [HI], "output": output, "category": name, "generator": "DeepSeek-R1"}
+        write(tmp_path / "SFT" / f"{name}.jsonl", row)
+    answer = {"role": "assistant", "content": "<think>a</think>b"}
+    assert messages_of(f"llama-nemotron:{tmp_path}") == [(HI, answer), "no_thought"]
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", {"input": "hi", "output": "<think>a</think>b"})
-    (row,) = ConversationSource.open("llama-nemotron:a.jsonl").rows()
-    assert len(row.messages) == 2
-    assert ConversationSource.open("llama-nemotron").place == "nvidia/Llama-Nemotron-Post-Training-Dataset"
-    assert ConversationSource.open("llama-nemotron:other/copy").place == "other/copy"
+    assert [len(row) for row in messages_of("llama-nemotron-any:a.jsonl")] == [2]
     for name, message in (
         ("llama-nemotrn", "did you mean llama-nemotron?"),
-        ("xyz", "unknown; name a .jsonl or .jsonl.gz or .parquet file, or llama-nemotron"),
+        ("xyz", "unknown; name llama-nemotron, llama-nemotron-any, a .jsonl, .json, .csv or .parquet file"),
         ("b.jsonl", "b.jsonl: no such file"),
-        ("llama-nemotron:", "names no place"),
+        ("llama-nemotron:", "names no copy"),
         ("llama-nemotron:b.jsonl", "b.jsonl: no such file"),
+        ("llama-nemotron", r"data set nvidia/Llama-Nemotron-Post-Training-Dataset \(all\): cannot be read"),
+        ("llama-nemotron:other/copy", r"data set other/copy \(all\): cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
-            ConversationSource.open(name)
-    assert resolved_conversations("a.jsonl") == str(tmp_path / "a.jsonl")
-    assert resolved_conversations("llama-nemotron:./a.jsonl") == f"llama-nemotron:{tmp_path / 'a.jsonl'}"
-    for name in ("llama-nemotron", "llama-nemotron:other/copy", ""):
-        assert resolved_conversations(name) == name
+            Conversations.open(name)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from published_rows import write_rows
 from threepo.config import DataConfig
-from threepo.data.files import file_problems
-from threepo.data.finite import FiniteProblems, collect
+from threepo.data.columns import column_problems
+from threepo.data.finite import FiniteProblems, collect, content, warn_of_shared
 from threepo.data.rows import BrokenRow
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
 
 
@@ -57,14 +57,14 @@ def read(row: dict[str, str], number: int) -> Problem:
 
 
 def test_broken_rows_are_counted_and_the_first_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{}, {"text": "a"}, {}, BrokenRow("not valid JSON", line=9), {"text": "b"}, {}, {}]
+    rows = [{}, {"text": "a"}, {}, BrokenRow("not valid JSON"), {"text": "b"}, {}, {}]
     with pytest.raises(UserError, match=r"^my data, row 1: has no text; .*data.broken_rows = 'skip'$"):
         collect("my data", rows, read, DataConfig(train="x"))
     source = collect("my data", rows, read, DataConfig(train="x", broken_rows="skip"))
     assert [p.prompt for p in source.problems] == ["a", "b"]
     assert source.counts() == {"problems": 2, "rows": 7, "duplicates": 0, "broken": 5, "too_long": 0}
     assert capsys.readouterr().err == (
-        "threepo: my data: left out 5 of 7 rows as broken: row 1: has no text; row 3: has no text; line 9: not valid "
+        "threepo: my data: left out 5 of 7 rows as broken: row 1: has no text; row 3: has no text; row 4: not valid "
         "JSON; and 2 more\n"
     )
     with pytest.raises(UserError, match="my data: holds no problems"):
@@ -82,17 +82,28 @@ def test_rows_with_one_id_are_one_problem_or_a_mistake() -> None:
 def test_broken_rows_of_a_file_can_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n["b"]\n{"question": "c"}\n{"prompt": "d"}\n{"prompt": "cut o')
-    source = file_problems(path, DataConfig(train="x", broken_rows="skip"))
+    source = column_problems(str(path), DataConfig(train="x", broken_rows="skip"))
     assert [(p.id, p.prompt) for p in source.problems] == [("p.jsonl:1", "a"), ("p.jsonl:5", "d")]
     assert (source.rows, source.broken) == (6, 4)
+
+
+def test_training_problems_among_the_held_out_ones_are_told() -> None:
+    problems = [Problem(id=str(i), prompt=f"What is {i}?", answer=str(i)) for i in range(5)]
+    chat = Problem(id="c", prompt=({"role": "user", "content": "Hi"},), answer="Hi")
+    training = list(map(content, [*problems[:3], chat]))
+    others = [problems[4], Problem(id="o", prompt="What is 1?", answer="another"), Problem(id="p", prompt="?")]
+    warn_of_shared("data.eval", training, list(map(content, others)))
+    heldout = [*others, Problem(id="other", prompt="What is 1?", answer="1"), problems[2], chat]
+    with pytest.warns(ThreepoWarning, match="data.eval: 3 of the 6 held-out ones are also trained on"):
+        warn_of_shared("data.eval", training, list(map(content, heldout)))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_column_of_tests_has_the_name_that_the_verifier_knows(suffix: str, tmp_path: Path) -> None:
     cases = {"inputs": ["1"], "outputs": ["2"]}
     path = write_rows(tmp_path / f"p{suffix}", [{"prompt": "Add.", "cases": cases, "tests": "other"}])
-    tests = file_problems(path, DataConfig(train="x")).problems[0].columns
+    tests = column_problems(str(path), DataConfig(train="x")).problems[0].columns
     assert tests == {"cases": cases, "tests": "other"}
-    assert file_problems(path, DataConfig(train="x", tests_column="cases")).problems[0].columns["tests"] == cases
+    assert column_problems(str(path), DataConfig(train="x", tests_column="cases")).problems[0].columns["tests"] == cases
     with pytest.raises(UserError, match="no column 'case'; it has 'prompt', 'cases', 'tests'; set data.tests_column"):
-        file_problems(path, DataConfig(train="x", tests_column="case"))
+        column_problems(str(path), DataConfig(train="x", tests_column="case"))

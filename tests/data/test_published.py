@@ -1,6 +1,5 @@
 """Published data sets, from files and folders of their published schema."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ from published_rows import Row, code_row, dapo_row, gsm8k_row, write_rows
 from threepo.config import DataConfig
 from threepo.data.finite import FiniteProblems
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
-from threepo.data.published import PUBLISHED
 from threepo.data.published.code_r1 import INSTRUCTIONS
 from threepo.data.published.dapo_math import AFTER, BEFORE
-from threepo.data.source import open_heldout, open_source, open_training, resolved
+from threepo.data.source import open_heldout, open_source, open_training
 from threepo.errors import UserError
 
 GSM8K = [gsm8k_row(f"What is {i} + {i}?", f"{i} + {i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}") for i in range(5)]
@@ -39,27 +37,24 @@ def test_dapo_keeps_the_first_row_of_each_index_without_the_published_instructio
     ]
     assert problems.problems[1].prompt == "Name\n\nthe answer: Answer: what is $x^2$ for $x = 3$?"
     assert problems.counts() == {"problems": 2, "rows": 9, "duplicates": 7, "broken": 0, "too_long": 0}
-    asked = problems.problems[0].asked("")
-    assert asked == MATH_TRAINING.replace("{prompt}", "What is $1 + 1$?")
-    assert "Answer:" not in asked
-    assert problems.problems[0].asked("{prompt} Go.") == "What is $1 + 1$? Go.", "a template of the user's own wins"
+    templated = problems.problems[0].templated("")
+    assert templated == MATH_TRAINING.replace("{prompt}", "What is $1 + 1$?")
+    assert "Answer:" not in templated
+    assert problems.problems[0].templated("{prompt} Go.") == "What is $1 + 1$? Go.", "a template of the user's own wins"
 
 
 GOOD = dapo_row("What is $1 + 1$?", "2", "good")
 BROKEN_DAPO: list[tuple[Row, str]] = [
-    ({**GOOD, "prompt": [{"role": "user", "content": "What is $1$?"}]}, "lacks the instructions"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\nWhat is $1$?"}]}, "lacks the instructions"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"What is $1$?\n\n{AFTER}"}]}, "lacks the instructions"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\n{AFTER}"}]}, "instructions, but no problem"),
-    ({**GOOD, "prompt": GOOD["prompt"] * 2}, "is not one chat message"),
-    ({**GOOD, "prompt": "What is $1$?"}, "is not one chat message"),
-    ({**GOOD, "prompt": [{"role": "user", "content": 3}]}, "its content is no text"),
-    ({**GOOD, "reward_model": {"style": "rule", "ground_truth": " "}}, "its reward_model.ground_truth is empty"),
-    ({**GOOD, "reward_model": {"style": "rule", "ground_truth": 2}}, "its reward_model.ground_truth is no text"),
-    ({**GOOD, "reward_model": "2"}, "has no reward_model.ground_truth; its columns are 'data_source', 'prompt'"),
-    ({**GOOD, "extra_info": None}, "has no extra_info.index"),
-    ({"prompt": "What is $1$?", "answer": "1"}, "is not one chat message"),
-    ({"problem": "What is $1$?", "answer": "1"}, "has no prompt; its columns are 'problem', 'answer'"),
+    ({**GOOD, "prompt": [{"role": "user", "content": "What is $1$?"}]}, "not a problem between the instructions"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\nWhat is $1$?"}]}, "not a problem between"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"What is $1$?\n\n{AFTER}"}]}, "not a problem between"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\n{AFTER}"}]}, "not a problem between"),
+    ({**GOOD, "prompt": GOOD["prompt"] * 2}, "is not a row of dapo-math-17k as published: ValueError"),
+    ({**GOOD, "prompt": "What is $1$?"}, "is not a row of dapo-math-17k"),
+    ({**GOOD, "prompt": [{"role": "user", "content": 3}]}, "is not a row of dapo-math-17k"),
+    ({**GOOD, "reward_model": {"style": "rule", "ground_truth": 2}}, "is not a row of dapo-math-17k"),
+    ({**GOOD, "extra_info": None}, "is not a row of dapo-math-17k"),
+    ({"problem": "What is $1$?", "answer": "1"}, "is not a row of dapo-math-17k as published: KeyError: 'prompt'"),
 ]
 
 
@@ -68,7 +63,7 @@ def test_rows_of_another_schema_are_broken(
     row: Row, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [GOOD, row]
-    with pytest.raises(UserError, match=rf"\(.*dapo.jsonl\), row 2: .*{reason}.*; .*data.broken_rows = 'skip'"):
+    with pytest.raises(UserError, match=rf"^data file .*dapo.jsonl, row 2: .*{reason}.*; .*data.broken_rows = 'skip'"):
         opened("dapo-math-17k", tmp_path / "dapo.jsonl", rows)
     problems = opened("dapo-math-17k", tmp_path / "dapo.jsonl", rows, broken_rows="skip")
     assert (len(problems.problems), problems.broken) == (1, 1)
@@ -95,7 +90,7 @@ def test_code_tests_reach_the_column_tests(suffix: str, tmp_path: Path) -> None:
     )
     assert (stdin.prompt, stdin.columns["tests"]) == (f"Add two numbers.\n\n{CODE_STDIN}", cases)
     assert str(other.prompt).startswith("Please.\nSubtract."), "only what is known to be the instruction is taken off"
-    assert stdin.asked("") == CODE.replace("{prompt}", str(stdin.prompt))
+    assert stdin.templated("") == CODE.replace("{prompt}", str(stdin.prompt))
     assert [p.id for p in problems.problems] == [f"code-r1-12k/train/{i}" for i in (1, 2, 3)]
 
 
@@ -115,7 +110,9 @@ def test_code_tests_reach_the_column_tests(suffix: str, tmp_path: Path) -> None:
     ],
 )
 def test_code_without_tests_is_broken(tests: object, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="row 1: its reward_model.ground_truth holds neither"):
+    with pytest.raises(
+        UserError, match="row 1: (its ground_truth holds neither|is not a row of code-r1-12k as published)"
+    ):
         opened("code-r1-12k", tmp_path / "code.jsonl", [code_row("Add.", tests)])
 
 
@@ -124,13 +121,11 @@ def test_code_rows_of_another_schema_are_broken(tmp_path: Path) -> None:
     system, user = good["prompt"]
     truncated = {**good, "reward_model": {"ground_truth": '{"functional": "ch', "style": "rule"}}
     for row, reason in (
-        ({**good, "prompt": [system]}, "one of role 'user'"),
-        ({**good, "prompt": [user, user]}, "one of role 'user'"),
-        ({**good, "prompt": "Add."}, "one of role 'user'"),
+        ({**good, "prompt": [system]}, "is not a row of code-r1-12k"),
+        ({**good, "prompt": [user, user]}, "is not a row of code-r1-12k"),
+        ({**good, "prompt": "Add."}, "is not a row of code-r1-12k"),
         (code_row("", {"functional": "check(add)"}), "an instruction, but no problem"),
-        (truncated, "is not valid JSON"),
-        ({**good, "extra_info": "import re"}, "extra_info is no set of named values"),
-        ({**good, "extra_info": {"prefix": ["import re"]}}, "extra_info.prefix is no text"),
+        (truncated, "is not a row of code-r1-12k as published: JSONDecodeError"),
     ):
         with pytest.raises(UserError, match=f"row 1: .*{reason}"):
             opened("code-r1-12k", tmp_path / "code.jsonl", [row])
@@ -154,7 +149,7 @@ def test_gsm8k_answers_stand_after_the_last_mark(answer: str, reference: str, tm
 
 @pytest.mark.parametrize("answer", ["4", "####", "#### \n", ""])
 def test_gsm8k_answers_without_the_mark_are_broken(answer: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="row 1: its answer (has no ####|is empty)"):
+    with pytest.raises(UserError, match="row 1: its answer has no ####"):
         opened("gsm8k", tmp_path / "gsm8k.jsonl", [gsm8k_row("How many?", answer)])
 
 
@@ -162,10 +157,8 @@ def test_gsm8k_answers_without_the_mark_are_broken(answer: str, tmp_path: Path) 
 
 
 @pytest.fixture
-def gsm8k_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the hub lays it out, read by the library that reads the hub."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def gsm8k_folder(tmp_path: Path) -> Path:
+    """A folder as the hub lays it out."""
     folder = tmp_path / "gsm8k"
     write_rows(folder / "main" / "train-00000-of-00001.parquet", GSM8K)
     write_rows(folder / "main" / "test-00000-of-00001.parquet", GSM8K[:2])
@@ -182,71 +175,26 @@ def test_a_downloaded_folder_has_the_hubs_splits(gsm8k_folder: Path) -> None:
     assert train.verifier == heldout.verifier == "math"
     assert [p.answer for p in train.problems.known()] == ["0", "2", "4", "6", "8"]
     assert [p.id for p in heldout.problems.known()] == ["gsm8k/heldout/1", "gsm8k/heldout/2"]
-    assert train.problems.known()[1].place == f"data set gsm8k ({gsm8k_folder}, train), row 2"
+    assert train.problems.known()[1].label == f"data set {gsm8k_folder} (train), row 2"
 
 
-def test_rows_of_the_library_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = {
-        "dapo-math-17k": [dapo_row("What is $1 + 1$?", "2", "a"), dapo_row("And $2$?", "2", "b")],
-        "code-r1-12k": [code_row("Add.", {"inputs": ["1"], "outputs": ["1"]})],
-    }
-    for name, published in rows.items():
-        file = write_rows(tmp_path / name / "data" / "train-00000-of-00001.parquet", published)
-        ours, theirs = (open_training(DataConfig(train=f"{name}:{place}")) for place in (file, tmp_path / name))
-        assert ours.problems.known() == theirs.problems.known()
-
-
-def test_folders_that_lack_what_is_asked_for_are_refused(gsm8k_folder: Path) -> None:
+def test_folders_that_lack_what_is_named_are_refused(gsm8k_folder: Path) -> None:
     (gsm8k_folder / "main" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(UserError, match=r"data set .*gsm8k: its split 'train' cannot be loaded .*local .jsonl"):
+    with pytest.raises(UserError, match=r"data set .*gsm8k \(train\): cannot be read: ArrowInvalid"):
         open_training(DataConfig(train=f"gsm8k:{gsm8k_folder}"))
-    with pytest.raises(UserError, match=r"data set .*gsm8k: its split 'train' cannot be loaded"):
-        open_training(DataConfig(train=f"dapo-math-17k:{gsm8k_folder}"))
-
-
-def test_without_the_library_files_are_read_and_the_hub_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert len(opened("gsm8k", tmp_path / "gsm8k.parquet", GSM8K).problems) == 5
-    for name in PUBLISHED:
-        for place in ("", ":someone/copy"):
-            with pytest.raises(UserError, match=r"needs the package datasets; run pip install 'threepo\[hub\]'"):
-                open_training(DataConfig(train=name + place))
 
 
 def test_only_what_has_a_test_split_has_a_held_out_half(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "gsm8k.jsonl", GSM8K)
     for name in (f"gsm8k:{path}", "dapo-math-17k", "dapo-math-17k:someone/copy"):
-        with pytest.raises(UserError, match=f"{name} has no held-out half of its own"):
+        with pytest.raises(UserError, match=f"{name} has no held-out problems of its own"):
             open_heldout(DataConfig(train=name))
     heldout = open_heldout(DataConfig(train="sorting", eval=f"gsm8k:{path}"))
     assert len(heldout.problems.known()) == 5
 
 
-def test_places_mean_the_same_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "here").mkdir()
-    for name, expected in (
-        ("gsm8k", "gsm8k"),
-        ("gsm8k:someone/copy", "gsm8k:someone/copy"),
-        ("gsm8k:here", f"gsm8k:{tmp_path}/here"),
-        ("gsm8k:./there", f"gsm8k:{tmp_path}/there"),
-        ("gsm8k:a/b.jsonl", f"gsm8k:{tmp_path}/a/b.jsonl"),
-        ("gsm8k:~/b.parquet", f"gsm8k:{tmp_path}/home/b.parquet"),
-        ("b.jsonl", f"{tmp_path}/b.jsonl"),
-        ("reasoning-gym:maze", "reasoning-gym:maze"),
-        ("sorting", "sorting"),
-    ):
-        assert resolved(name) == expected
-        assert resolved(expected) == expected
-
-
-def test_names_of_places_that_are_not_there_are_refused() -> None:
-    with pytest.raises(UserError, match=r"'gsm8k:': names no place; write gsm8k, or gsm8k:PLACE"):
+def test_names_of_copies_that_are_missing_are_refused() -> None:
+    with pytest.raises(UserError, match=r"'gsm8k:': names no copy; write gsm8k, or gsm8k:COPY"):
         open_source("gsm8k:", "train", DataConfig(train="gsm8k:"))
     with pytest.raises(UserError, match="did you mean dapo-math-17k"):
         open_source("dapo-math:someone/copy", "train", DataConfig(train="x"))

@@ -1,17 +1,15 @@
 """Files, reasoning-gym and demonstrations as sources of problems."""
 
-import gzip
 import json
 from collections import Counter
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from published_rows import write_rows
 from threepo.config import DataConfig, DemonstrationConfig
+from threepo.data.columns import column_problems
 from threepo.data.demonstrations import Demonstrations
-from threepo.data.files import file_problems
 from threepo.data.reasoning_gym import ReasoningGymProblems
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.data.task import split_of
@@ -30,16 +28,10 @@ def settings(path: Path, **fields: object) -> DataConfig:
     return DataConfig(train=str(path), **fields)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_rows_become_problems(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"problems{suffix}"
-    if suffix != ".parquet":
-        write_jsonl(path, ROWS)
-        if suffix == ".jsonl.gz":
-            path.write_bytes(gzip.compress(path.read_bytes()))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    problems = file_problems(path, settings(path)).problems
+    path = write_rows(tmp_path / f"problems{suffix}", ROWS)
+    problems = column_problems(str(path), settings(path)).problems
     assert len(problems) == 10
     assert problems[3] == Problem(
         id=f"problems{suffix}:4", prompt="3 + 3", answer="6", columns={"answer": 6, "difficulty": 0}
@@ -49,21 +41,21 @@ def test_rows_become_problems(suffix: str, tmp_path: Path) -> None:
 def test_columns_can_have_other_names_and_prompts_can_be_chats(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     path = write_jsonl(tmp_path / "p.jsonl", [{"question": chat, "gold": "x", "id": "one"}])
-    source = file_problems(path, settings(path, prompt_column="question", answer_column="gold"))
+    source = column_problems(str(path), settings(path, prompt_column="question", answer_column="gold"))
     assert source.problems[0].prompt == tuple(chat)
     assert (source.problems[0].id, source.problems[0].answer) == ("one", "x")
 
 
 def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    source = file_problems(path, settings(path, seed=1))
+    source = column_problems(str(path), settings(path, seed=1))
     epochs = [[p.id for step in range(3) for p in source.batch(3 * epoch + step, 3)] for epoch in range(3)]
     for epoch in epochs:
         assert len(set(epoch)) == 9, "an epoch repeats nothing, and leaves out its incomplete last batch"
     assert epochs[0] != epochs[1]
-    again = file_problems(path, settings(path, seed=1))
+    again = column_problems(str(path), settings(path, seed=1))
     assert [p.id for p in again.batch(4, 3)] == epochs[1][3:6]
-    other = file_problems(path, settings(path, seed=2))
+    other = column_problems(str(path), settings(path, seed=2))
     assert [p.id for p in other.batch(0, 9)] != [p.id for p in source.batch(0, 9)]
     assert [p.prompt for p in source.first(2)] == ["0 + 0", "1 + 1"]
 
@@ -71,83 +63,41 @@ def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no problems"),
         ("\n\n", "holds no problems"),
-        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
-        ('["a"]\n', "line 1: must be an object"),
-        ('{"prompt": "a", "n": ' + "9" * 5000 + "}\n", "line 1: not valid JSON: .*digits"),
-        ('{"prompt": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 1: its values are nested too deeply"),
-        ('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "a \\ud83d"}\n', "line 2: has half of a character"),
+        ('{"prompt": "a"}\n{"prompt": \n', "row 2: is not valid JSON"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',
             "row 2: no column 'prompt'; it has 'question'; set data.prompt_column",
         ),
-        ('{"prompt": 3}\n', "row 1: the prompt must be text"),
-        ('{"prompt": [{"content": "a"}]}\n', "row 1: the prompt must be text or a list of chat messages"),
-        ('{"prompt": []}\n', "row 1: the prompt must be text or a list of chat messages, one or more"),
-        ('{"prompt": [{"role": "user", "content": 3}]}\n', "with its role and content as text"),
+        (
+            '{"prompt": ""}\n',
+            "row 1: its prompt is empty",
+        ),
+        ('{"prompt": 3}\n', "row 1: its prompt, if it is not text, must be"),
+        ('{"prompt": [{"role": "user", "content": 3}]}\n', "row 1: its prompt, if it is not text, must be"),
         ('{"prompt": "a", "completions": "b"}\n', "has a column 'completions', .*; rename the column"),
         ('{"prompt": "a"}\n{"prompt": "b", "prompts": 1}\n', "has a column 'prompts'"),
         ('{"prompt": "a", "completion_ids": [1]}\n', "has a column 'completion_ids'"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n', "rows 1 and 2 share the id '1'"),
     ],
 )
-def test_broken_files_are_refused_by_place(text: str, message: str, tmp_path: Path) -> None:
+def test_broken_rows_are_refused_with_their_location(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        file_problems(path, settings(path))
-
-
-def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    prompts = ["a\u2028b", "c\u0085d", "e\u2029f", "plain"]
-    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
-    path.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
-    assert [p.prompt for p in file_problems(path, settings(path)).problems] == prompts
-    path.write_bytes("\n".join(lines).encode("utf-16"))
-    with pytest.raises(UserError, match="line 1: is no UTF-8 text"):
-        file_problems(path, settings(path))
-
-
-def test_one_row_that_is_no_text_can_be_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_bytes('{"prompt": "a"}\n{"prompt": "é"}\n{"prompt": "c"}\n'.encode("latin-1"))
-    with pytest.raises(UserError, match="line 2: is no UTF-8 text"):
-        file_problems(path, settings(path))
-    source = file_problems(path, settings(path, broken_rows="skip"))
-    assert ([p.prompt for p in source.problems], source.broken) == (["a", "c"], 1)
-
-
-def test_a_value_that_parquet_cannot_give_breaks_its_row_alone(tmp_path: Path) -> None:
-    written = pyarrow.array([b"a", b"\xff", b"c"])
-    prompts = pyarrow.Array.from_buffers(pyarrow.string(), len(written), written.buffers())  # as careless writers do
-    path = tmp_path / "p.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts}), path)
-    with pytest.raises(UserError, match="row 2: has a value that cannot be read: 'utf-8' codec"):
-        file_problems(path, settings(path))
-    source = file_problems(path, settings(path, broken_rows="skip"))
-    assert ([p.id for p in source.problems], source.broken) == (["p.parquet:1", "p.parquet:3"], 1)
-
-
-def test_messages_in_parquet_have_the_keys_that_they_were_written_with(tmp_path: Path) -> None:
-    """Templates ask whether a message has such a key as tool_calls."""
-    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "Ada"}]]
-    path = tmp_path / "p.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat} for chat in chats]), path)
-    assert [list(p.prompt) for p in file_problems(path, settings(path)).problems] == chats
+        column_problems(str(path), settings(path))
 
 
 def test_every_row_has_all_columns_and_the_answer_as_the_file_has_it(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "gold": 3, "unit": "m"}, {"prompt": "b", "gold": 4}])
-    problems = file_problems(path, settings(path, answer_column="gold")).problems
+    problems = column_problems(str(path), settings(path, answer_column="gold")).problems
     assert [dict(p.columns) for p in problems] == [
         {"gold": 3, "unit": "m", "answer": 3},
         {"gold": 4, "unit": None, "answer": 4},
     ]
     assert [p.answer for p in problems] == ["3", "4"]
     path = write_jsonl(tmp_path / "both.jsonl", [{"prompt": "a", "gold": 3, "answer": "long"}])
-    problem = file_problems(path, settings(path, answer_column="gold")).problems[0]
+    problem = column_problems(str(path), settings(path, answer_column="gold")).problems[0]
     assert (problem.columns["answer"], problem.answer) == ("long", "3"), "a column keeps its own name"
 
 
@@ -163,7 +113,7 @@ def test_settings_that_no_source_reads_are_refused(tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "p.jsonl", ROWS))
     for fields in ({"max_prompt_tokens": 9}, {"broken_rows": "skip"}):
         for name in ("sorting", "reasoning-gym:chain_sum"):
-            with pytest.raises(UserError, match=f"data.{next(iter(fields))} = .* {name} makes its problems itself"):
+            with pytest.raises(UserError, match=f"data.{next(iter(fields))} = .* {name} generates its problems"):
                 open_training(DataConfig(train=name, **fields))
         assert open_heldout(DataConfig(train=path, eval="sorting", **fields)).verifier is not None
     assert open_training(DataConfig(train="sorting", eval=path, broken_rows="skip")).verifier is not None
@@ -179,20 +129,26 @@ def test_templates_around_chat_messages_are_refused(tmp_path: Path) -> None:
         assert len(open_training(settings(path, **fields)).problems.known()) == 2
 
 
-def test_missing_damaged_and_small_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
-        open_training(settings(tmp_path / "none.jsonl"))
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(UserError, match="not a valid parquet"):
-        open_training(settings(tmp_path / "bad.parquet"))
-    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
-    for damaged in (b"no gzip", packed[:-20], packed[:20] + b"\0\0\0\0" + packed[24:], packed[:-8] + bytes(8)):
-        (tmp_path / "bad.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"data file .*/bad.jsonl.gz: not a whole gzip file"):
-            open_training(settings(tmp_path / "bad.jsonl.gz", broken_rows="skip"))
+def test_a_file_with_fewer_problems_than_a_step_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     with pytest.raises(UserError, match="10 problems, fewer than data.prompts_per_step = 11"):
         open_training(settings(path)).problems.batch(0, 11)
+
+
+def test_a_folder_of_shards_is_a_source_and_its_split_can_be_named(tmp_path: Path) -> None:
+    """As is any data set on the hub, which is read in the same way."""
+    for split, rows in (("train", ROWS[:4]), ("test", ROWS[4:])):
+        (tmp_path / "sums").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "sums" / f"{split}.jsonl", rows)
+    sources = (
+        open_training(settings(tmp_path / "sums")),
+        open_heldout(settings(tmp_path, eval=f"{tmp_path}/sums::test")),
+    )
+    assert [[p.answer for p in source.problems.known()] for source in sources] == [
+        [str(row["answer"]) for row in rows] for rows in (ROWS[:4], ROWS[4:])
+    ]
+    assert sources[0].problems.first(1)[0].id == "sums:1"
+    assert sources[0].problems.first(1)[0].label == f"data set {tmp_path}/sums (train), row 1"
 
 
 def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
@@ -203,7 +159,7 @@ def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
         open_training(DataConfig(train="sortin"))
     with pytest.raises(UserError, match=r"name a task \(paths, pointers, sorting, stack\)"):
         open_training(DataConfig(train="zzz"))
-    with pytest.raises(UserError, match="has no held-out half"):
+    with pytest.raises(UserError, match="has no held-out problems of its own"):
         open_heldout(settings(path))
     heldout = open_heldout(settings(path, eval=str(path)))
     assert len(heldout.problems.first(4)) == 4

@@ -1,5 +1,6 @@
 """Each benchmark from rows of the schema that it is published in, on the hub and as local files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_every_published_schema_is_read(schema: str, tmp_path: Path) -> None:
     benchmark = opened(tmp_path, name, [row])
     (problem,) = benchmark.problems
     assert problem.id == f"{name}/{identity}"
-    assert problem.asked("") == MATH_EVALUATION.replace("{prompt}", "P")
+    assert problem.templated("") == MATH_EVALUATION.replace("{prompt}", "P")
     assert problem.answer == answer
     assert problem.columns["answer"] == answer
     assert (benchmark.label, benchmark.verifier) == (name, "math")
@@ -73,20 +74,37 @@ def test_parquet_and_other_names_of_files(tmp_path: Path) -> None:
     assert len(open_benchmark(named, BenchmarksConfig(names=("minerva",))).problems) == 3
 
 
+def test_folders_of_files_are_copies_too(tmp_path: Path) -> None:
+    """In `benchmarks.folder` under the benchmark's name, or named; the split is `test` unless the name says another."""
+    row = SCHEMAS["aime25"][1]
+    for folder, split in (("aime25", "test"), ("shards", "train")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
+    assert len(open_benchmark(Choice.parse("aime25"), settings).problems) == 1
+    assert len(open_benchmark(Choice.parse(f"aime25={tmp_path}/shards::train"), settings).problems) == 1
+    with pytest.raises(
+        UserError, match=r"shards \(test\): has no split 'test', but train; name one as .*shards::SPLIT"
+    ):
+        open_benchmark(Choice.parse(f"aime25={tmp_path}/shards"), settings)
+    with pytest.raises(UserError, match=r"holds no aime24.jsonl, .json, .csv or .parquet, and no folder aime24"):
+        open_benchmark(Choice.parse("aime24"), settings)
+
+
 def test_a_prompt_of_ones_own(tmp_path: Path) -> None:
     benchmark = opened(tmp_path, "aime25", [SCHEMAS["aime25"][1]], math_prompt="Q: {prompt}\nA: {x}")
-    assert benchmark.problems[0].asked("") == "Q: P\nA: {x}"
+    assert benchmark.problems[0].templated("") == "Q: P\nA: {x}"
     assert benchmark.template == "Q: {prompt}\nA: {x}"
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "P", "answer": "1"}], "row 1: has no problem or question, but 'text', 'answer'"),
+        ([{"text": "P", "answer": "1"}], "row 1: has no problem or question; its columns are 'text', 'answer'"),
         ([{"problem": "P"}], "row 1: has no answer"),
         ([{"problem": "P", "solution": "it is 5"}], "row 1: has no answer"),
         ([{"problem": "P", "answer": "1", "id": 4}] * 2, "row 2: has the id 'aime25/4' of benchmark aime25, .*, row 1"),
-        ([], "holds no problems"),
+        ([], "is empty"),
     ],
 )
 def test_rows_that_are_none_of_its(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
@@ -99,7 +117,7 @@ def test_names() -> None:
         BenchmarksConfig(names=("aime24", "math500=my=file.jsonl", "livecodebench:2025-02..2025-03=l.jsonl"))
     )
     assert [choice.label for choice in chosen] == ["aime24", "math500", "livecodebench:2025-02..2025-03"]
-    assert [choice.file for choice in chosen] == ["", "my=file.jsonl", "l.jsonl"]
+    assert [choice.copy for choice in chosen] == ["", "my=file.jsonl", "l.jsonl"]
     assert set(BENCHMARKS) == {
         "aime24",
         "aime25",

@@ -81,7 +81,7 @@ class Malicious:
 
 def test_a_pickle_that_calls_something_is_refused_unread(tmp_path: Path) -> None:
     data = packed(Malicious(tmp_path / "owned"))
-    with pytest.raises(UserError, match=r"here: its test cases cannot be decoded: .* asks for \w+.mkdir"):
+    with pytest.raises(UserError, match=r"here: is not a row of LiveCodeBench: .* asks for \w+.mkdir"):
         problem(row(private_test_cases=data), "x", "here")
     assert not (tmp_path / "owned").exists()
     pickle.loads(zlib.decompress(base64.b64decode(data)))
@@ -101,18 +101,18 @@ def test_a_pickle_that_calls_something_is_refused_unread(tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_decoded_is_named(private: str) -> None:
-    with pytest.raises(UserError, match="here: its test cases cannot be decoded"):
+    with pytest.raises(UserError, match="here: is not a row of LiveCodeBench"):
         problem(row(private_test_cases=private), "x", "here")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"public_test_cases": json.dumps(FUNCTIONAL)}, r"tests of the kinds \['functional', 'stdin'\]"),
+        ({"public_test_cases": json.dumps(FUNCTIONAL)}, r"tests are of the kinds \['functional', 'stdin'\]"),
         ({"private_test_cases": "[]", "public_test_cases": "[]"}, r"of the kinds \[\]"),
         (
             {"private_test_cases": "[]", "public_test_cases": json.dumps(FUNCTIONAL)},
-            "is no row of LiveCodeBench: KeyError: 'func_name'",
+            "is not a row of LiveCodeBench: KeyError: 'func_name'",
         ),
     ],
 )
@@ -141,4 +141,4 @@ def test_months(tmp_path: Path) -> None:
 def test_the_benchmark_is_put_as_code(tmp_path: Path) -> None:
     benchmark = opened(tmp_path, "livecodebench", [row()])
     assert benchmark.verifier == "code"
-    assert "```python\nyour program\n```" in benchmark.problems[0].asked("")
+    assert "```python\nyour program\n```" in benchmark.problems[0].templated("")

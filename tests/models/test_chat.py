@@ -19,11 +19,11 @@ def encoder(template: str, turns: str = "all") -> ChatEncoder:
 
 def encode(template: str, *contents: str, turns: str = "all") -> tuple[ChatEncoder, EncodedChat]:
     made = encoder(template, turns)
-    return made, made.encode([made.render(chat(*contents), "row 1")], ["row 1"])[0]
+    return made, made.encode([made.render(chat(*contents), "row 1")])[0]
 
 
-def taught_texts(made: ChatEncoder, encoded: EncodedChat) -> list[str]:
-    return [made.tokenizer.decode(encoded.tokens[first:end]) for first, end in encoded.taught]
+def imitated_texts(made: ChatEncoder, encoded: EncodedChat) -> list[str]:
+    return [made.tokenizer.decode(encoded.tokens[first:end]) for first, end in encoded.loss_ranges]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -36,14 +36,13 @@ def test_a_conversation_by_hand(template: str) -> None:
         *["<|im_start|>", *"assistant", "Ċ", "hi", "hi", "<|im_end|>", "Ċ"],  # 33 to 47
     ]
     assert made.tokenizer.convert_ids_to_tokens(encoded.tokens) == words
-    assert encoded.taught == [(20, 23), (44, 47)], "the line's end after a turn is never generated"
-    assert not encoded.split
+    assert encoded.loss_ranges == [(20, 23), (44, 47)], "the line's end after a turn is never generated"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL])
 def test_the_last_turn_alone(template: str) -> None:
     made, encoded = encode(template, "q", "<think>x</think>1", "q", "<think>y</think>2", turns="last")
-    assert taught_texts(made, encoded) == ["<think>y</think>2<|im_end|>"]
+    assert imitated_texts(made, encoded) == ["<think>y</think>2<|im_end|>"]
 
 
 def test_a_token_across_the_end_of_the_prompt_is_split() -> None:
@@ -54,10 +53,9 @@ def test_a_token_across_the_end_of_the_prompt_is_split() -> None:
     )["input_ids"]
     assert made.tokenizer.convert_ids_to_tokens(whole).count(">Ċ") == 2
     words = made.tokenizer.convert_ids_to_tokens(encoded.tokens)
-    first = encoded.taught[0][0]
+    first = encoded.loss_ranges[0][0]
     assert words[first - 2 : first + 5] == ["k", ">", "Ċ", "h", "m", ">Ċ", "<"]
-    assert encoded.split
-    assert taught_texts(made, encoded) == ["\nhm>\n</think>hi<|im_end|>"]
+    assert imitated_texts(made, encoded) == ["\nhm>\n</think>hi<|im_end|>"]
 
 
 @given(TEXTS, TEXTS, st.sampled_from([CHATML, MARKED, THINKING]))
@@ -70,37 +68,37 @@ def test_the_tokens_before_an_answer_are_those_of_the_prompt_at_inference(
     prompt = made.tokenizer.apply_chat_template(
         list(chat(question)), add_generation_prompt=True, return_dict=True, tokenize=True
     )["input_ids"]
-    ((first, end),) = encoded.taught
+    ((first, end),) = encoded.loss_ranges
     assert encoded.tokens[:first] == prompt
     thought = "<think>" if template is THINKING else ""
-    assert taught_texts(made, encoded) == [f"{answer.removeprefix(thought)}<|im_end|>"]
+    assert imitated_texts(made, encoded) == [f"{answer.removeprefix(thought)}<|im_end|>"]
     assert encoded.tokens[end:] == made.tokenizer("\n")["input_ids"]
 
 
 @given(st.lists(TEXTS, min_size=2, max_size=6), st.sampled_from([CHATML, MARKED]))
-def test_every_turn_of_the_assistant_is_taught_and_nothing_else(contents: list[str], template: str) -> None:
+def test_every_turn_of_the_assistant_is_imitated_and_nothing_else(contents: list[str], template: str) -> None:
     made, encoded = encode(template, *contents)
-    assert taught_texts(made, encoded) == [f"{content}<|im_end|>" for content in contents[1::2]]
-    assert made.tokenizer.decode(encoded.tokens) == made.render(chat(*contents), "")[0]
+    assert imitated_texts(made, encoded) == [f"{content}<|im_end|>" for content in contents[1::2]]
+    assert made.tokenizer.decode(encoded.tokens) == made.render(chat(*contents), "").text
 
 
 def test_a_batch_is_what_its_conversations_are() -> None:
     made = encoder(THINKING)
     chats = [chat("hi", "<think>a"), chat("x", "<think>\nb"), chat("hi", "<think>a")]
     rendered = [made.render(messages, "") for messages in chats]
-    together = made.encode(rendered, ["", "", ""])
-    assert together == [made.encode([one], [""])[0] for one in rendered]
-    assert [encoded.split for encoded in together] == [False, True, False]
+    assert made.encode(rendered) == [made.encode([one])[0] for one in rendered]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    with pytest.raises(UserError, match=r"row 1: .*message 2 .*drop thoughts.*loss_on = 'last', or .*chat_template"):
+    with pytest.raises(
+        UserError, match=r"row 1: .*message 2 differently .*drop thoughts.*loss_on = 'last', or .*template"
+    ):
         encode(FORGETFUL, "q", "<think>x</think>1", "q", "2")
     encode(FORGETFUL, "q", "1", "q", "2")  # no thought to drop
 
 
 def test_a_template_that_writes_the_answer_otherwise_than_the_prompt_asks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"message 2 .*; set conversations.chat_template to"):
+    with pytest.raises(UserError, match=r"message 2 differently .*; set conversations.chat_template to"):
         encode(THINKING, "q", "no thought", turns="last")
 
 

@@ -138,7 +138,7 @@ def test_a_system_prompt_needs_a_chat_template(policy: Policy) -> None:
 
 
 def test_a_chat_template_that_raises_is_named_with_the_problem(policy: Policy) -> None:
-    problem = Problem(id="p", prompt="Hi", place="data file p.jsonl, row 3")
+    problem = Problem(id="p", prompt="Hi", location="data file p.jsonl, row 3")
     policy.tokenizer.chat_template = "{{ raise_exception('no users here') }}"
     with pytest.raises(UserError, match=r"p.jsonl, row 3: .* chat template failed on it: .*no users here"):
         policy.encode_prompt(problem, DATA, 1)

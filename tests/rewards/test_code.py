@@ -184,7 +184,7 @@ def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: b
 def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_tests(tests)
-    problem = Problem(id="p", prompt="", columns={"tests": tests}, place="problems.jsonl, row 3")
+    problem = Problem(id="p", prompt="", columns={"tests": tests}, location="problems.jsonl, row 3")
     message = (
         r"problems.jsonl, row 3: its tests \(column 'tests'\) .*" + reason + ".*; set data.tests_column, fix the data$"
     )

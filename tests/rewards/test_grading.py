@@ -156,7 +156,7 @@ def test_an_answer_that_the_data_lack_cannot_be_asked_for(module: str) -> None:
 
 
 def test_exact_needs_an_answer_of_every_problem() -> None:
-    lacking = Problem(id="c", prompt="?", columns={"gold": "4"}, place="data file p.jsonl, row 3")
+    lacking = Problem(id="c", prompt="?", columns={"gold": "4"}, location="data file p.jsonl, row 3")
     with pytest.raises(
         UserError, match=r"p.jsonl, row 3: has no answer, .* are 'gold'; set data.answer_column, fix the data$"
     ):

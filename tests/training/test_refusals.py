@@ -17,7 +17,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.config.recipes import load, load_evaluation
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models import policy
 from threepo.models.policy import load_policy
 from threepo.models.prompts import tokenized
@@ -39,6 +39,7 @@ SETTINGS = (
     "run.steps=4",
 )
 ROWS: list[dict[str, object]] = [{"prompt": f"{i} + {i} = ", "answer": 2 * i} for i in range(6)]
+HELDOUT: list[dict[str, object]] = [row | {"prompt": f"{row['prompt']}".replace("+", "*")} for row in ROWS]
 LONG: dict[str, object] = {"prompt": "x" * 61, "answer": 1}
 
 
@@ -92,13 +93,14 @@ def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.Captur
 
 @pytest.mark.parametrize("what", ["eval.max_new_tokens=20", "data.train=long.jsonl", "data.eval=long.jsonl"])
 def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(what: str) -> None:
-    write("long.jsonl", [*ROWS, LONG | {"prompt": "x" * 30}])
+    write("heldout.jsonl", HELDOUT)
+    write("long.jsonl", [*(ROWS if "train" in what else HELDOUT), LONG | {"prompt": "x" * 30}])
     model = load_policy(config().model, 0).model
     weights = Ensemble(model, torch.float32).numbers * 4
     row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
     row += choosing_bytes(model.config.vocab_size)
     memory = max(config().method.draws, 1) * (weights + row) + 1
-    small = ("data.eval=problems.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
+    small = ("data.eval=heldout.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
     with pytest.raises(UserError, match="engine: . policies of .* need"):
         api.train(config(*small, what))
     assert not Path("run").exists()
@@ -110,9 +112,11 @@ def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(wh
 
 
 def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture[str]) -> None:
-    write("bad.jsonl", [LONG, *ROWS, LONG])
-    api.train(config("data.train=bad.jsonl", "data.eval=bad.jsonl", "data.too_long=drop", "eval.every=4"))
-    assert "bad.jsonl: left out 2 of 8 problems" in capfd.readouterr().err
+    write("some.jsonl", [LONG, *ROWS, LONG])
+    write("bad.jsonl", [LONG, *HELDOUT, LONG])
+    api.train(config("data.train=some.jsonl", "data.eval=bad.jsonl", "data.too_long=drop", "eval.every=4"))
+    said = capfd.readouterr().err
+    assert all(f"{name}.jsonl: left out 2 of 8 problems" in said for name in ("some", "bad"))
     assert len(read_metrics(Path("run"))) == 5
     config_of_six = load_evaluation("run", "", ["eval.samples=1", "eval.problems=6"])
     scores = api.evaluate(config_of_six, Path("scores"))["benchmarks"]["bad"]
@@ -124,13 +128,15 @@ def test_problems_that_are_too_long_can_be_left_out(capfd: pytest.CaptureFixture
 
 
 def test_long_prompts_are_left_out_of_training_alone_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    write("some.jsonl", [{"prompt": "x" * 20, "answer": 1}, *ROWS, {"prompt": 3}])
-    limited = ["data.train=some.jsonl", "data.eval=some.jsonl", "data.max_prompt_tokens=12", "data.broken_rows=skip"]
+    long: dict[str, object] = {"prompt": "x" * 20, "answer": 1}
+    write("some.jsonl", [long, *ROWS, {"prompt": 3}])
+    write("heldout.jsonl", [long, *HELDOUT])
+    limited = ["data.train=some.jsonl", "data.eval=heldout.jsonl", "data.max_prompt_tokens=12", "data.broken_rows=skip"]
     api.train(config(*limited, "eval.every=4"))
     assert "some.jsonl: left out 1 of 7 problems, too long for data.max_prompt_tokens = 12" in capfd.readouterr().err
     counts = json.loads(Path("run/summary.json").read_text())["data"]
     assert counts == {"problems": 6, "rows": 8, "duplicates": 0, "broken": 1, "too_long": 1}
-    scores = api.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["some"]
+    scores = api.evaluate(load_evaluation("run", "", ["eval.samples=1"]), Path("scores"))["benchmarks"]["heldout"]
     assert scores["problems"] == 7, "a score leaves no problem out"
     with pytest.raises(UserError, match="max_prompt_tokens = 9: `threepo eval` does not read it"):
         load_evaluation("run", "", ["data.max_prompt_tokens=9"])
@@ -213,15 +219,16 @@ def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(
 def test_a_run_is_not_resumed_with_other_problems(
     name: str, change: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write("heldout.jsonl", ROWS)
+    files = {"problems": ROWS, "heldout": HELDOUT}
+    write("heldout.jsonl", HELDOUT)
     api.train(config("run.steps=2", "data.eval=heldout.jsonl", "eval.every=2", "eval.samples=1"))
     before = Path("run/metrics.jsonl").read_bytes()
-    write(f"{name}.jsonl", [*ROWS[:-1], ROWS[-1] | change])
+    write(f"{name}.jsonl", [*files[name][:-1], files[name][-1] | change])
     assert main(["train", "--resume", "run"]) == 2
     said = capsys.readouterr().err
     assert f"{name}.jsonl have changed since the run began (6 now, 6 then); put the old ones back, or start" in said
     assert Path("run/metrics.jsonl").read_bytes() == before
-    write(f"{name}.jsonl", ROWS)
+    write(f"{name}.jsonl", files[name])
     assert main(["train", "--resume", "run"]) == 0
 
 
@@ -229,6 +236,16 @@ def test_what_no_reward_and_no_policy_sees_may_change() -> None:
     api.train(config("data.train=problems.jsonl", "data.too_long=drop", "run.steps=1"))
     Path("problems.jsonl").write_text("".join(json.dumps(row, indent=None) + "\n\n" for row in [*ROWS, LONG]))
     assert main(["train", "--resume", "run"]) == 0
+
+
+def test_training_problems_among_the_held_out_ones_are_told_when_a_run_begins() -> None:
+    """Those that are evaluated: not what lies beyond eval.problems, nor what is too long to train on."""
+    write("heldout.jsonl", [*ROWS[2:4], *HELDOUT, ROWS[0]])
+    small = ["data.eval=heldout.jsonl", "eval.every=1", "eval.problems=8", "run.steps=1"]
+    with pytest.warns(ThreepoWarning, match="data.eval: 2 of the 8 held-out ones are also trained on"):
+        api.train(config(*small))
+    write("heldout.jsonl", [*HELDOUT, ROWS[0]])
+    api.train(config(*small, "eval.problems=6", "run.folder=other"))
 
 
 def test_a_run_without_a_record_of_its_problems_is_resumed_as_it_was_before_there_were_any() -> None:

@@ -17,13 +17,13 @@ from threepo.cli import main
 from threepo.config import DataConfig, ModelConfig, SFTConfig
 from threepo.config.recipes import load
 from threepo.config.records import build
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.files import read_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.conversations import ConversationBatches, prepare
+from threepo.training.conversations import ConversationBatches, PreparedConversations, prepare
 from threepo.types import Problem
 
 TEMPLATE = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>")
@@ -56,7 +56,9 @@ def run_of(settings: list[str]) -> sft.FineTuning:
 
 
 def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path: Path) -> None:
-    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=40", f"conversations.eval={tmp_path / 'chats.jsonl'}"]))
+    settings = [*base, "run.steps=40", f"conversations.eval={tmp_path / 'chats.jsonl'}"]
+    with pytest.warns(ThreepoWarning, match="conversations.eval: 21 of the 21 held-out ones are also trained on"):
+        api.fine_tune(load(SFTConfig, "", settings))
     rows = read_metrics(tmp_path / "run")
     assert rows[-1]["sft/loss"] < 0.5 * rows[0]["sft/loss"]
     assert rows[-1]["sft/eval_loss"] == pytest.approx(rows[-1]["sft/loss"], rel=0.5)
@@ -65,7 +67,7 @@ def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path
     assert record["source"]["kept"] == record["source"]["rows"] == 21
     assert record["source"]["dropped"] == {}
     answers = sum(len(row["messages"][1]["content"]) + 1 for row in ROWS)  # a token a byte, and the end
-    assert record["source"]["taught_tokens"] == answers
+    assert record["source"]["loss_tokens"] == answers
     assert record["source"]["digest"] == record["eval"]["digest"]
 
 
@@ -90,7 +92,8 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
         [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
         for e in range(3)
     ]
-    distinct = Counter(run.material.source.prepared.row(n, 0).input_tokens for n in range(21))  # type: ignore[attr-defined]
+    rows = run.material.source.prepared.batch(range(21))  # type: ignore[attr-defined]
+    distinct = Counter(row.input_tokens for row in rows)
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
@@ -106,8 +109,9 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     kind: list[str], base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the end of an epoch; the part after the stop has neither the source nor the template any more."""
-    settings = [*base, *kind, "run.steps=7", "run.checkpoint_every=2", f"conversations.eval={tmp_path / 'chats.jsonl'}"]
-    settings += ["conversations.eval_every=3"]
+    held = write(tmp_path / "held.jsonl", [{"messages": chat("say c", "c")}])
+    settings = [*base, *kind, "run.steps=7", "run.checkpoint_every=2"]
+    settings += [f"conversations.eval={held}", "conversations.eval_every=3"]
     api.fine_tune(load(SFTConfig, "", [*settings, f"run.folder={tmp_path / 'whole'}"]))
     inner, calls = sft.cross_entropy, []
 
@@ -122,7 +126,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
         with pytest.raises(ZeroDivisionError):
             api.fine_tune(load(SFTConfig, "", settings))
     assert checkpoints(tmp_path / "run")[-1][0] == 2
-    for name in ("chats.jsonl", "chat.jinja"):
+    for name in ("chats.jsonl", "held.jsonl", "chat.jinja"):
         (tmp_path / name).unlink()
     folder, plain = RunFolder.open(tmp_path / "run")
     api.fine_tune(build(SFTConfig, plain), folder)
@@ -152,26 +156,30 @@ def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: 
     folder, plain = RunFolder.open(tmp_path / "run")
     api.fine_tune(build(SFTConfig, plain), folder)
     after = read_json(tmp_path / "run" / "conversations.json")["source"]
-    assert after["digest"] == before["digest"]
+    assert after == before
     assert Path(after["file"]).is_file()
 
 
-def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> Any:
+def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> PreparedConversations:
     policy.tokenizer.chat_template = template
     config = load(SFTConfig, "", [*settings, "run.steps=1"])
     assert config.conversations
     return prepare(policy, config.conversations, "source", None)
 
 
+def file_of(found: PreparedConversations) -> Path:
+    return Path(found.record["file"])
+
+
 def test_the_cache_is_shared_until_anything_that_matters_changes(
     policy: Policy, base: list[str], tmp_path: Path
 ) -> None:
-    first = prepared(policy, base)
-    made = first.path.stat().st_mtime_ns
-    assert prepared(policy, [*base, "conversations.batch_size=2", "conversations.seed=4"]).path == first.path
-    assert first.path.stat().st_mtime_ns == made, "it was not read again"
+    first = file_of(prepared(policy, base))
+    made = first.stat().st_mtime_ns
+    assert file_of(prepared(policy, [*base, "conversations.batch_size=2", "conversations.seed=4"])) == first
+    assert first.stat().st_mtime_ns == made, "it was not read again"
     others = {
-        prepared(policy, [*base, *changed]).path
+        file_of(prepared(policy, [*base, *changed]))
         for changed in (
             ["conversations.max_tokens=60"],
             ["conversations.loss_on=last"],
@@ -179,20 +187,21 @@ def test_the_cache_is_shared_until_anything_that_matters_changes(
         )
     }
     write(tmp_path / "chats.jsonl", ROWS[:-1])
-    others.add(prepared(policy, base).path)
+    others.add(file_of(prepared(policy, base)))
     policy.tokenizer.add_tokens(["say"])
     policy.model.resize_token_embeddings(len(policy.tokenizer))
-    others.add(prepared(policy, base).path)
-    assert len(others | {first.path}) == 6
-    others = {file for file in (tmp_path / "cache").iterdir() if file.suffix not in (".arrow", ".json")}
-    assert not others, "nothing half written is left"
+    others.add(file_of(prepared(policy, base)))
+    assert len(others | {first}) == 6
+    assert set((tmp_path / "cache").iterdir()) == others | {first}, "nothing half written is left"
 
 
-def test_tokens_without_their_report_are_made_again(policy: Policy, base: list[str]) -> None:
-    """As when the process was killed in between."""
-    first = prepared(policy, base)
-    first.path.with_suffix(".json").unlink()
-    assert prepared(policy, base).report == first.report
+def test_without_a_folder_of_ones_own_the_cache_is_that_of_datasets(policy: Policy, base: list[str]) -> None:
+    settings = [setting for setting in base if not setting.startswith("conversations.cache")]
+    file = file_of(prepared(policy, settings))
+    assert file.is_relative_to(os.environ["HF_DATASETS_CACHE"])
+    made = file.stat().st_mtime_ns
+    assert file_of(prepared(policy, settings)) == file
+    assert file.stat().st_mtime_ns == made
 
 
 def test_what_is_too_long_or_broken_is_refused_or_counted(
@@ -204,15 +213,16 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(
         prepared(policy, [*base, "conversations.max_tokens=127", "conversations.broken_rows=skip"])
     with pytest.raises(UserError, match=r"row 23: 129 tokens, more than 128, .*the model's context"):
         prepared(policy, [*base, "conversations.broken_rows=skip"])
-    with pytest.raises(UserError, match=r"chats.jsonl, row 24: it has no message.*broken_rows = 'skip'"):
+    with pytest.raises(UserError, match=r"chats.jsonl, row 24: has no message.*broken_rows = 'skip'"):
         prepared(policy, [*base, "conversations.too_long=drop"])
     lenient = [*base, "conversations.too_long=drop", "conversations.broken_rows=skip"]
-    report = prepared(policy, lenient).report
-    assert (report.rows, report.kept, report.dropped, report.longest) == (25, 22, {"too_long": 1, "broken": 2}, 128)
-    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in report.line()
+    found = prepared(policy, lenient)
+    counts = {key: found.record[key] for key in ("rows", "kept", "dropped", "longest")}
+    assert counts == {"rows": 25, "kept": 22, "dropped": {"too_long": 1, "broken": 2}, "longest": 128}
+    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in found.line()
     said = capsys.readouterr().err
-    assert "chats.jsonl, row 24: it has no message" in said
-    assert "chats.jsonl, row 25: has no messages" in said
+    assert "chats.jsonl, row 24: has no message" in said
+    assert "chats.jsonl, row 25: has neither messages" in said
     with pytest.raises(UserError, match="none is left"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 
@@ -226,36 +236,37 @@ def test_a_conversation_of_which_the_template_marks_nothing_is_broken(
         "{% if m.content == 'b' %}{% generation %}b<|endoftext|>{% endgeneration %}{% endif %}{% endfor %}",
     )
     write(tmp_path / "chats.jsonl", [{"messages": chat("a", "b")}, {"messages": chat("a", "c")}])
-    with pytest.raises(UserError, match=r"chats.jsonl, row 2: nothing in it is to be imitated"):
+    with pytest.raises(UserError, match=r"chats.jsonl, row 2: the chat template marks none of it"):
         prepared(policy, base, template)
-    report = prepared(policy, [*base, "conversations.broken_rows=skip"], template).report
-    assert (report.kept, report.dropped, report.taught_tokens) == (1, {"broken": 1}, 2)
+    record = prepared(policy, [*base, "conversations.broken_rows=skip"], template).record
+    assert (record["kept"], record["dropped"], record["loss_tokens"]) == (1, {"broken": 1}, 2)
 
 
 def test_the_papers_set_is_counted_by_reason(
     policy: Policy, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"input": "q", "output": output} for output in ("<think>a</think>b", "b", "c", "<think>x</think>y")]
-    rows += [{"input": [{"role": "system", "content": "s"}], "output": "<think>a</think>b"}]
+    rows += [{"input": [{"role": "system", "content": "s"}], "output": "<think>a</think>b"}, rows[0]]
+    rows = [row | {"generator": f"DeepSeek-R1{'-Zero' if i == 5 else ''}"} for i, row in enumerate(rows)]
     settings = [*base, f"conversations.source=llama-nemotron:{write(tmp_path / 'n.jsonl', rows)}"]
     found = prepared(policy, settings)
-    assert found.report.dropped == {"no_thought": 2, "not_two_messages": 1}
+    assert found.record["dropped"] == {"no_thought": 2, "not_two_messages": 1, "other_generator": 1}
     answers = ("<think>a</think>b", "<think>x</think>y")
-    for number, answer in enumerate(answers):
-        text = policy.tokenizer.decode(found.row(number, 0).input_tokens)
+    for row, answer in zip(found.batch([0, 1]), answers, strict=True):
+        text = policy.tokenizer.decode(row.input_tokens)
         assert text == f"user\nq<|endoftext|>\nassistant\n{answer}<|endoftext|>\n"
-    assert "kept 2 of 5 rows (left out: no_thought 2, not_two_messages 1)" in capsys.readouterr().err
+    assert "kept 2 of 6 rows (left out: no_thought 2, not_two_messages 1, other_generator 1)" in capsys.readouterr().err
 
 
 def test_more_rows_than_are_tokenised_at_once(policy: Policy, base: list[str], tmp_path: Path) -> None:
     rows = [{"messages": chat(f"{i}", f"{i * i}")} for i in range(300)]
     write(tmp_path / "chats.jsonl", rows)
     found = prepared(policy, base)
-    assert found.report.kept == 300
-    for number in (0, 127, 128, 255, 256, 299):
-        row = found.row(number, 7)
+    assert found.record["kept"] == 300
+    numbers = (299, 0, 127, 128, 255, 256)
+    for index, (number, row) in enumerate(zip(numbers, found.batch(numbers), strict=True)):
         assert (row.index, policy.tokenizer.decode(row.input_tokens)) == (
-            7,
+            index,
             f"user\n{number}<|endoftext|>\nassistant\n{number * number}<|endoftext|>\n",
         )
 

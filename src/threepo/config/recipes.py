@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.records import RECORDS, build, require, shown, to_plain
 from threepo.config.sections import ModelConfig
+from threepo.config.sources import absolute
 from threepo.errors import UserError
 from threepo.files import read_json
 from threepo.run_folder import CHECKPOINTS, CONFIG
@@ -28,10 +29,10 @@ RUNS = Path("runs")
 """Where the runs of recipes go that name no folder."""
 MAX_NEW_TOKENS = 3072
 """Longest completion of an evaluation on benchmarks, as in the released code, where nothing else is set."""
+_SOURCES = ("data.train", "data.eval", "conversations.source", "conversations.eval")
 _PATHS = (
-    *("model.path", "model.tokenizer", "data.train", "data.eval", "optimizer.load_hessian"),
-    *("conversations.source", "conversations.eval", "conversations.chat_template", "conversations.cache"),
-    *("benchmarks.folder", "benchmarks.names"),
+    *("model.path", "model.tokenizer", "optimizer.load_hessian", "benchmarks.folder"),
+    *("conversations.chat_template", "conversations.cache"),
 )
 _WITH_BENCHMARKS = ("system_prompt", "chat_template", "too_long")
 """Keys of [data] that an evaluation on benchmarks reads."""
@@ -156,34 +157,33 @@ def complete(record: type[Config], table: Mapping[str, Any]) -> Config:
         elif f.name == "optimizer" and isinstance(table.setdefault(f.name, {}), Mapping):
             assert callable(f.default_factory)
             table[f.name] = {"kind": f.default_factory().kind, **table[f.name]}
-    for name in _PATHS:
+    for name in _SOURCES + _PATHS:
         section, _, key = name.partition(".")
         if isinstance(keys := table.get(section), Mapping) and key in keys:
-            table[section] = {**keys, key: _absolute(keys[key])}
+            table[section] = {**keys, key: _anywhere(keys[key], absolute if name in _SOURCES else _absolute_path)}
+    if isinstance(keys := table.get("benchmarks"), Mapping) and "names" in keys:
+        table["benchmarks"] = {**keys, "names": _anywhere(keys["names"], _absolute_copy)}
     if isinstance(run := table.get("run"), Mapping) and isinstance(run.get("folder"), str):
         table["run"] = {**run, "folder": os.path.expanduser(run["folder"])}
     return build(record, table)
 
 
-def _absolute(place: Any) -> Any:
-    """A local path, or that in `NAME:PATH` or `NAME=PATH`, spelt out; names and ids of the hub stay as they are."""
-    if isinstance(place, list):
-        return [_absolute(one) for one in place]
-    if not isinstance(place, str) or not place:
-        return place
-    for sign in (":", "="):
-        head, found, tail = place.partition(sign)
-        if found and _is_local(tail):
-            return f"{head}{sign}{_spelt_out(tail)}"
-    return _spelt_out(place) if _is_local(place) else place
+def _anywhere(value: Any, absolute: Callable[[str], str]) -> Any:
+    """The path or the paths of a setting, absolute; `build` refuses what is no text."""
+    if isinstance(value, list):
+        return [_anywhere(one, absolute) for one in value]
+    return absolute(value) if isinstance(value, str) else value
 
 
-def _is_local(place: str) -> bool:
-    return place.startswith(("~", ".", "/")) or place.endswith((".jsonl", ".gz", ".parquet")) or Path(place).exists()
+def _absolute_copy(benchmark: str) -> str:
+    name, equals, copy = benchmark.partition("=")
+    return f"{name}={absolute(copy)}" if equals else benchmark
 
 
-def _spelt_out(place: str) -> str:
-    return os.path.abspath(os.path.expanduser(place))
+def _absolute_path(path: str) -> str:
+    """A path on this machine, absolute; names of shipped models and ids of the hub stay as they are."""
+    local = path and (path.startswith(("~", ".", "/")) or Path(path).exists())
+    return os.path.abspath(os.path.expanduser(path)) if local else path
 
 
 def _with_preset(table: Table) -> Table:

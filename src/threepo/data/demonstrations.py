@@ -1,4 +1,4 @@
-"""Worked texts of procedural tasks, for supervised fine-tuning: a mixture of tasks, levels and behaviours."""
+"""Demonstrations of procedural tasks for supervised fine-tuning: a mixture of tasks, levels and behaviours."""
 
 from dataclasses import dataclass
 from random import Random
@@ -21,7 +21,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """Demonstrations without end; the i-th is a function of the settings and i."""
+    """Endless demonstrations; the i-th is a function of the settings and i."""
 
     settings: DemonstrationConfig
 

@@ -1,4 +1,4 @@
-"""A few hexadecimal digits that tell whether data are still the same."""
+"""Digests that tell whether data are still the same."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from threepo.types import Problem
 
 
 def digest(parts: Iterable[str]) -> str:
-    """Of texts, in their order."""
+    """The digest of texts in their order."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(part.encode() + b"\0")
@@ -17,7 +17,7 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:
-    """Of problems with their answers and all that a grader sees, and of their prompts: as written, or as tokens."""
+    """The digest of problems with everything that a grader sees, and of their prompts, as text or as tokens."""
     return digest(
         json.dumps([problem.id, problem.answer, problem.columns, prompt], sort_keys=True, default=str)
         for problem, prompt in zip(problems, prompts, strict=True)

@@ -1,75 +1,66 @@
-"""What a published data set is: where it lies, and what is made of a row of it.
+"""What a published data set is: where it is, and how one of its rows becomes a problem or a conversation.
 
-Its name in a recipe stands for its place on the Hugging Face hub; `NAME:PLACE` reads the same columns from a local
-.jsonl, .jsonl.gz or .parquet file, from a folder that was downloaded from the hub, or from another data set there.
+The name of a set stands for the hub; `NAME:COPY` reads the same columns from any other source (data.rows).
 """
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from threepo.config import DataConfig
 from threepo.data.finite import FiniteProblems, collect
-from threepo.data.rows import SUFFIXES, Row, iterate_rows
-from threepo.data.task import Split
+from threepo.data.rows import BrokenRow, Row, open_rows
 from threepo.types import Problem, VerifierName
 
-
-@dataclass(frozen=True)
-class Content:
-    """What a row says."""
-
-    problem: str
-    answer: str = ""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """For reward functions, by name."""
-    key: str = ""
-    """Rows with the same key are one problem; empty: every row is one of its own."""
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A data set as its makers published it."""
+    """Problems as their makers published them."""
 
     name: str
     summary: str
-    """In a few words, for the list of data sets."""
+    """A few words for `threepo data list`."""
     hub: str
     """Its id on the Hugging Face hub."""
-    read: Callable[[Row], Content]
-    """What a row says; raises `BrokenRow` where it is not as published."""
+    read: Callable[[Row], Problem]
+    """The problem in a row; its id is what rows of the same problem share, or empty. Raises anything for other rows."""
     template: str
     """How a problem is put to a policy; `{prompt}` marks its place."""
     verifier: VerifierName
     configuration: str | None = None
-    """Of several that the hub has under this id."""
+    """The configuration on the hub, where there are several."""
     heldout: str | None = None
-    """The hub's split with held-out problems, where there is one."""
+    """The hub's split with held-out problems, if there is one."""
 
-    def open(self, place: str, split: Split, settings: DataConfig) -> FiniteProblems:
-        """The problems at `place`, or on the hub where that is empty; a file has one split, whatever is asked for."""
-        where = place or self.hub
-        hub_split = self.heldout if split == "heldout" and self.heldout else "train"
-        source = f"data set {self.name} ({where if where.endswith(SUFFIXES) else f'{where}, {hub_split}'})"
+    def open(self, copy: str, part: Literal["train", "heldout"], settings: DataConfig) -> FiniteProblems:
+        """The problems of a part, from a copy or from the hub where that is empty; a file is read whole."""
+        split = self.heldout if part == "heldout" and self.heldout else "train"
 
         def problem(row: Row, number: int) -> Problem:
-            content = self.read(row)
-            return Problem(
-                id=f"{self.name}/{split}/{content.key or number}",
-                prompt=content.problem,
-                answer=content.answer,
-                columns=content.columns,
-                place=f"{source}, row {number}",
-                template=self.template,
-            )
+            found = published_row(self.name, self.read, row)
+            return replace(found, id=f"{self.name}/{part}/{found.id or number}", template=self.template)
 
-        rows = iterate_rows(where, hub_split, self.configuration)
-        return collect(source, rows, problem, settings, deduplicate=True)
+        rows = open_rows(copy or self.hub, split, self.configuration)
+        return collect(rows.name, rows, problem, settings, deduplicate=True)
 
 
-def absolute_place(place: str) -> str:
-    """A place with `~` and relative paths spelt out; the id of another data set on the hub as it is."""
-    local = place.endswith(SUFFIXES) or place.startswith(("~", ".")) or Path(place).is_dir()
-    return os.path.abspath(os.path.expanduser(place)) if local else place
+@dataclass(frozen=True)
+class ConversationSet:
+    """Conversations as their makers published them, for supervised fine-tuning."""
+
+    name: str
+    summary: str
+    hub: str
+    configuration: str
+    read: Callable[[Row], list[Any] | str]
+    """The messages of a row, or one word why it is left out, to count by. Raises anything for other rows."""
+
+
+def published_row(name: str, read: Callable[[Row], Found], row: Row) -> Found:
+    """What `read` makes of a row; `BrokenRow` if the row does not have the published columns."""
+    try:
+        return read(row)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BrokenRow(f"is not a row of {name} as published: {type(error).__name__}: {error}") from error

@@ -1,13 +1,12 @@
 """Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
 
-An item counts as right only with the full score of 1.0: reasoning-gym pays part of it for answers that merely contain
-the right one, which a policy would learn to exploit.
+Only the full score of 1.0 is right: reasoning-gym pays part of it for answers that merely contain the right one, and a
+policy would learn to exploit that.
 """
 
 import ast
 import hashlib
 import re
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,41 +18,34 @@ from threepo.types import Problem, Verdict
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems taken from each chunk of generated items: far fewer than the split's share of it, so that they are there."""
+"""Problems from each chunk of generated items: far fewer than the split's share, so that no chunk has too few."""
 
 
-@dataclass(frozen=True)
 class ReasoningGymProblems(Endless):
-    """An endless sequence of problems of one data set; the i-th is a function of (name, split, seed, i)."""
+    """Endless problems of one data set; the i-th is a function of (spec, split, seed, i).
 
-    spec: str
-    """Name of the data set, with its settings in parentheses if any."""
-    split: Split
-    seed: int
-    _chunks: Any = field(init=False, repr=False, compare=False)
+    `spec` is the name of the data set, with its settings in parentheses.
+    """
 
-    def __post_init__(self) -> None:
-        name, settings = _parse(self.spec)
+    def __init__(self, spec: str, split: Split, seed: int) -> None:
+        self.spec, self.split, self.seed = spec, split, seed
+        self._chunk = lru_cache(maxsize=4)(self._make_chunk)
+        if not self._chunk(0)[1]:
+            raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
 
-        @lru_cache(maxsize=4)
-        def chunk(number: int) -> tuple[Any, list[dict[str, Any]]]:
-            dataset = _create(name, settings, self._chunk_seed(number))
-            entries = [dataset[i] for i in range(_CHUNK)]
-            return dataset, [entry for entry in entries if split_of(entry["question"]) == self.split]
-
-        object.__setattr__(self, "_chunks", chunk)
-        if not chunk(0)[1]:
-            raise UserError(f"data: {PREFIX}{self.spec} has too few different items for a {self.split} split")
-
-    def _chunk_seed(self, number: int) -> int:
+    def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
+        """A generated data set, and its items of this split."""
         # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so seeds are hashed apart.
         digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest) >> 1
+        dataset = _create(*_parse(self.spec), int.from_bytes(digest) >> 1)
+        return dataset, [
+            entry for entry in map(dataset.__getitem__, range(_CHUNK)) if split_of(entry["question"]) == self.split
+        ]
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`."""
         number, position = divmod(index, _PER_CHUNK[self.split])
-        entries = self._chunks(number)[1]
+        entries = self._chunk(number)[1]
         entry = entries[position % len(entries)]
         return Problem(
             id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
@@ -63,14 +55,14 @@ class ReasoningGymProblems(Endless):
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """reasoning-gym's own scorer, on what stands in <answer> tags or else after the last </think>."""
+        """reasoning-gym's own scorer, on the text in <answer> tags or else after the last </think>."""
         tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
         given = tagged[-1] if tagged else final_answer(completion)
         if not given:
             return judge(given, False)
         try:
-            score = self._chunks(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # a scorer that trips over what a policy wrote has not judged it
+            score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
+        except Exception:  # a scorer that fails on a policy's text has not judged it
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
 

@@ -1,213 +1,163 @@
-"""Rows of a data set: of a local file, JSONL or parquet, or of the Hugging Face hub.
+"""Rows of data sets, which Hugging Face `datasets` reads, maps into memory and caches (HF_DATASETS_CACHE).
 
-They come as a stream, since a published data set can be a hundred times what is left of it once repetitions are gone.
+Local JSON and CSV files come from `datasets` as text, and Python's own parsers read them. The JSON reader of `datasets`
+gives each column one type, which changes values silently: the text "2024-01-01" becomes a date, the text "[1]" next to
+an object becomes a list, 1 next to 1.5 becomes 1.0, and an integer above 64 bits becomes a float.
 """
 
-import gzip
+import csv
+import glob
+import io
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
 from threepo.errors import UserError
 
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-_BATCH = 4096
-"""Rows that are turned into Python objects at a time."""
+Batch = Mapping[str, Sequence[Any]]
+"""Columns of some rows."""
+_BOM = "\ufeff"
+"""The byte order mark, which some programs put at the beginning of a file."""
 
 
 class BrokenRow(Exception):
-    """A row that is not what it should be; its text says why. `line` is where it stands, where a file has lines."""
-
-    def __init__(self, reason: str, line: int | None = None) -> None:
-        super().__init__(reason)
-        self.line = line
+    """A row that is not what it should be; the text says why."""
 
 
-def iterate_file(path: Path) -> Iterator[Row | BrokenRow]:
-    """The rows of a file; lines without a row in them come as what is wrong with them.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a source in their order, without empty lines; read as they are asked for. Numbers count from 1."""
 
-    `UserError` where the file as a whole cannot be read.
+    name: str
+    """What messages call the source."""
+    table: Any
+    """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
+    parse: Callable[[Batch], Iterable[Row | BrokenRow]]
+    """The rows of a batch of the table."""
+
+    def __iter__(self) -> Iterator[Row | BrokenRow]:
+        return (row for batch in self.table.iter(1000) for row in self.parsed(batch))
+
+    def parsed(self, batch: Batch) -> list[Row | BrokenRow]:
+        """`parse` of a batch of the table; `UserError` for a file that is not JSON or CSV as a whole."""
+        try:
+            return list(self.parse(batch))
+        except (ValueError, csv.Error) as error:
+            raise UserError(f"{self.name}: is not valid: {error}") from error
+
+
+def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
+    """The rows of `source`, whose own configuration and split count before these; the split `all` joins all splits.
+
+    `UserError` if the source is missing or cannot be read.
     """
-    if not path.is_file():
-        raise UserError(f"data file {path}: no such file")
-    if not path.name.endswith(SUFFIXES):
-        raise UserError(f"data file {path}: must end in {' or '.join(SUFFIXES)}")
-    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+    import datasets  # takes seconds, and most commands need none
+
+    path, own_configuration, own_split = split_source(source)
+    split = own_split or split
+    name = f"data file {path}" if is_file(path) else f"data set {path} ({split})"
+    try:
+        return _open(datasets, name, path, split, own_configuration or configuration)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # errors of `datasets` only wrap those of what it reads with
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
+        hint = "check the file" if is_local(path) else "check the name and the connection, or name a local copy"
+        raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
 
 
-def iterate_rows(source: str, split: str | None, name: str | None = None) -> Iterator[Row | BrokenRow]:
-    """The rows of `source`: a local file, or a data set on the hub with its `split` and configuration `name`.
-
-    Without a split, those of all splits, one split after another.
-    What ends in a suffix of `SUFFIXES` is a file; a folder that is here is taken for a data set of the hub's layout.
-    `UserError` if it is not there or cannot be read.
-    """
-    if source.endswith(SUFFIXES):
-        return iterate_file(Path(source).expanduser())
-    return _hub_rows(source, split, name)
-
-
-def read_file(path: Path) -> list[Row]:
-    """All rows of a file; `UserError` names the file, the line and what is wrong with it."""
-    return _all(f"data file {path}", iterate_file(path))
-
-
-def read_rows(source: str, split: str, name: str | None = None) -> list[Row]:
-    """All rows of `iterate_rows`; `UserError` for the first that is broken."""
-    return _all(f"data set {source}", iterate_rows(source, split, name))
+def _open(datasets: Any, name: str, path: str, split: str, configuration: str | None) -> Rows:
+    local = _hub_file(path) if path.startswith(HUB_FILE) else Path(path).expanduser()
+    if is_file(path) and local.is_file():
+        return _open_files(datasets, name, [str(local)])
+    if local.is_dir():
+        builder = datasets.load_dataset_builder(str(local.absolute()), configuration)
+        splits = {str(known): paths for known, paths in builder.config.data_files.items()}
+        if split not in ("all", *splits):
+            raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
+        files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
+        return _open_files(datasets, name, files)
+    if is_local(path):
+        raise UserError(f"{name}: no such file or folder")
+    return Rows(name, datasets.load_dataset(path, configuration, split=split), _columns)
 
 
-def read_hub_file(source: str, file: str) -> list[dict[str, Any]]:
-    """All rows of one file of a data set on the hub, for those that `datasets` cannot load without running a script."""
+def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
+    """Rows of local files of one kind. Unlike `load_dataset`, these readers never go to the network."""
+    if not any(os.path.getsize(path) for path in files):
+        raise UserError(f"{name}: is empty")
+    paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
+    if not suffixes & {".jsonl", ".json", ".csv"}:
+        return Rows(name, datasets.Dataset.from_parquet(paths), _columns)
+    text = datasets.Features({"text": datasets.Value("string")})
+    if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
+        # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other (but in a .gz).
+        table = datasets.Dataset.from_text(paths, features=text, encoding_errors="backslashreplace")
+        return Rows(name, table, _json_lines)
+    table = datasets.Dataset.from_text(paths, features=text, sample_by="document")
+    return Rows(name, table, _csv_documents if ".csv" in suffixes else _json_documents)
+
+
+def _hub_file(path: str) -> Path:
+    """A local copy of one file, for data sets that `datasets` refuses, such as one with a loading script."""
     import huggingface_hub
 
-    try:
-        path = huggingface_hub.hf_hub_download(source, file, repo_type="dataset")
-    except (OSError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise UserError(
-            f"data set {source}: its {file} cannot be loaded from the Hugging Face hub: {type(error).__name__}: "
-            f"{first}; check the connection, or name a local {' or '.join(SUFFIXES)} file"
-        ) from error
-    return read_file(Path(path))
+    organization, name, file = path.removeprefix(HUB_FILE).split("/", 2)
+    return Path(huggingface_hub.hf_hub_download(f"{organization}/{name}", file, repo_type="dataset"))
 
 
-def stem(path: str) -> str:
-    """The name of a file without its folder and suffix."""
-    return Path(path.removesuffix(".gz")).stem
+def _columns(batch: Batch) -> Iterator[Row]:
+    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def value_at(row: Mapping[str, Any], *keys: str) -> Any:
-    """What stands under the keys of a row, one inside the other; `BrokenRow` if there is nothing."""
-    value: Any = row
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if value is None:
-        raise BrokenRow(f"has no {'.'.join(keys)}; its columns are {', '.join(map(repr, row)) or 'none'}")
-    return value
+def _json_lines(batch: Batch) -> Iterator[Row | BrokenRow]:
+    return (_json_row(line.removeprefix(_BOM)) for line in batch["text"] if line.strip())
 
 
-def text_at(row: Mapping[str, Any], *keys: str) -> str:
-    """The text under the keys of a row, without blanks around it; `BrokenRow` if there is none."""
-    value = value_at(row, *keys)
-    if not isinstance(value, str) or not value.strip():
-        raise BrokenRow(f"its {'.'.join(keys)} is {'empty' if isinstance(value, str) else 'no text'}")
-    return value.strip()
-
-
-def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message without empty keys, which parquet gives to all as soon as one has them: templates ask for them."""
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _all(source: str, rows: Iterable[Row | BrokenRow]) -> list[Row]:
-    found = []
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row, BrokenRow):
-            raise UserError(f"{source}, {where(row, number)}: {row}")
-        found.append(row)
-    return found
-
-
-def where(broken: BrokenRow, number: int) -> str:
-    """What messages call the place of a broken row, the `number`-th."""
-    return f"row {number}" if broken.line is None else f"line {broken.line}"
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row | BrokenRow]:
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            yield BrokenRow(f"is no UTF-8 text ({error.reason}); save the file as UTF-8", number)
-            continue
-        if text:
-            yield _parse(text, number)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Only "\\n" ends one: JSON strings may hold the other characters that text files take for line ends."""
-    if path.suffix != ".gz":
-        with open(path, "rb") as file:
-            yield from file
-        return
-    try:
-        with gzip.open(path) as unpacked:
-            yield from unpacked
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"data file {path}: not a whole gzip file: {error}; make or copy it again") from error
-
-
-def _parse(text: str, number: int) -> Row | BrokenRow:
+def _json_row(text: str) -> Row | BrokenRow:
     try:
         row = json.loads(text)
-    except RecursionError:
-        return BrokenRow("its values are nested too deeply", number)
-    except ValueError as error:  # JSONDecodeError, or a number of more digits than Python reads
-        return BrokenRow(f"not valid JSON: {error}", number)
-    if not isinstance(row, dict):
-        return BrokenRow(f"must be an object with named columns, not {text[:40]}", number)
-    if "\\u" in text and not _can_be_encoded(row):
-        return BrokenRow("has half of a character: \\ud800 to \\udfff come in pairs", number)
-    return row
+        if "\\u" in text:
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+    except (ValueError, RecursionError) as error:
+        return BrokenRow(f"is not valid JSON in UTF-8: {error}")
+    return row if isinstance(row, dict) else BrokenRow(f"must be an object with named columns, not {text[:40]}")
 
 
-def _can_be_encoded(row: Row) -> bool:
-    """Whether its texts are texts: JSON can escape the two halves of a character one without the other."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _json_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
+    """A .json file holds an array of objects, or an object in each line."""
+    for text in (text.removeprefix(_BOM) for text in batch["text"]):
+        array = json.loads(text) if text.lstrip().startswith("[") else None
+        yield from _json_lines({"text": text.split("\n") if array is None else list(map(json.dumps, array))})
 
 
-def _parquet_rows(path: Path) -> Iterator[Row | BrokenRow]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(_BATCH):
-            yield from _arrow_rows(batch)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"data file {path}: not a valid parquet file: {error}") from error
+def _csv_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
+    """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
+    csv.field_size_limit((1 << 31) - 1)
+    for text in batch["text"]:
+        for row in csv.DictReader(io.StringIO(text.removeprefix(_BOM), newline=""), strict=True):
+            yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
-def _arrow_rows(table: Any) -> Iterable[Row | BrokenRow]:
-    """The rows of a `pyarrow.RecordBatch` or `Table`."""
-    try:
-        return table.to_pylist()  # type: ignore[no-any-return]
-    except ValueError:  # at a row that is to be named
-        return [_arrow_row(table.slice(number, 1)) for number in range(table.num_rows)]
+def is_source(name: str) -> bool:
+    """Whether a name is that of a file, of a folder, or of a data set on the hub."""
+    path, _, _ = split_source(name)
+    return "/" in path or is_local(path)
 
 
-def _arrow_row(table: Any) -> Row | BrokenRow:
-    try:
-        return table.to_pylist()[0]  # type: ignore[no-any-return]
-    except ValueError as error:  # texts that are no UTF-8, or a time that Python has none for
-        return BrokenRow(f"has a value that cannot be read: {error}")
+def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Chat messages from a row, without empty keys: parquet gives all messages the keys of any, and templates ask.
 
-
-def _hub_rows(source: str, split: str | None, name: str | None) -> Iterator[Row | BrokenRow]:
-    place = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else source
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"data set {source}: loading it from the Hugging Face hub needs the package datasets; run "
-            f"pip install 'threepo[hub]', or name a local {' or '.join(SUFFIXES)} file"
-        ) from error
-    try:
-        found = datasets.load_dataset(place, name, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise UserError(
-            f"data set {source}: {f'its split {split!r}' if split else 'it'} cannot be loaded from the Hugging Face "
-            f"hub: {type(error).__name__}: {first}; check the name and the connection, or name a local "
-            f"{' or '.join(SUFFIXES)} file"
-        ) from error
-    for part in (found,) if split else found.values():
-        for table in part.with_format("arrow").iter(_BATCH):  # ten times as fast as row by row
-            yield from _arrow_rows(table)
+    `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.
+    """
+    messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise BrokenRow(f"its {name} must be a list of chat messages, each with its role and content as text")
+    return tuple({key: part for key, part in message.items() if part is not None} for message in messages)

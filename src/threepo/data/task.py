@@ -1,10 +1,8 @@
-"""What a procedural task is, and problems drawn from it.
+"""Procedural tasks, and the endless problems that they generate.
 
-A task makes problems of a given difficulty, verifies answers exactly, and writes demonstrations of several behaviours
-for supervised fine-tuning, such as working step by step or answering at once.
-
-Training and held-out problems are disjoint by construction: a problem belongs to a split by the hash of its own
-prompt, so no seed, index or level can bring a held-out prompt into training.
+A task generates problems of a given difficulty, verifies answers exactly, and writes demonstrations of several
+behaviours for supervised fine-tuning, such as working step by step or answering at once. Training and held-out problems
+are disjoint: the hash of its prompt assigns each problem to a split, whatever the seed, index or level.
 """
 
 import hashlib
@@ -25,12 +23,12 @@ _MOST_ATTEMPTS = 10_000
 
 
 class Task(ABC):
-    """One family of problems. Subclasses are stateless; everything random comes from the generator they are given."""
+    """One family of problems. Tasks have no state; everything random comes from the generator that they are given."""
 
     name: ClassVar[str]
     default_levels: ClassVar[tuple[int, ...]]
     min_level: ClassVar[int]
-    """Lowest difficulty that makes sense; there is no highest."""
+    """The lowest difficulty; there is no highest."""
     behaviours: ClassVar[tuple[str, ...]] = ("worked", "direct")
     """What `demonstrate` can show: always `worked` (step by step) and `direct` (the answer at once)."""
 
@@ -40,14 +38,14 @@ class Task(ABC):
 
     @abstractmethod
     def work(self, prompt: str) -> str:
-        """The steps that lead from the prompt to the answer, as a policy would think them."""
+        """The steps from the prompt to the answer, as a policy would think them."""
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """Exact: the final answer must be the reference, the width of blanks aside."""
+        """Exact: the final answer must be the reference; only the width of blanks may differ."""
         return exact_match(problem, completion)
 
     def demonstrate(self, problem: Problem, behaviour: str, rng: Random) -> str:
-        """A completion of the problem in the given manner."""
+        """A completion of the problem that shows the behaviour."""
         if behaviour == "worked":
             return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
         if behaviour == "direct":
@@ -56,13 +54,13 @@ class Task(ABC):
 
 
 def split_of(prompt: str) -> Split:
-    """The split that a prompt belongs to, for ever."""
+    """The split of a prompt, which never changes."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8, person=b"threepo-split").digest()
     return "heldout" if int.from_bytes(digest) % HELDOUT_SHARE == 0 else "train"
 
 
 class Endless(ABC):
-    """Problems without end, numbered; problem i is a function of the source's settings and i."""
+    """Numbered problems without end; problem i is a function of the source's settings and i."""
 
     @abstractmethod
     def problem(self, index: int) -> Problem:

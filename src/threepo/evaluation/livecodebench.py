@@ -1,7 +1,7 @@
-"""LiveCodeBench as published: months of contests, and test cases that come packed (livecodebench/code_generation_lite).
+"""LiveCodeBench as published (livecodebench/code_generation_lite): months of contests, and packed test cases.
 
-A row's private test cases are JSON, or JSON pickled, compressed and in base 64. A pickle can name any function of any
-module to be called while it is read; this one is read by an unpickler that finds none.
+A row's private test cases are JSON, or JSON that is pickled, compressed and in base 64. A pickle can name any function
+of any module to be called while it is read; the unpickler here finds none.
 """
 
 import base64
@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,8 +18,8 @@ from threepo.data.prompts import CODE_STARTER, CODE_STDIN
 from threepo.errors import UserError
 from threepo.types import Problem
 
-HUB, FILE = "livecodebench/code_generation_lite", "test6.jsonl"
-"""What release 6 added to those before it."""
+SOURCE = "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
+"""The problems that release 6 added. The set has a loading script, which `datasets` refuses, so the file is named."""
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -31,11 +31,13 @@ PRELUDE = "\n".join(
         "sys.setrecursionlimit(50_000)",
     ]
 )
-"""What the published grader has before every program; solutions use `List` and the like without importing them."""
+"""What the published grader puts before every program; solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
-"""Columns that a problem keeps; the tests are there decoded."""
-_BROKEN = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
-"""What base 64, zlib, JSON and pickle raise at what they cannot read."""
+"""Columns that a problem keeps; its tests are added decoded."""
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
+"""What base 64, zlib, JSON and pickle raise for damaged data, and Python for other columns."""
+Numbered = tuple[int, Mapping[str, Any]]
+"""A row and its number."""
 
 
 @dataclass(frozen=True)
@@ -57,33 +59,42 @@ class Window:
     def __str__(self) -> str:
         return f"{self.first}..{self.last}"
 
-    def holds(self, date: str) -> bool:
-        """Whether a contest's date, which begins with YYYY-MM, lies within."""
-        return self.first <= date[:7] <= self.last
+    def within(self, other: "Window") -> bool:
+        """Whether all of these months are among those of `other`."""
+        return other.first <= self.first and self.last <= other.last
+
+    def select(self, rows: Sequence[Numbered], source: str) -> list[Numbered]:
+        """The rows of contests in these months; `UserError` if there are none."""
+        months = [str(row.get("contest_date", ""))[:7] for _, row in rows]
+        chosen = [row for row, month in zip(rows, months, strict=True) if self.first <= month <= self.last]
+        if rows and not chosen:
+            known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
+            raise UserError(f"{source} has no problem of {self}; it has {known}")
+        return chosen
 
 
 RELEASE_6 = Window("2025-01", "2025-04")
 """The paper's problems."""
 
 
-def problem(row: Mapping[str, Any], identity: str, place: str) -> Problem:
-    """A published row as a problem: its text with what the program has to be, and its tests as a column."""
+def problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
+    """A published row as a problem: its text with the form of the program, and its tests as a column."""
     try:
-        tests = _tests(row, place)
-        text, starter = str(row["question_content"]).strip(), str(row.get("starter_code") or "").rstrip()
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise UserError(f"{place}: is no row of LiveCodeBench: {type(error).__name__}: {error}") from error
+        tests = _tests(row)
+        text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
+    except _ERRORS as error:
+        raise UserError(f"{location}: is not a row of LiveCodeBench: {type(error).__name__}: {error}") from error
     ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
     columns = {name: row[name] for name in KEPT if name in row}
-    return Problem(identity, f"{text}\n\n{ending}", columns=columns | {"tests": tests}, place=place)
+    return Problem(identity, f"{text}\n\n{ending}", columns=columns | {"tests": tests}, location=location)
 
 
-def _tests(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _tests(row: Mapping[str, Any]) -> dict[str, Any]:
     """{"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called: a line of JSON per argument."""
-    cases = [*_cases(row["public_test_cases"], place), *_cases(row["private_test_cases"], place)]
+    cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]
     kinds = {case["testtype"] for case in cases}
     if kinds not in ({"stdin"}, {"functional"}):
-        raise UserError(f"{place}: has tests of the kinds {sorted(kinds)}; known are stdin and functional, not mixed")
+        raise ValueError(f"its tests are of the kinds {sorted(kinds)}; known are stdin and functional, not mixed")
     tests: dict[str, Any] = {
         "prefix": PRELUDE,
         "inputs": [str(case["input"]) for case in cases],
@@ -95,30 +106,20 @@ def _tests(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     return tests
 
 
-def _cases(packed: Any, place: str) -> list[Mapping[str, Any]]:
-    """Test cases from whichever form they are published in."""
-    if not isinstance(packed, str):
-        return list(packed)
-    try:
-        if not packed.lstrip().startswith("["):
-            packed = _unpickled(zlib.decompress(base64.b64decode(packed, validate=True)))
-        return list(json.loads(packed))
-    except _BROKEN as error:
-        raise UserError(f"{place}: its test cases cannot be decoded: {type(error).__name__}: {error}") from error
+def _cases(packed: Any) -> list[Mapping[str, Any]]:
+    """Test cases from any of the forms that they are published in."""
+    if isinstance(packed, str) and not packed.lstrip().startswith("["):
+        packed = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(packed, validate=True)))).load()
+        if not isinstance(packed, str):
+            raise pickle.UnpicklingError(f"holds {type(packed).__name__} and not text")
+    return list(json.loads(packed) if isinstance(packed, str) else packed)
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads pickles of plain values; whatever asks for a function or a class is refused before it is looked up."""
+    """Reads pickles of plain values; one that asks for a function or a class is refused before anything is imported."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}; only text is expected")
 
     def persistent_load(self, identity: Any) -> NoReturn:
         raise pickle.UnpicklingError("the pickle refers to something outside; only text is expected")
-
-
-def _unpickled(data: bytes) -> str:
-    value = _TextOnly(io.BytesIO(data)).load()
-    if not isinstance(value, str):
-        raise pickle.UnpicklingError(f"holds {type(value).__name__} and not text")
-    return value

@@ -21,7 +21,7 @@ from typing import Any
 
 from threepo.config import DataConfig, EvaluationConfig
 from threepo.config.records import first_difference, to_plain
-from threepo.data.rows import SUFFIXES, stem
+from threepo.config.sources import is_file
 from threepo.errors import UserError
 from threepo.evaluation.scores import Mark
 from threepo.files import atomic_file, disk_errors, lock, read_json, write_text
@@ -45,7 +45,7 @@ def default_folder(config: EvaluationConfig) -> Path:
 def data_label(data: DataConfig) -> str:
     """What the results of held-out problems are called by."""
     source = data.eval or data.train
-    return stem(source) if source.endswith(SUFFIXES) else source
+    return Path(source.removesuffix(".gz")).stem if is_file(source) else source
 
 
 def set_name(label: str) -> str:

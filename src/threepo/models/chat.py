@@ -1,9 +1,9 @@
-"""Conversations as tokens, and which of these the assistant writes, to the token (sft.md 2).
+"""Conversations as tokens, with the ranges that the loss counts (sft.md 2).
 
-A conversation is rendered by the tokenizer's chat template and tokenised as one text. Where the assistant's turns stand
-in it says the template itself, if it marks them with {% generation %}; otherwise they are what a message adds to the
-prompt for it. Of a turn the tokens up to the first stop token count, that one included: what the template writes after
-it, the policy never generates.
+A conversation is rendered by the tokenizer's chat template and tokenised as one text. A template that marks the
+assistant's text with {% generation %} says itself where the turns are; elsewhere a turn is what its message adds to the
+prompt for it. `apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that
+reaches over the end of a prompt into the turn, and gives no offsets to find and cut such a token by.
 """
 
 import re
@@ -11,17 +11,32 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from threepo.errors import UserError
 
-Turns = Literal["all", "last"]
 Span = tuple[int, int]
 """From here to before there, in characters or tokens."""
-
+_START, _END = itemgetter(0), itemgetter(1)
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class UnrenderableChat(Exception):
+    """The chat template refuses a conversation, such as one with two messages of the user in a row."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text."""
+
+    text: str
+    turns: list[Span]
+    """The characters of the assistant's turns to imitate."""
+    location: str
+    """Where it comes from, for messages."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +44,8 @@ class EncodedChat:
     """A conversation as tokens."""
 
     tokens: list[int]
-    taught: list[Span]
-    """Ranges of tokens that the assistant writes, one for each turn to imitate."""
-    split: bool
-    """Whether a token would have joined the end of a prompt to the turn that follows it."""
-
-
-class UnrenderableChat(Exception):
-    """The chat template refuses a conversation, such as one with two messages of the user in a row."""
+    loss_ranges: list[Span]
+    """For each turn to imitate, its tokens up to the first stop token, that one included."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,8 @@ class ChatEncoder:
 
     tokenizer: Any
     stop_tokens: frozenset[int]
-    """What ends a turn when the policy generates."""
-    turns: Turns
+    """The tokens that end a turn when the policy generates."""
+    turns: Literal["all", "last"]
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -55,106 +64,78 @@ class ChatEncoder:
                 "conversations.chat_template to a file"
             )
         if not self.tokenizer.is_fast:
-            raise UserError(
-                "conversations: the tokenizer cannot say where its tokens stand in a text; use a fast tokenizer "
-                "(tokenizer.json)"
-            )
+            raise UserError("conversations: the tokenizer gives no offsets; use a fast tokenizer (tokenizer.json)")
 
-    def render(self, messages: Sequence[Any], place: str) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the characters of the assistant's turns in it."""
-        template = self.tokenizer.get_chat_template()
-        if _MARKS_TURNS.search(template):
-            text, turns = self._rendered(messages, place, return_assistant_tokens_mask=True)
-            return text, turns[-1:] if self.turns == "last" else turns
-        text, _ = self._rendered(messages, place)
+    def render(self, messages: Sequence[Any], location: str) -> RenderedChat:
+        """The text of a conversation; `UnrenderableChat` if the template refuses it."""
+        if _MARKS_TURNS.search(self.tokenizer.get_chat_template()):
+            text, turns = self._rendered(messages, return_assistant_tokens_mask=True)
+            return RenderedChat(text, turns[-1:] if self.turns == "last" else turns, location)
+        text, _ = self._rendered(messages)
         indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return text, [self._turn(messages, i, text, place) for i in (indices[-1:] if self.turns == "last" else indices)]
+        chosen = indices[-1:] if self.turns == "last" else indices
+        return RenderedChat(text, [self._turn(messages, i, text, location) for i in chosen], location)
 
-    def _turn(self, messages: Sequence[Any], index: int, text: str, place: str) -> Span:
-        """Where message `index` stands: after the prompt for it, up to what it ends with if it is the last."""
-        prompt, _ = self._rendered(messages[:index], place, add_generation_prompt=True)
-        until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1], place)[0]
+    def _turn(self, messages: Sequence[Any], index: int, text: str, location: str) -> Span:
+        """The characters of message `index`: what it adds to the prompt for it."""
+        prompt, _ = self._rendered(messages[:index], add_generation_prompt=True)
+        until = text if index == len(messages) - 1 else self._rendered(messages[: index + 1])[0]
         if not text.startswith(prompt) or not text.startswith(until):
             hint = "" if self.turns == "last" else "conversations.loss_on = 'last', or "
             raise UserError(
-                f"{place}: the chat template writes message {index + 1} otherwise when it is generated than when it "
-                f"is part of the conversation (templates of reasoning models drop thoughts), so its tokens "
-                f"cannot be told apart; set {hint}conversations.chat_template to a template with {{% generation %}}"
+                f"{location}: the chat template writes message {index + 1} differently as part of the conversation "
+                f"than when it is generated (templates of reasoning models drop thoughts), so its tokens are "
+                f"unknown; set {hint}conversations.chat_template to a template with {{% generation %}}"
             )
         return len(prompt), len(until)
 
-    def _rendered(self, messages: Sequence[Any], place: str, **options: bool) -> tuple[str, list[Span]]:
+    def _rendered(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[Span]]:
+        template = {"chat_template": self.tokenizer.get_chat_template(), **self.tokenizer.special_tokens_map}
         try:
-            texts, turns = render_jinja_template(
-                [list(messages)],
-                chat_template=self.tokenizer.get_chat_template(),
-                **options,
-                **self.tokenizer.special_tokens_map,
-            )
+            texts, turns = render_jinja_template([list(messages)], **template, **options)
         except Exception as error:  # a template is a program of the tokenizer's maker, and may raise anything
             raise UnrenderableChat(f"the chat template failed on it: {type(error).__name__}: {error}") from error
         return texts[0], turns[0] if turns else []
 
-    def encode(self, chats: Sequence[tuple[str, list[Span]]], places: Sequence[str]) -> list[EncodedChat]:
-        """Rendered conversations as tokens."""
-        whole = self._tokenize([text for text, _ in chats])
+    def encode(self, chats: Sequence[RenderedChat]) -> list[EncodedChat]:
+        """The tokens of conversations; `UserError` for a turn without a stop token."""
         encoded = []
-        for (text, turns), (tokens, offsets), place in zip(chats, whole, places, strict=True):
-            cuts = [start for start, _ in turns if _straddled(offsets, start)]
-            if cuts:
-                tokens, offsets = self._tokenize_apart(text, cuts)
-            taught = [self._taught(tokens, offsets, turn, place) for turn in turns]
-            encoded.append(EncodedChat(tokens, taught, bool(cuts)))
+        whole = self._tokenize([chat.text for chat in chats]) if chats else []
+        for chat, (tokens, offsets) in zip(chats, whole, strict=True):
+            cuts = [start for start, _ in chat.turns if _is_inside_token(offsets, start)]
+            if cuts:  # tokenise the pieces between the cuts, so that no token reaches over one
+                begins = (0, *cuts)
+                pieces = self._tokenize([chat.text[begin:end] for begin, end in pairwise((*begins, len(chat.text)))])
+                placed = list(zip(begins, pieces, strict=True))
+                tokens = [token for _, (piece, _) in placed for token in piece]
+                offsets = [(begin + start, begin + end) for begin, (_, spans) in placed for start, end in spans]
+            ranges = [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]
+            encoded.append(EncodedChat(tokens, ranges))
         return encoded
 
-    def _tokenize(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
-        encoded = self.tokenizer(
-            list(texts),
-            add_special_tokens=False,  # the template writes them itself
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,  # of texts too long for the model; the caller deals with them
-        )
+    def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
+        # The template writes special tokens itself; the caller deals with texts that are too long.
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
-    def _tokenize_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Tokens with no token across any of `cuts`: the pieces between them, tokenised one by one."""
-        bounds = list(pairwise((0, *cuts, len(text))))
-        tokens: list[int] = []
-        offsets: list[Span] = []
-        for (begin, _), (more, places) in zip(
-            bounds, self._tokenize([text[begin:end] for begin, end in bounds]), strict=True
-        ):
-            tokens += more
-            offsets += [(begin + start, begin + end) for start, end in places]
-        return tokens, offsets
-
-    def _taught(self, tokens: Sequence[int], offsets: Sequence[Span], turn: Span, place: str) -> Span:
-        """The tokens of a turn up to its first stop token, that one included."""
-        first = bisect_right(offsets, turn[0], key=_end)
-        last = bisect_left(offsets, turn[1], key=_start)
+    def _loss_range(self, tokens: Sequence[int], offsets: Sequence[Span], turn: Span, location: str) -> Span:
+        first, last = bisect_right(offsets, turn[0], key=_END), bisect_left(offsets, turn[1], key=_START)
         for position in range(first, last):
             if tokens[position] in self.stop_tokens:
                 return max(first, 1), position + 1  # nothing predicts the very first token of a text
         ending = self.tokenizer.decode(tokens[max(first, last - 3) : last])
-        stops = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens))
+        stops = (
+            ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there are none"
+        )
         raise UserError(
-            f"{place}: the assistant's turn ends in {ending!r} without a token that generation stops at "
-            f"({stops or 'there are none'}), so the policy would learn not to stop; set model.tokenizer to a "
-            f"tokenizer whose eos_token ends a turn, or mend conversations.chat_template"
+            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at "
+            f"({stops or 'there is none'}), so the policy would learn not to stop; set model.tokenizer to a tokenizer "
+            f"whose eos_token ends a turn, or fix conversations.chat_template"
         )
 
 
-def _straddled(offsets: Sequence[Span], cut: int) -> bool:
-    """Whether no token boundary lies at character `cut`; blanks that belong to no token count as the next one's."""
-    following = bisect_right(offsets, cut, key=_end)
+def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:
+    """Whether character `cut` begins no token; blanks that belong to no token count as the next token's."""
+    following = bisect_right(offsets, cut, key=_END)
     before = offsets[following - 1][1] if following else 0
     return before != cut or (following < len(offsets) and offsets[following][0] < cut)
-
-
-def _start(span: Span) -> int:
-    return span[0]
-
-
-def _end(span: Span) -> int:
-    return span[1]

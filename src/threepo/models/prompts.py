@@ -32,7 +32,7 @@ def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
                 f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template to put it "
                 f"into; use a tokenizer with one, or put the text into data.prompt_template"
             )
-        return problem.asked(settings.prompt_template)
+        return problem.templated(settings.prompt_template)
     if not tokenizer.chat_template:
         raise UserError(
             f"{problem.label}: its prompt is a list of chat messages, but the tokenizer has no chat template; "
@@ -52,7 +52,7 @@ def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
     if not isinstance(problem.prompt, str):
         return [dict(message) for message in problem.prompt]
     system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
-    return [*system, {"role": "user", "content": problem.asked(settings.prompt_template)}]
+    return [*system, {"role": "user", "content": problem.templated(settings.prompt_template)}]
 
 
 def _uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from threepo.config import IVONConfig, TrainConfig
+from threepo.data.finite import FiniteProblems, content, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import ThreepoWarning, UserError
 from threepo.evaluation.evaluate import Examination
@@ -26,13 +27,13 @@ from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
 from threepo.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
-from threepo.training.asked import asked, refuse_changed
 from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
+from threepo.training.problem_record import problem_record, refuse_changed
 from threepo.training.progress import progress
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
@@ -212,7 +213,11 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     examination = None
     if heldout:
         examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
-    problems = asked(data, fitted.problems, examination)
+        if isinstance(fitted.problems, FiniteProblems):
+            warn_of_shared(
+                "data.eval", map(content, fitted.problems.problems), list(map(content, examination.problems))
+            )
+    problems = problem_record(data, fitted.problems, examination)
     if folder:
         refuse_changed(folder.path, problems)
     engine = build_engine(config.engine, policy)

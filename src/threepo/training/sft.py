@@ -9,7 +9,7 @@ IVON, one draw of the weights is held across all micro-batches of a step.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from threepo.config import DataConfig, SFTConfig
 from threepo.data.demonstrations import Demonstration, Demonstrations
+from threepo.data.finite import warn_of_shared
 from threepo.errors import UserError
 from threepo.files import read_json, write_text
 from threepo.models.policy import Policy
@@ -28,7 +29,7 @@ from threepo.training.batching import flatten, pack
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
-from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_missing
+from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_unreadable
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
 from threepo.training.schedule import factor
@@ -154,7 +155,7 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
         refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
         if config.conversations:
-            refuse_missing(config.conversations)
+            refuse_unreadable(config.conversations)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     demonstrations = Demonstrations(config.demonstrations) if config.demonstrations else None
@@ -191,11 +192,13 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     before = read_json(known) if known and known.is_file() else {}
     parts: tuple[Part, ...] = ("source", "eval") if settings.eval else ("source",)
     prepared = {part: prepare(policy, settings, part, before.get(part)) for part in parts}
+    if "eval" in prepared:
+        warn_of_shared("conversations.eval", *(prepared[part].digests for part in parts))
     batches = ConversationBatches(prepared["source"], settings.batch_size, settings.seed)
     return Material(
         batches,
         config.run.steps or settings.epochs * batches.steps_per_epoch,
-        prepared["eval"].all_rows() if "eval" in prepared else (),
+        prepared["eval"].batch(range(len(prepared["eval"].kept))) if "eval" in prepared else (),
         settings.eval_every,
-        {part: {"file": str(one.path), **asdict(one.report)} for part, one in prepared.items()},
+        {part: one.record for part, one in prepared.items()},
     )

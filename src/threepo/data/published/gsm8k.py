@@ -1,28 +1,26 @@
-"""GSM8K (openai/gsm8k): word problems of grade-school mathematics; the published answer is a worked one.
+"""GSM8K (openai/gsm8k): word problems of grade-school mathematics. The published answer is a worked solution.
 
-What follows its last `####` is the reference, without the commas that group its digits.
+The reference answer follows its last `####`; the commas that group its digits are removed.
 """
 
 import re
 
 from threepo.data.prompts import MATH_TRAINING
-from threepo.data.published_set import Content, PublishedSet
-from threepo.data.rows import BrokenRow, Row, text_at
+from threepo.data.published_set import PublishedSet
+from threepo.data.rows import BrokenRow, Row
+from threepo.types import Problem
 
 _GROUPING = re.compile(r"(?<=\d),(?=\d{3})")
 """A comma between thousands."""
 
 
-def _read(row: Row) -> Content:
-    solution = text_at(row, "answer")
+def _read(row: Row) -> Problem:
+    solution = row["answer"].strip()
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
         raise BrokenRow("its answer has no #### with the final answer after it")
-    return Content(
-        problem=text_at(row, "question"),
-        answer=_GROUPING.sub("", answer.strip()),
-        columns={"solution": solution},
-    )
+    answer = _GROUPING.sub("", answer.strip())
+    return Problem(id="", prompt=row["question"].strip(), answer=answer, columns={"solution": solution})
 
 
 GSM8K = PublishedSet(

@@ -1,4 +1,4 @@
-"""The procedural tasks, by name. To add one: a file beside this one with a `Task`, and a line here."""
+"""The procedural tasks, by name. To add one: a file next to this one with a `Task`, and a line here."""
 
 from threepo.data.task import Task
 from threepo.data.tasks.paths import Paths

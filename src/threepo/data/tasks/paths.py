@@ -1,4 +1,4 @@
-"""Find a way through a directed graph. Level: edges on the way; there are as many dead ends beside it.
+"""Find a way through a directed graph. Level: edges on the way; as many dead ends branch off.
 
     ab bc ad cf de; a to e              ->  a d e
 Any path along the given edges from start to goal is right.
@@ -14,7 +14,7 @@ from threepo.types import Problem, Verdict
 
 
 class Paths(Task):
-    """Worked out as a depth-first search that writes down where it stands, going back included."""
+    """Worked out as a depth-first search that writes down every stop, also when it goes back."""
 
     name = "paths"
     default_levels = (2, 3, 4)

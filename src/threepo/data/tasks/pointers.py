@@ -10,7 +10,7 @@ from threepo.data.task import Task
 
 
 class Pointers(Task):
-    """Every letter points at another; say where a number of hops leads. Worked out by naming each stop."""
+    """Every letter points to another; the answer is where a number of hops leads. Worked out by naming each stop."""
 
     name = "pointers"
     default_levels = (2, 3, 4, 5)

@@ -10,7 +10,7 @@ from threepo.types import Problem
 
 
 class Sorting(Task):
-    """Worked out as a selection sort: name the smallest digit left, and what is left without it."""
+    """Worked out as a selection sort: the smallest digit left, and the digits that are left without it."""
 
     name = "sorting"
     default_levels = (4, 5, 6)

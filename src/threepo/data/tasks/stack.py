@@ -22,7 +22,7 @@ class Stack(Task):
         stack: list[str] = []
         while len(operations) < level:
             known = ["push", "push"]
-            known += ["dup", "pop"] if len(stack) > 1 else []  # pop leaves something to answer with
+            known += ["dup", "pop"] if len(stack) > 1 else []  # the final stack must not be empty
             known += ["swap", "over"] if len(stack) > 1 else []
             operation = rng.choice(known)
             operations.append(str(rng.randrange(10)) if operation == "push" else operation)

@@ -1,6 +1,6 @@
-"""What `threepo data` prints: the sources of problems, and how a policy is asked one of them.
+"""What `threepo data` prints: the sources of problems, and one problem as a policy reads it.
 
-Only a tokenizer brings torch with it; without one, problems are shown at once.
+Only a tokenizer needs torch; without one, problems are shown at once.
 """
 
 import json
@@ -10,27 +10,30 @@ from typing import Any
 from threepo.config import DataConfig
 from threepo.config.recipes import parse_overrides
 from threepo.config.records import build
+from threepo.config.sources import KINDS
 from threepo.data.finite import FiniteProblems
-from threepo.data.published import PUBLISHED
-from threepo.data.rows import SUFFIXES
+from threepo.data.published import CONVERSATIONS, PUBLISHED
 from threepo.data.source import OpenedSource, ProblemSource, has_heldout, open_source
 from threepo.data.task import Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
+from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized
 from threepo.types import Problem
 
 
 def listing() -> str:
-    """Every source of problems, a line each."""
+    """Every source of problems and conversations, a line each."""
+    endless = "endless, from level {}; default levels {}"
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
-    rows += [
-        (name, "its own", f"without end, from level {task.min_level}; default levels {list(task.default_levels)}")
-        for name, task in TASKS.items()
-    ]
-    rows.append(("reasoning-gym:NAME", "its own", "without end, of any data set of reasoning-gym"))
+    rows += [(t.name, "its own", endless.format(t.min_level, list(t.default_levels))) for t in TASKS.values()]
+    rows += [("reasoning-gym:NAME", "its own", "endless, of any data set of reasoning-gym")]
     rows += [(name, found.verifier, f"{found.summary}; {found.hub}") for name, found in PUBLISHED.items()]
-    rows.append((" or ".join(f"*{suffix}" for suffix in SUFFIXES), "yours to name", "a file of yours, one in each row"))
+    rows += [("your own", "yours to name", f"a problem in each row of {KINDS}"), ("", "", "")]
+    rows += [("CONVERSATIONS", "", "for conversations.source of `threepo sft`")]
+    rows += [(name, "", f"{found.summary}; {found.hub}") for name, found in CONVERSATIONS.items()]
+    rows += [("", "", ""), ("BENCHMARK", "VERIFIER", "for `threepo eval --benchmarks`")]
+    rows += [(name, found.verifier, found.source) for name, found in BENCHMARKS.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -41,28 +44,22 @@ def data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
     data = table.pop("data", {})
     if table:
         raise UserError(f"{next(iter(table))}: `threepo data show` reads settings of [data] only, such as data.seed=1")
-    for key in ("train", "eval"):
-        if key in data:
-            raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
+    for key in data.keys() & {"train", "eval"}:
+        raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
     return build(DataConfig, {**data, "train": source}, "data")
 
 
 def shown_problem(settings: DataConfig, split: Split, index: int, model: str) -> str:
-    """Problem number `index` of `settings.train`, as a policy reads it, with what its verifier has and some counts.
+    """Problem number `index` of `settings.train` as a policy reads it, with its verifier's reference and some counts.
 
     `model` names the tokenizer; where it is empty, the prompt is shown as chat messages.
     """
     name = settings.train
     if split == "heldout" and not has_heldout(name):
-        raise UserError(f"--heldout: {name} has no held-out half of its own; leave it out")
+        raise UserError(f"--heldout: {name} has no held-out problems of its own; leave it out")
     opened = open_source(name, split, settings)
     problem = _problem(opened.problems, name, index)
-    facts = {
-        "source": opened.problems.source if isinstance(opened.problems, FiniteProblems) else name,
-        "problems": _counts(opened.problems),
-        "verifier": _verifier(opened),
-        "problem": f"{problem.id} (index {index})",
-    }
+    facts = _facts(opened, name) | {"problem": f"{problem.id} (index {index})"}
     if model:
         from threepo.models.loading import load_tokenizer
 
@@ -71,8 +68,7 @@ def shown_problem(settings: DataConfig, split: Split, index: int, model: str) ->
         prompt = [_rule("prompt"), prompt_text(problem, tokenizer, settings)]
     else:
         prompt = [line for m in messages(problem, settings) for line in (_rule(m["role"]), m["content"])]
-    lines = [f"{name:<10}{value}" for name, value in facts.items()]
-    return "\n".join([*lines, *prompt, *_reference(problem)])
+    return "\n".join([*(f"{key:<10}{value}" for key, value in facts.items()), *prompt, *_reference(problem)])
 
 
 def _problem(source: ProblemSource, name: str, index: int) -> Problem:
@@ -83,21 +79,19 @@ def _problem(source: ProblemSource, name: str, index: int) -> Problem:
     return problems[index]
 
 
-def _counts(source: ProblemSource) -> str:
-    if not isinstance(source, FiniteProblems):
-        return "without end"
-    kept = f"{len(source.problems)} of {source.rows} rows"
-    return f"{kept} ({source.duplicates} duplicates, {source.broken} broken)"
-
-
-def _verifier(opened: OpenedSource) -> str:
+def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
+    source, counts = name, "endless"
+    if isinstance(problems := opened.problems, FiniteProblems):
+        source, kept = problems.source, f"{len(problems.problems)} of {problems.rows} rows"
+        counts = f"{kept} ({problems.duplicates} duplicates, {problems.broken} broken)"
+    verifier: str = opened.verifier if isinstance(opened.verifier, str) else "its own"
     if opened.verifier is None:
-        return "none of its own; name one with reward.function: exact, math, code or your own"
-    return "its own" if callable(opened.verifier) else opened.verifier
+        verifier = "none of its own; name one with reward.function: exact, math, code or your own"
+    return {"source": source, "problems": counts, "verifier": verifier}
 
 
 def _lengths(source: ProblemSource, problem: Problem, tokenizer: Any, settings: DataConfig) -> dict[str, str]:
-    """Tokens of the prompt and, where all are known, of the others."""
+    """Tokens of the prompt and, in a finite source, of the others."""
     facts = {"tokens": str(len(tokenized([problem], tokenizer, settings)[0]))}
     if isinstance(source, FiniteProblems):
         lengths = [len(tokens) for tokens in tokenized(source.problems, tokenizer, settings)]

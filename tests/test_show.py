@@ -1,4 +1,4 @@
-"""`threepo data`: what there is, and how a policy is asked."""
+"""`threepo data`: what there is, and a problem as a policy reads it."""
 
 import json
 import subprocess
@@ -12,8 +12,9 @@ from published_rows import code_row, dapo_row, gsm8k_row, write_rows
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
 from threepo.data.prompts import CODE, MATH_TRAINING
-from threepo.data.published import PUBLISHED
+from threepo.data.published import CONVERSATIONS, PUBLISHED
 from threepo.data.tasks import TASKS
+from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.policy import load_policy
 
 QUESTIONS = ["How many?", "How many are left after a while?", "How few?"]
@@ -27,8 +28,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_source_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["SOURCE", *TASKS, "reasoning-gym:NAME", *PUBLISHED, "*.jsonl"]
+    tables = [[line.split()[0] for line in table.splitlines()] for table in capsys.readouterr().out.split("\n\n")]
+    assert tables == [
+        ["SOURCE", *TASKS, "reasoning-gym:NAME", *PUBLISHED, "your"],
+        ["CONVERSATIONS", *CONVERSATIONS],
+        ["BENCHMARK", *BENCHMARKS],
+    ]
 
 
 def test_every_source_is_explained() -> None:
@@ -40,11 +45,11 @@ def test_every_source_is_explained() -> None:
         assert f"- **{name}** reads" in page
 
 
-def test_a_problem_is_shown_as_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_is_shown_as_a_policy_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "show", "gsm8k:gsm8k.parquet", "--index", "2", "data.system_prompt=Be brief."]) == 0
     head, system, user, answer = capsys.readouterr().out.split("--- ")
     assert head == (
-        "source    data set gsm8k (gsm8k.parquet)\n"
+        "source    data file gsm8k.parquet\n"
         "problems  3 of 3 rows (0 duplicates, 0 broken)\n"
         "verifier  math\n"
         "problem   gsm8k/train/3 (index 2)\n"
@@ -58,7 +63,7 @@ def test_counts_tell_what_became_of_the_rows(capsys: pytest.CaptureFixture[str])
     rows = [dapo_row("What is $1$?", "1", "a"), dapo_row("What is $2$?", "2", "b"), {"prompt": "?"}] * 4
     write_rows(Path("dapo.jsonl"), rows)
     assert main(["data", "show", "dapo-math-17k:dapo.jsonl"]) == 2
-    assert "dapo.jsonl), row 3: its prompt is not one chat message" in capsys.readouterr().err
+    assert "data file dapo.jsonl, row 3: is not a row of dapo-math-17k as published" in capsys.readouterr().err
     assert main(["data", "show", "dapo-math-17k:dapo.jsonl", "data.broken_rows=skip"]) == 0
     assert "problems  2 of 12 rows (6 duplicates, 4 broken)\n" in capsys.readouterr().out
 
@@ -91,7 +96,7 @@ def test_with_a_model_the_prompt_is_what_its_tokenizer_reads(capsys: pytest.Capt
     assert "\nQ: How few?\n" in capsys.readouterr().out
     assert main(["data", "show", "sorting", "--model", "tiny-llama", "--heldout"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("source    sorting\nproblems  without end\nverifier  its own\nproblem   sorting/heldout/")
+    assert shown.startswith("source    sorting\nproblems  endless\nverifier  its own\nproblem   sorting/heldout/")
     assert "longest" not in shown
 
 
@@ -104,7 +109,7 @@ def test_with_a_model_the_prompt_is_what_its_tokenizer_reads(capsys: pytest.Capt
         (["sorting", "data.sed=1"], "did you mean data.seed?"),
         (["sorting", "--index", "-1"], "--index -1: must be 0 or more for sorting"),
         (["gsm8k:gsm8k.parquet", "--index", "3"], "--index 3: must be between 0 and 2 for gsm8k:gsm8k.parquet"),
-        (["gsm8k:gsm8k.parquet", "--heldout"], "--heldout: gsm8k:gsm8k.parquet has no held-out half"),
+        (["gsm8k:gsm8k.parquet", "--heldout"], "--heldout: gsm8k:gsm8k.parquet has no held-out problems of its own"),
         (["gsm8k:gsm8k.parquet", "--model", "/nowhere"], "holds no config.json"),
         (["gsm8k:nowhere.parquet"], "nowhere.parquet: no such file"),
     ],
@@ -116,8 +121,9 @@ def test_mistakes_are_refused(arguments: list[str], message: str, capsys: pytest
     assert error.count("\n") == 1
 
 
-def test_without_a_model_nothing_heavy_is_imported() -> None:
-    program = "from threepo.cli import main; import sys; main(['data', 'show', 'gsm8k:gsm8k.parquet']);"
-    program += "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+def test_a_task_is_shown_without_anything_heavy() -> None:
+    """`datasets` takes seconds to import, and is for the sources that it reads."""
+    program = "from threepo.cli import main; import sys; main(['data', 'show', 'sorting']); main(['data', 'list']);"
+    program += "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'numpy') if m in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.splitlines()[-1] == "[]"

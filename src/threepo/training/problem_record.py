@@ -1,4 +1,4 @@
-"""What a run asks, kept in its folder as problems.json: a resumed run goes on with the same problems, or not at all."""
+"""problems.json in a run's folder: a resumed run goes on with the problems that it began with, or not at all."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ from threepo.files import read_json
 from threepo.run_folder import PROBLEMS
 from threepo.types import Problem
 
-Asked = dict[str, dict[str, Any]]
-"""By what the problems are for: source, number and digest of them."""
+ProblemRecord = dict[str, dict[str, Any]]
+"""Under `train` and `eval`: the source, the number and a digest of the problems."""
 
 
-def asked(data: DataConfig, training: ProblemSource, examination: Examination | None) -> Asked:
+def problem_record(data: DataConfig, training: ProblemSource, examination: Examination | None) -> ProblemRecord:
     """The problems that are left to train on, and those that are evaluated on while training.
 
-    Problems without end are functions of the recipe; an example of them tells when what makes them has changed.
+    Endless problems are functions of the recipe, so one example shows whether the code that generates them has changed.
     """
     record = {"train": _record(data.train, training.known())}
     if examination:
@@ -28,10 +28,10 @@ def asked(data: DataConfig, training: ProblemSource, examination: Examination | 
     return record
 
 
-def refuse_changed(run: Path, now: Asked) -> None:
+def refuse_changed(run: Path, now: ProblemRecord) -> None:
     """Raise `UserError` if the run in this folder began with other problems than it would go on with."""
     if not (run / PROBLEMS).is_file():
-        return  # begun by a version that kept no record: nobody can tell
+        return  # a run of an older version, which kept no record
     began: Mapping[str, Any] = read_json(run / PROBLEMS)
     for part, then in began.items():
         if part in now and then["digest"] != now[part]["digest"]:
