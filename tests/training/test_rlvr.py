@@ -334,7 +334,7 @@ def test_a_posterior_that_is_not_used_is_named_at_the_start(
     def said(*settings: str) -> str:
         capsys.readouterr()
         config = train_config(tmp_path / "rl", f"model.path={warm}", "run.steps=1", *settings)
-        rlvr.start(config).folder.close()
+        rlvr.assemble(config).folder.close()
         shutil.rmtree(tmp_path / "rl")
         return capsys.readouterr().err
 
