@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the model; the MLP is three times as wide")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--only", nargs="*", help="names as in the table, or without their draws; all where left out")
-    parser.add_argument("--set", nargs="*", default=[], help="settings of ours, as on threepo's command line")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of threepo's runs, as on its command line")
     parser.add_argument("--trl-accumulation", type=int, default=8, help="micro-batches of TRL's one optimizer step")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")
