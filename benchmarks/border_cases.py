@@ -1,9 +1,10 @@
-"""How answers at the border of what counts as equal are judged: by math-verify alone, and by threepo.
+"""Verdicts of math-verify alone and of threepo on answers at the border of what counts as equal.
 
     python benchmarks/border_cases.py
 
-Grades each answer of tests/rewards/border_cases.toml against its reference. math-verify alone is its `parse` and
-`verify` with their default settings, on both in a box. Prints a table in Markdown, and each case that came out wrong.
+Grades each answer of tests/rewards/border_cases.toml against its reference. "math-verify alone" is its `parse` and
+`verify` with their default settings, with answer and reference in a box. Prints a table in Markdown and every wrong
+case.
 """
 
 import logging
@@ -21,7 +22,7 @@ CASES = Path(__file__).parent.parent / "tests" / "rewards" / "border_cases.toml"
 
 @dataclass(frozen=True)
 class Case:
-    """An answer with its reference, and whether they are equal."""
+    """An answer, its reference, and whether they are equal."""
 
     kind: str
     answer: str
@@ -43,14 +44,14 @@ def read() -> list[Case]:
 
 
 def counts(cases: list[Case], verdicts: dict[Case, bool]) -> str:
-    """How many equal answers are called wrong, and how many others right."""
+    """The number of equal answers that are rejected, and of others that are accepted."""
     rejected = sum(case.same and not verdicts[case] for case in cases)
     accepted = sum(verdicts[case] and not case.same for case in cases)
     return f"{rejected} | {accepted}"
 
 
 def main() -> None:
-    """Grade, and print."""
+    """Grade the cases and print the table."""
     logging.disable(logging.WARNING)
     cases = read()
     grader = MathGrader(RewardConfig(function="math"))

@@ -1,14 +1,14 @@
-"""How the verifier of mathematics judges the reference solutions of public benchmarks: all should be right.
+"""Verdicts of the mathematics grader on the reference solutions of public benchmarks, which should all be right.
 
     python benchmarks/gold_answers.py --data DIR
 
-DIR has math500.jsonl, aime24.jsonl, amc23.jsonl, minerva_math.jsonl and gsm8k.jsonl, with the fields in which they are
-published; those that are missing are left out. Each solution is graded against the answer of its problem (for Minerva,
-whose answers are the last boxes of its solutions, against that; a worked answer of GSM8K ends in `#### N`, which is no
-form of answer that the verifier reads, and is put into a box). Then each answer is spelled otherwise and graded, and
-each solution is graded against the answers of ten other problems, where it should be wrong unless the two are equal.
+DIR contains math500.jsonl, aime24.jsonl, amc23.jsonl, minerva_math.jsonl and gsm8k.jsonl with their published fields.
+Missing files are left out. Each solution is graded against the answer of its problem. The answers of Minerva are the
+last boxes of its solutions. The worked answers of GSM8K end in `#### N`, which the grader does not read as an answer,
+so N is put into a box. Then each answer is graded in another spelling, and each solution against the answers of ten
+other problems, where it should be wrong unless the two are equal.
 
-Prints a table in Markdown, and every case that did not come out so.
+Prints a table in Markdown and every exception.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gold:
-    """A reference solution and the answer that it should be found to have."""
+    """A reference solution and its answer."""
 
     name: str
     solution: str
@@ -61,7 +61,7 @@ def read(path: Path) -> list[Gold]:
 
 
 def respelled(answer: str) -> str:
-    """The same in another spelling, as models write: display fractions, sized brackets, blanks, dollars, and a dot."""
+    """The answer in another spelling, as models write: display fractions, plain brackets, spaces, dollars, a dot."""
     answer = answer.replace(r"\frac", r"\dfrac").replace(r"\left", "").replace(r"\right", "").replace("^{\\circ}", "°")
     answer = re.sub(r"(?<=[0-9])e(?=[-+]?[0-9])", r" \\times 10^", answer)
     answer = re.sub(r"10\^([-+]?[0-9]+)", r"10^{\1}", answer)
@@ -69,7 +69,7 @@ def respelled(answer: str) -> str:
 
 
 def others(golds: list[Gold]) -> list[Gold]:
-    """Solutions with answers of other problems of their set."""
+    """Solutions with the answers of other problems in their set."""
     source = random.Random(0)
     pairs = []
     for gold in golds:
@@ -82,12 +82,12 @@ def others(golds: list[Gold]) -> list[Gold]:
 
 
 def graded(grader: MathGrader, golds: list[Gold]) -> list[Verdict]:
-    """The verdicts on all."""
+    """A verdict for each solution."""
     return grader.grade([gold.solution for gold in golds], [gold.answer for gold in golds])
 
 
 def said(gold: Gold, verdict: Verdict) -> str:
-    """An exception."""
+    """An exception as a line of Markdown."""
     return f"- {gold.name}: {verdict.answer!r} against {gold.answer!r}: {verdict.status} {verdict.detail}"
 
 
@@ -97,7 +97,7 @@ def share(count: int, total: int) -> str:
 
 
 def main() -> None:
-    """Grade, and print a table in Markdown with the exceptions after it."""
+    """Grade, and print the table and the exceptions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder with the benchmarks' files")
     options = parser.parse_args()

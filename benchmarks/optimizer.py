@@ -2,10 +2,10 @@
 
     python benchmarks/optimizer.py [--sizes 1 33.5 200] [--rounds 9] [--device cpu]
 
-Gradients are given, not computed: what is timed is perturbing the weights, restoring them and stepping. All contenders
-take turns in one process; ratios to AdamW (fused) are taken within a round, and the table shows medians with their
-range. `floor` is the least that memory and noise allow: making the draw twice, in place, and moving the other bytes
-that IVON has to move at the speed of a copy. Peak memory is that of a process of its own for each contender.
+Gradients are given, not computed: the time is that of perturbing the weights, restoring them and stepping. All
+contenders take turns in one process. Ratios to AdamW (fused) are computed within a round, and the table shows medians
+with their range. `floor` is the smallest possible time: making the draw twice, in place, and moving the other bytes
+that IVON must move at the speed of a copy. Peak memory is measured in a separate process for each contender.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from threepo.types import Draw
 TENSORS = 32
 """The parameters are split into this many tensors."""
 BYTES_PERTURB = 8 + 8
-"""Per float32 parameter, without the draw (mean and Hessian read, weights written): copy of the mean; restoring it."""
+"""Per float32 parameter, besides the draw (which reads mean and Hessian and writes weights): copying and restoring."""
 BYTES_STEP = 4 + 8 + 8
-"""Norm of the gradient; momentum and gradient read; momentum and Hessian written."""
+"""Per float32 parameter: read the gradient for its norm; read momentum and gradient; write momentum and Hessian."""
 
 Step = Callable[[], object]
 
 
 @contextmanager
 def without_compiled_kernels() -> Iterator[None]:
-    """Only plain torch, as where there is no C compiler."""
+    """Use torch only, as without a C compiler."""
     before, native.takes = native.takes, lambda *_: False
     try:
         yield
@@ -53,7 +53,7 @@ def parameters(size: int, dtype: torch.dtype, device: str) -> list[torch.nn.Para
 
 
 def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Step]]:
-    """For each name, what makes its step; made apart, so that one can be measured alone."""
+    """For each name, a function that makes its step, so that one contender can be measured alone."""
     grads = [(torch.randn(size // TENSORS, device=device) * 1e-6).to(dtype) for _ in range(TENSORS)]
 
     def give(params: list[torch.nn.Parameter]) -> None:
@@ -110,7 +110,7 @@ def contenders(size: int, dtype: torch.dtype, device: str) -> dict[str, Callable
 
 
 def milliseconds(work: Step, device: str) -> float:
-    """Of one call."""
+    """The time of one call."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -124,7 +124,7 @@ def milliseconds(work: Step, device: str) -> float:
 
 
 def floor_parts(size: int, device: str) -> dict[str, Step]:
-    """What the floor is computed from."""
+    """The steps from which the floor is computed."""
     source, target = torch.randn(size, device=device), torch.ones(size, device=device)
     hessian, unit = torch.ones(size, device=device), Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
     draw = Perturb(target, target, hessian, noise_key(Draw(0, 0, 0), "w"), unit)
@@ -156,18 +156,18 @@ def table(size: int, dtype: torch.dtype, device: str, rounds: int, skip: set[str
 
 
 def peak(name: str, size: int) -> None:
-    """In a process of its own: peak memory over three steps, above parameters and gradients, in bytes a parameter."""
+    """Print the peak memory of three steps, besides parameters and gradients, in bytes each; in a new process."""
     make = contenders(size, torch.float32, "cpu")[name]
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     base = resident("VmRSS")
     step = make()
     for _ in range(3):
         step()
-    print(f"{(resident('VmHWM') - base) / size - 4:.1f}")  # the parameters are no overhead; gradients were there before
+    print(f"{(resident('VmHWM') - base) / size - 4:.1f}")  # without parameters; gradients existed before
 
 
 def resident(what: str) -> int:
-    """Bytes of memory this process has (VmRSS), or had at most (VmHWM); Linux."""
+    """Bytes of memory that this process has now (VmRSS) or had at its peak (VmHWM); Linux."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
 

@@ -1,10 +1,10 @@
-"""What grading costs: completions a second, by kind of answer.
+"""Completions that the mathematics grader judges per second, by kind of answer.
 
     python benchmarks/rewards.py [--rounds N] [--workers N]
 
-Plain answers are settled by their spelling. Symbolic ones are new to the processes every time: no pair of an answer and
-a reference comes twice. A group has one answer sixteen times, as rollouts of one prompt often do. The processes run
-before the clock does. Rounds take turns; medians over rounds, with their range.
+Plain answers are decided by their spelling. Symbolic answers need algebra, and no pair of an answer and a reference
+occurs twice. A group has the same answer sixteen times, as rollouts of one prompt often do. The processes are started
+before the first measured round. Rounds take turns; the table shows medians over rounds with their range.
 """
 
 import argparse

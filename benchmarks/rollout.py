@@ -1,19 +1,18 @@
-"""Tokens a second of the rollout engines: N policies in one batch, against one at a time.
+"""Tokens per second of the rollout engines: N policies in one batch, compared with one at a time.
 
     python benchmarks/rollout.py [--rounds 5] [--dtype bfloat16] [--lengths long-tailed] [--layers 4 --width 256]
 
-Everything runs in one process, in turns, from the same weights on the same prompts, and every ratio is taken within a
-round; tables show medians, with the range of the ratio. Memory is by how much the process grows when a row of the
-table runs first: the weights of its draws, its cache, and what the passes need. Models are freshly made, so each token
-has a probability of about one in 262: `uniform` lengths have no end-of-sequence token, `long-tailed` ones have five of
-them, which gives geometric lengths. vLLM is measured where it is installed (its CPU build here), through the same
-engine interface.
+Everything runs in one process, in turns, with the same weights and prompts. Ratios are computed within a round, and
+tables show medians with the range of the ratio. Memory is the growth of the process when a row of the table first
+runs: the weights of its draws, its cache, and the activations. Models are new, so each token has a probability of
+about 1 in 262. `uniform` lengths have no end-of-sequence token; `long-tailed` ones have five, which gives geometric
+lengths. vLLM is measured if it is installed, through the same engine interface.
 
     python benchmarks/rollout.py --vllm-replicas 2 [--draws 4]
 
-measures vLLM alone: the draws in turn on one replica, against the same draws dealt out to so many, which share the
-cores. There the time of `load` counts too, since what differs is also where weights are pushed: on one replica, the
-pushes of all draws but the first are part of generating.
+measures vLLM alone: the draws in turn on one replica, compared with the same draws spread over several replicas, which
+share the cores. The time of `load` counts too, because with one replica the pushes of all draws except the first are
+part of generating.
 """
 
 import argparse
@@ -43,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make_policy(options: argparse.Namespace) -> Policy:
-    """A new model of the wanted size, with the wanted ends of sequence."""
+    """A new model of the chosen size, with the chosen end-of-sequence tokens."""
     heads = options.width // 64
     shape = TinyConfig(
         hidden_size=options.width,
@@ -60,7 +59,7 @@ def make_policy(options: argparse.Namespace) -> Policy:
 
 
 def requests_for(policy: Policy, draws: list[Draw | None], rows: int) -> list[Request]:
-    """`rows` requests: prompts of six tokens, sixteen rollouts of each, shared out over the draws."""
+    """`rows` requests: prompts of six tokens, sixteen rollouts each, spread over the draws."""
     problems = [Problem(id=f"p{i}", prompt=f"{i:06d}") for i in range(rows // GROUP)]
     return [
         Request(problem, tuple(policy.tokenizer(problem.prompt)["input_ids"]), draws[g * len(draws) // GROUP], g)
@@ -72,7 +71,7 @@ def requests_for(policy: Policy, draws: list[Draw | None], rows: int) -> list[Re
 def with_engine(
     engine: RolloutEngine, policy: Policy, optimizer: IVON, draws: int, options: argparse.Namespace
 ) -> Callable[[], tuple[int, float]]:
-    """A measurement of an engine: tokens made, and seconds of generating (with --vllm-replicas, of loading too)."""
+    """A measurement of an engine: generated tokens, and seconds (with --vllm-replicas, those of loading included)."""
     addresses: list[Draw | None] = [Draw(0, 0, i) for i in range(draws)] or [None]
     requests = requests_for(policy, addresses, options.rows)
     sampling = SamplingConfig(max_new_tokens=options.tokens)
@@ -89,7 +88,7 @@ def with_engine(
 
 
 def with_transformers(policy: Policy, models: int, options: argparse.Namespace) -> Callable[[], tuple[int, float]]:
-    """The same rows through `generate`, a share of them with each of so many models, in turn."""
+    """The same rows through `generate`, spread over several models that run in turn."""
     copies = [copy.deepcopy(policy.model).to(DTYPES[options.dtype]) for _ in range(models)]
     ids = torch.tensor([request.prompt_tokens for request in requests_for(policy, [None], options.rows)])
     stops = list(STOPS) if options.lengths == "long-tailed" else None
@@ -115,7 +114,7 @@ def with_transformers(policy: Policy, models: int, options: argparse.Namespace) 
 
 
 def placements(policy: Policy, options: argparse.Namespace) -> dict[str, Callable[[], tuple[int, float]]]:
-    """Draws in turn in one vLLM, and dealt out to several."""
+    """Draws in turn on one vLLM replica, and spread over several."""
     from threepo.rollout.vllm import VLLMEngine
 
     optimizer = IVON(policy.model.named_parameters(), ess=1e8)
@@ -130,7 +129,7 @@ def placements(policy: Policy, options: argparse.Namespace) -> dict[str, Callabl
 
 
 def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callable[[], tuple[int, float]]]:
-    """What is measured, by its name in the table; the others are compared with the first."""
+    """Measurements by their names in the table; ratios are to the first."""
     if options.vllm_replicas:
         return placements(policy, options)
     optimizer = IVON(policy.model.named_parameters(), ess=1e8)
@@ -155,7 +154,7 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
 
 def peak_growth(measure: Callable[[], tuple[int, float]]) -> float:
     """MiB by which the resident memory of this process rises while something runs for the first time (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     measure()
     return (resident("VmHWM") - before) / 1024
@@ -168,7 +167,7 @@ def resident(field: str) -> int:
 
 
 def matmul_peak(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product."""
+    """Floating-point operations per second of a large matrix product."""
     a, b = torch.randn(2, 2048, 2048).to(dtype).unbind()
     seconds = []
     for _ in range(8):
@@ -216,7 +215,7 @@ def main() -> None:
     first = next(iter(measures))
     for name in measures:
         speed = statistics.median(tokens / seconds for tokens, seconds in (r[name] for r in rounds))
-        # Per token, since other engines draw other numbers and lengths are random.
+        # Per token, because lengths are random and differ between engines.
         ratios = sorted(r[name][1] / r[name][0] / (r[first][1] / r[first][0]) for r in rounds)
         print(
             f"| {name} | {speed:,.0f} | {speed * 2 * parameters / peak:.0%} "

@@ -1,9 +1,9 @@
-"""Programs that the sandbox runs in a second, confined and not, beside plain `python` processes without any harness.
+"""Programs that the sandbox runs per second, confined and unconfined, and Python processes without a harness.
 
     python benchmarks/sandbox.py [--programs 100] [--rounds 5] [--workers 0]
 
-All contenders take turns in one process, on the same programs, with as many at a time as there are cores; the table
-shows the median over rounds, and the range.
+All contenders take turns in one process, on the same programs, with as many at a time as there are cores. The table
+shows medians over rounds with their range.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Work = Callable[[int], None]
 
 
 def kinds(cases: int) -> Iterator[tuple[str, str, dict[str, object]]]:
-    """Name, program and tests of each kind of test, with so many cases."""
+    """Name, program and tests of each kind of test, with `cases` cases."""
     values = [[(i * 7 + j * 3) % 101 for j in range(50)] for i in range(cases)]
     texts = [" ".join(map(str, row)) for row in values]
     ordered = [sorted(row) for row in values]
@@ -37,7 +37,7 @@ def kinds(cases: int) -> Iterator[tuple[str, str, dict[str, object]]]:
 
 
 def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -> Work:
-    """Grades the program so many times, and refuses to time what is not judged right."""
+    """Grade the program repeatedly; exit if a verdict is not right."""
     sandbox = SandboxConfig(backend=backend, workers=workers)  # type: ignore[arg-type]
     grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
     pair = (f"```python\n{program}```", parse_tests(tests))
@@ -52,7 +52,7 @@ def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -
 
 
 def plain(workers: int, program: str, inputs: list[str]) -> Work:
-    """A Python process for each input, nothing else: what a judge without a sandbox would at least do."""
+    """One Python process per input and nothing else: the least that a judge without a sandbox must do."""
     pool = ThreadPoolExecutor(workers)
 
     def run(_: int) -> None:

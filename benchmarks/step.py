@@ -1,26 +1,26 @@
-"""Seconds a whole training step of each method, and of TRL's GRPOTrainer, on the same work.
+"""Time of a whole training step of each method and of TRL's GRPOTrainer, on the same work.
 
     python benchmarks/step.py [--draws 1 2 4 8 16] [--lengths long-tailed] [--dtype bfloat16] [--memory]
         [--set engine.max_batch_rows=256 ...]
 
-The work: one fresh model of the given shape, P prompts of 5 to 7 byte tokens, G completions each of at most
+The work: a new model of the given shape, P prompts of 5 to 7 byte tokens, G completions each of at most
 `--new-tokens`, a reward that is the parity of the tokens' sum, one optimizer step. All contenders take turns in one
-process, so a machine that slows down slows all of them; ratios are taken within a round, for each token generated
-(lengths are sampled, so that steps differ by some percent in their work), and tables show medians with their range.
-The learning rate is next to nothing, so that lengths stay comparable.
+process, so a slower machine slows all of them. Ratios are computed within a round and per generated token, because
+sampled lengths change the work of a step by some percent. Tables show medians with their range. The learning rate is
+almost zero, so that lengths stay comparable.
 
-`--lengths uniform`: the end-of-sequence token is never drawn and every row has all its tokens. `long-tailed`: it has a
-probability that is nearly a constant (within a factor of two), so that lengths are nearly geometric with a mean of a
-quarter of the longest, and about one row in sixty is cut. It sits in the weights (see `write_model`), so every
-contender's sampler meets it.
+`--lengths uniform`: the end-of-sequence token is never sampled, and every row has all its tokens. `long-tailed`: it
+has a nearly constant probability (within a factor of two), so lengths are nearly geometric with a mean of a quarter of
+the longest, and about one row in sixty is cut. The probability comes from the weights (see `write_model`), so it is
+the same for all contenders.
 
-`--clock cpu` counts the processor seconds of this process instead of the seconds that pass. With `--threads 1` that is
-what a step takes on a core of its own, however many others use the machine.
+`--clock cpu` counts the processor seconds of this process instead of wall-clock seconds. With `--threads 1` this is the
+time that a step takes on a free core, even if others use the machine.
 
-`--memory` measures, in a process of its own for each contender, the highest resident size in two steps, and what of
-it was not there before the first.
+`--memory` measures the peak resident size of two steps, and its growth since before the first step, in a separate
+process for each contender.
 
-TRL (`trl_step.py` has its settings) is left out, and the table says so, where it is not installed.
+TRL is left out if it is not installed, with a note. `trl_step.py` has its settings.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from threepo.training.clock import Clock
 TRL = "TRL GRPOTrainer"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 NEVER = -30.0
-"""Logit of a token that is not drawn."""
+"""Logit of a token that is never sampled."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,24 @@ class Timing:
     """Generation and grading."""
     update: float
     tokens: int
-    """Generated."""
+    """Generated tokens."""
 
     @property
     def a_token(self) -> float:
-        """Seconds for each."""
+        """Seconds per token."""
         return self.total / self.tokens
 
 
 def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """A reward that about half of any model's completions earn; called by TRL and by threepo alike."""
+    """A reward of 1 for about half of any model's completions; called by TRL and by threepo."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def write_model(folder: Path, shape: TinyConfig, stop: float) -> None:
     """Save a tiny Qwen2 whose end-of-sequence token has the mean probability `stop`, and its tokenizer.
 
-    Coordinate 0 of the residual stream is made a constant: all embeddings have it alike and no block writes to it.
-    Through the tied head the end's own coordinate 0 is then a bias of its logit.
+    Coordinate 0 of the residual stream is constant: it is the same in all embeddings, and no block writes to it.
+    Because the head is tied, coordinate 0 of the end-of-sequence embedding is then a bias of its logit.
     """
     model, tokenizer = make_model("tiny-qwen2", shape, 0), make_tokenizer()
     end, size = tokenizer.eos_token_id, len(tokenizer)
@@ -94,7 +94,7 @@ def write_model(folder: Path, shape: TinyConfig, stop: float) -> None:
         constant = model.base_model(probe).last_hidden_state[..., 0].mean()  # type: ignore[operator]
         if not stop:
             table[end, 0] += NEVER / constant
-        for _ in range(4 if stop else 0):  # what the other logits add up to is measured, so approached in steps
+        for _ in range(4 if stop else 0):  # in steps, because the sum of the other logits is measured
             found = model(probe).logits.softmax(dim=-1)[..., end].mean()
             table[end, 0] += (math.log(stop / (1 - stop)) - found.logit()) / constant
     model.save_pretrained(folder)  # type: ignore[operator]
@@ -108,7 +108,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def write_recipe(path: Path, model: Path, prompts: Path) -> None:
-    """Save what all of our runs share."""
+    """Save the settings that all threepo runs share."""
     path.write_text(
         f"[model]\npath = '{model}'\n[data]\ntrain = '{prompts}'\n[reward]\nfunction = 'step:parity'\n"
         "[optimizer]\nlr = 1e-30\n"
@@ -116,7 +116,7 @@ def write_recipe(path: Path, model: Path, prompts: Path) -> None:
 
 
 def methods(draws: Sequence[int], rollouts: int) -> dict[str, Method]:
-    """The contenders by name; M3PO not where a draw would have one completion of a prompt, which teaches nothing."""
+    """Contenders by name. M3PO needs at least two completions of a prompt per draw; else it is left out."""
     found = {"GRPO": GRPO, "B3PO": B3PO}
     for n in draws:
         if n < rollouts:
@@ -144,7 +144,7 @@ class Ours:
         self._step = 0
 
     def step(self) -> Timing:
-        """Roll out, grade, update."""
+        """One step: generate, grade, update."""
         begin = self._now()
         groups = rlvr.rollout(self._run, self._step, Clock())
         between = self._now()
@@ -156,7 +156,7 @@ class Ours:
 
 
 def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rounds: int) -> dict[str, list[Timing]]:
-    """`rounds` steps of every contender, in turns; TRL, whose trainer owns its loop, leads where it is one of them."""
+    """`rounds` steps of every contender, in turns. If TRL is one of them, its trainer runs the loop and comes first."""
     chosen = {name: method for name, method in methods(options.draws, options.rollouts).items() if name in names}
     runs = {name: Ours(method, folder, name, options) for name, method in chosen.items()}
     timings: dict[str, list[Timing]] = {name: [] for name in names}
@@ -166,7 +166,7 @@ def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rou
             timings[name].append(run.step())
 
     if TRL in names:
-        from trl_step import train  # TRL may not be there
+        from trl_step import train  # TRL may not be installed
 
         timings[TRL] = train(folder, parity, options, rounds, take_turns)
     else:
@@ -176,7 +176,7 @@ def measure(names: Sequence[str], folder: Path, options: argparse.Namespace, rou
 
 
 def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str:
-    """Medians over rounds, in Markdown."""
+    """A table of medians over rounds, in Markdown."""
     ratio_to = [name for name in (TRL, "GRPO") if name in timings]
     ratios_to = [f"time a token to {name}'s" for name in ratio_to]
     head = ["trainer", "s/step", "rollout", "update", "tokens/s", *ratios_to, "memory"]
@@ -197,16 +197,16 @@ def table(timings: dict[str, list[Timing]], memory: Callable[[str], str]) -> str
 
 
 def resident(field: str) -> float:
-    """MiB of this process: `VmRSS` now, `VmHWM` at most so far.
+    """MiB of this process: `VmRSS` now, `VmHWM` at its peak.
 
-    Not `ru_maxrss`, which a child process has from its parent: every contender would have the parent's figure.
+    `ru_maxrss` is not used, because a child process inherits its parent's: all contenders would have the same figure.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def report_memory(name: str, folder: Path, options: argparse.Namespace) -> None:
-    """Print two steps' peak resident size of one contender, and how much of it they added, in MiB."""
+    """Print the peak resident size of one contender over two steps, and its growth, in MiB."""
     before = resident("VmRSS")
     measure([name], folder, options, 2)
     peak = resident("VmHWM")
@@ -214,7 +214,7 @@ def report_memory(name: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def memory_of(name: str) -> str:
-    """What `report_memory` prints in a process of its own, made with this one's arguments."""
+    """The output of `report_memory` in a separate process with the arguments of this one."""
     command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", name]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
 
@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the model; the MLP is three times as wide")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--only", nargs="*", help="names as in the table, or without their draws; all where left out")
-    parser.add_argument("--set", nargs="*", default=[], help="settings of ours, as on threepo's command line")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of threepo's runs, as on its command line")
     parser.add_argument("--trl-accumulation", type=int, default=8, help="micro-batches of TRL's one optimizer step")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--memory", action="store_true", help="measure peak memory too")

@@ -1,12 +1,16 @@
-"""TRL's side of `step.py`: a GRPOTrainer on the same model, prompts and reward. Needs trl and datasets.
+"""TRL's part of `step.py`: a GRPOTrainer on the same model, prompts and reward. Needs trl and datasets.
 
-Settings, for a fair race: float32 weights, with bf16 autocast where `--dtype bfloat16` asks for mixed precision (ours
-has float32 masters too); no KL term and so no reference model (TRL's default), one iteration, so that old log-probs
-come out of the loss's own forward pass as they do in ours; all completions of the step generated in one batch with
-transformers' key-value cache; `--trl-accumulation` micro-batches in one optimizer step, by default the fastest of 2, 8
-and 32 that were tried here (other caches and continuous batching were not); gradient checkpointing off (TRL's default
-is on), no dropout, no evaluation, saving or reports. The time of a step is from its first micro-batch to the
-optimizer's step, logging left out.
+Settings for a fair comparison:
+
+- float32 weights, with bf16 autocast for `--dtype bfloat16` (threepo has float32 masters too);
+- no KL term and no reference model (TRL's default);
+- one iteration, so that old log-probs come from the forward pass of the loss, as in threepo;
+- all completions of the step generated in one batch with transformers' key-value cache;
+- `--trl-accumulation` micro-batches per optimizer step, by default the fastest of 2, 8 and 32 (other caches and
+  continuous batching were not tried);
+- no gradient checkpointing (TRL's default is on), dropout, evaluation, saving or reports.
+
+The time of a step is from its first micro-batch to the optimizer's step, without logging.
 """
 
 import argparse
@@ -22,7 +26,7 @@ from step import CLOCKS, Timing
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """Times the trainer's steps, and lets the other contenders have theirs in between."""
+    """Times the trainer's steps, and runs the steps of the other contenders in between."""
 
     def __init__(self, now: Callable[[], float], others: Callable[[], None]) -> None:
         self.now = now
@@ -32,12 +36,12 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
         self._others = others
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The first micro-batch is about to be prepared, and its completions to be generated."""
+        """Called before the first micro-batch is prepared and its completions are generated."""
         self.rollout = 0.0
         self._begin = self.now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer's step."""
         total = self.now() - self._begin
         self.timings.append(Timing(total, self.rollout, total - self.rollout, self.tokens))
         self._others()
@@ -50,7 +54,7 @@ def train(
     steps: int,
     others: Callable[[], None],
 ) -> list[Timing]:
-    """Take `steps` steps, and call `others` after each."""
+    """Train for `steps` steps, and call `others` after each."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     prompts = Dataset.from_json(str(folder / "prompts.jsonl"))

@@ -1,6 +1,6 @@
-"""IVON on a sharded model (FSDP2): one draw of the weights over all ranks, and a checkpoint for any number of them.
+"""IVON on a sharded model (FSDP2): all ranks use the same draw, and a checkpoint can be loaded by any number of ranks.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py        # seconds on a CPU; with GPUs it uses one per rank
+torchrun --nproc-per-node 2 examples/fsdp2.py        # takes seconds on a CPU; with GPUs it uses one per rank
 """
 
 import os
@@ -17,18 +17,18 @@ import threepo
 
 
 def make(device: torch.device) -> tuple[torch.nn.Module, threepo.IVON]:
-    """A small network, sharded, and its optimizer; made after the model is sharded, as any optimizer."""
+    """A small sharded network and its optimizer, which must be made after the model is sharded, like any optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    # `model` too: copies of the weights that a forward pass has gathered are dropped whenever weights change.
+    # IVON needs `model` to discard gathered copies of the weights when it changes them.
     return model, threepo.IVON(model.named_parameters(), lr=0.1, ess=1e5, hess_init=1.0, clip_radius=0.1, model=model)
 
 
 def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int, device: torch.device) -> float:
-    """Every rank has data of its own; FSDP averages the gradients. A draw is an address: nothing is sent."""
+    """Each rank has its own data, and FSDP averages the gradients. A draw is an address, so no noise is sent."""
     x = torch.linspace(-3, 3, 256, device=device)[dist.get_rank() :: dist.get_world_size(), None]
     for _ in range(steps):
         draw = optimizer.next_draw()
@@ -41,14 +41,14 @@ def train(model: torch.nn.Module, optimizer: threepo.IVON, steps: int, device: t
 
 
 def main() -> None:
-    """Train, save, train on; then load into a new model, and train that as far."""
+    """Train, save and train further; then load the checkpoint into a new model and train that for as many steps."""
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
     model, optimizer = make(device)
     before = train(model, optimizer, 0, device)
     train(model, optimizer, 150, device)
 
     folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)  # all ranks write into the folder of the first
+    dist.broadcast_object_list(folder)  # all ranks write into the same folder
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
     after = train(model, optimizer, 150, device)
@@ -60,11 +60,11 @@ def main() -> None:
     again = train(resumed, resumed_optimizer, 150, device)
     if dist.get_rank() == 0:
         print(f"loss before {before:.3f}, after {after:.3f}; the same after loading: {again == after}")
-    dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+    dist.barrier()  # otherwise a rank could close its connections while another is in its last collective
 
 
 dist.init_process_group()
 try:
     main()
 finally:
-    dist.destroy_process_group()  # also after an exception, or threads that still hold tensors can abort Python's exit
+    dist.destroy_process_group()  # else threads that still hold tensors can abort Python's exit

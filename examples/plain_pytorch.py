@@ -1,6 +1,6 @@
-"""IVON in a plain PyTorch loop: gradient accumulation, several draws a step, saving and loading.
+"""IVON in a PyTorch training loop: gradient accumulation, several draws per step, saving and loading.
 
-python examples/plain_pytorch.py        # seconds on a CPU
+python examples/plain_pytorch.py        # takes seconds on a CPU
 """
 
 import tempfile
@@ -15,19 +15,19 @@ DRAWS, MICRO_BATCHES = 2, 4
 
 
 def make() -> tuple[torch.nn.Module, threepo.IVON]:
-    """A small network, and its optimizer."""
+    """A small network and its optimizer."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     return model, threepo.IVON(model.named_parameters(), lr=0.3, ess=1e4, hess_init=0.1, clip_radius=1.0)
 
 
 def train(model: torch.nn.Module, optimizer: threepo.IVON, x: torch.Tensor, y: torch.Tensor, steps: int) -> None:
-    """Each step averages over `DRAWS` samples of the weights, each of which sees all micro-batches."""
+    """Each step averages over `DRAWS` draws of the weights. Each draw gets all micro-batches."""
     for _ in range(steps):
         for _ in range(DRAWS):
             draw = optimizer.next_draw()
             with optimizer.perturbed(draw):
                 for part_x, part_y in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
-                    (mse_loss(model(part_x), part_y) / MICRO_BATCHES).backward()  # gradients add up, as ever
+                    (mse_loss(model(part_x), part_y) / MICRO_BATCHES).backward()  # gradients add up
             optimizer.observe(draw)
         optimizer.step()
 

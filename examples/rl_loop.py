@@ -1,6 +1,6 @@
 """C3PO from prompts to optimizer, in one file to read from top to bottom.
 
-    python examples/rl_loop.py        # seconds on a CPU
+    python examples/rl_loop.py        # takes seconds on a CPU
 
 C3PO (paper section 3.2, algorithm 2) is reinforcement learning with verifiable rewards in which the completions of a
 prompt come from several policies, sampled from a posterior over the weights. One step:
@@ -12,11 +12,11 @@ prompt come from several policies, sampled from a posterior over the weights. On
        completions (Seq-MIS).
     5. Sum the loss over tokens, divide once, and let IVON update the mean and the variance of the posterior.
 
-Everything but the posterior is written out here: tokenizer, model, sampler, reward, loss. The posterior is
-`threepo.IVON`. This file is for learning. The library does the same with fast engines, real verifiers, checkpoints and
-all variants: `threepo train demo/c3po`.
+Everything except the posterior (`threepo.IVON`) is written out here: tokenizer, model, sampler, reward, loss. This file
+is for learning. The library does the same with fast engines, real verifiers, checkpoints and all variants:
+`threepo train demo/c3po`.
 
-The task: continue the alphabet to its end, so "c" is to be answered "def.". The policy starts from random weights and
+The task is to continue the alphabet to its end: the answer to "c" is "def.". The policy starts from random weights and
 learns from rewards alone.
 
 Names end in the dimensions of their tensors, outermost first:
@@ -36,7 +36,7 @@ from threepo import IVON, Draw
 
 STEPS = 80
 PROMPTS, GROUP, DRAWS = 16, 16, 4  # P, G, N
-LOW, HIGH = 0.5, 2.0  # Seq-MIS keeps completions whose ratio is between these
+LOW, HIGH = 0.5, 2.0  # Seq-MIS masks completions whose ratio is outside these
 
 
 # A tokenizer, a model, a task
@@ -59,7 +59,7 @@ def decode(tokens: list[int]) -> str:
 
 
 def reward(prompt: str, completion: str) -> float:
-    """The share of the answer that is right, counted from its beginning; 1 for the whole answer."""
+    """The share of the answer that is right, counted from its beginning; 1 if all of it is right."""
     answer = LETTERS[LETTERS.index(prompt) + 1 :] + END
     right = 0
     while right < len(completion) and right < len(answer) and completion[right] == answer[right]:
@@ -84,8 +84,8 @@ def make_model() -> Qwen2ForCausalLM:
 def make_optimizer(model: Qwen2ForCausalLM, seed: int) -> IVON:
     """The posterior: a Gaussian with mean m and a diagonal Hessian h, which IVON learns from gradients.
 
-    The noise begins with a standard deviation of 1 / sqrt(ess * hess_init) = 0.014, the weights with 0.02. A step moves
-    a weight by at most lr * hess_init * clip_radius = 0.002. For a real model, start from IVON's defaults.
+    At first, the standard deviation of the noise is 1 / sqrt(ess * hess_init) = 0.014, that of the weights 0.02. A step
+    moves a weight by at most lr * hess_init * clip_radius = 0.002. For a real model, start from IVON's defaults.
     """
     return IVON(model.named_parameters(), lr=2e3, ess=5e6, hess_init=1e-3, clip_radius=1e-3, seed=seed)
 
@@ -95,7 +95,7 @@ def make_optimizer(model: Qwen2ForCausalLM, seed: int) -> IVON:
 
 @dataclass
 class Rollouts:
-    """Completions, one per row, with what the loss needs to know of them."""
+    """Completions, one per row, with what the loss needs."""
 
     tokens_R_S: torch.Tensor
     """Prompt and completion."""
@@ -114,7 +114,7 @@ class Rollouts:
 def generate(model: Qwen2ForCausalLM, prompts_R_L: torch.Tensor) -> Rollouts:
     """Sample a completion of each row at temperature 1, with the weights that the model holds now.
 
-    Every token costs a pass over the whole row. A real engine keeps the keys and values of earlier tokens.
+    Every token needs a pass over the whole row. A real engine keeps the keys and values of earlier tokens.
     """
     tokens_R_S, logprobs, mask = prompts_R_L, [], []
     running_R = torch.ones(len(prompts_R_L), dtype=torch.bool)
@@ -130,15 +130,15 @@ def generate(model: Qwen2ForCausalLM, prompts_R_L: torch.Tensor) -> Rollouts:
 
 
 def collect(model: Qwen2ForCausalLM, optimizer: IVON, prompts: list[str], step: int) -> Rollouts:
-    """G completions of every prompt, G / N of them by each of N draws. Rows go by prompt, then by draw.
+    """G completions of every prompt, G / N of them by each of N draws. Rows are ordered by prompt, then by draw.
 
-    A draw is an address, not a tensor. IVON computes the noise z from the address, so nothing is stored, and whoever
-    has the address can make the same weights again (paper equations 3 and 4):
+    A draw is an address, not a tensor. IVON computes the noise z from the address, so nothing is stored, and the same
+    weights can be computed again from the address (paper equations 3 and 4):
 
         theta_n = m + sigma * z_n,    sigma = 1 / sqrt(ess * (h + weight_decay))
 
-    One draw writes for every prompt and for whole completions: it explores as one consistent policy, where a higher
-    temperature would only make each token more random.
+    A draw writes whole completions of all prompts, so it explores as one consistent policy. A higher temperature would
+    only make each token more random.
     """
     share = GROUP // DRAWS  # K
     prompts_PK_L = torch.tensor([encode(prompt) for prompt in prompts]).repeat_interleave(share, dim=0)
@@ -161,8 +161,8 @@ def collect(model: Qwen2ForCausalLM, optimizer: IVON, prompts: list[str], step: 
 def group_advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
     """A = (r - mean) / (std + 1e-6) over the completions of each prompt (paper section 2.1).
 
-    The group is pooled over draws. If one draw solves a prompt and another does not, that is a signal, even if neither
-    sees a difference among its own completions. Equal rewards give 0: the prompt teaches nothing in this step.
+    The group is pooled over draws. If one draw solves a prompt and another does not, that is a signal, even if the
+    completions of each draw are all equal. Equal rewards give 0: the prompt has no learning signal in this step.
     """
     centred_P_G = rewards_P_G - rewards_P_G.mean(dim=1, keepdim=True)
     return centred_P_G / (rewards_P_G.std(dim=1, keepdim=True) + 1e-6)
@@ -184,8 +184,8 @@ def seq_mis(logprobs_R_T: torch.Tensor, behaviour_R_T: torch.Tensor) -> tuple[to
 
         rho = pi_gradient(y | x) / pi_behaviour(y | x) = exp(sum over tokens of the difference of log-probs)
 
-    corrects for this. Few ratios far from 1 would dominate the sum, so completions outside [LOW, HIGH] are masked. The
-    ratio is a constant of the loss: no gradient flows through it.
+    corrects for this. A few ratios far from 1 would dominate the sum, so completions outside [LOW, HIGH] are masked.
+    No gradient flows through the ratio.
     """
     rho_R = (logprobs_R_T.detach() - behaviour_R_T).sum(dim=1).clamp(-20, 20).exp()
     return torch.where((rho_R >= LOW) & (rho_R <= HIGH), rho_R, 0.0), rho_R
@@ -194,10 +194,10 @@ def seq_mis(logprobs_R_T: torch.Tensor, behaviour_R_T: torch.Tensor) -> tuple[to
 def learn(
     model: Qwen2ForCausalLM, optimizer: IVON, rollouts: Rollouts, rewards_P_G: torch.Tensor, step: int
 ) -> dict[str, float]:
-    """Update the posterior from the rewarded rollouts of a step; returns what is worth watching."""
+    """Update the posterior from the rewarded rollouts of a step. Returns metrics."""
     advantages_R = group_advantages(rewards_P_G).flatten()
-    # The gradient is taken at a draw that wrote none of the completions, so those of all draws are treated alike. It is
-    # a draw and not the mean, because IVON learns h from the product of noise and gradient (Stein's identity).
+    # The gradient is taken at a draw that wrote none of the completions, so all completions are treated alike. The mean
+    # would not do, because IVON learns h from the product of noise and gradient (Stein's identity).
     fresh = Draw(optimizer.seed, step, DRAWS)
     with optimizer.perturbed(fresh):
         logprobs_R_T = completion_logprobs(model, rollouts)
@@ -206,13 +206,13 @@ def learn(
         # has no effect. The ratio still carries the gradient: that of exp(x - x.detach()) is the gradient of x.
         ratio_R_T = (logprobs_R_T - logprobs_R_T.detach()).exp()
         losses_R_T = -(weights_R * advantages_R).unsqueeze(1) * ratio_R_T * rollouts.mask_R_T
-        losses_R_T.sum().backward()  # a sum, so larger batches can do this for a part of the rows at a time
+        losses_R_T.sum().backward()  # a sum, so a larger batch can be split into parts
     optimizer.observe(fresh)  # the model holds the mean again, bit for bit
 
     kept_R = weights_R > 0
     tokens = int(rollouts.mask_R_T[kept_R].sum())
     if tokens:
-        optimizer.step(divisor=tokens)  # the one division: by the tokens that were kept, after all sums are complete
+        optimizer.step(divisor=tokens)  # the only division: by the tokens that were kept, after all sums are complete
     else:
         optimizer.discard()  # all completions were masked
     return {"kept": float(kept_R.double().mean()), "rho min": float(rho_R.min()), "rho max": float(rho_R.max())}
@@ -235,7 +235,7 @@ def train(seed: int = 0) -> list[float]:
         seen = {"reward": history[-1], "solved": float((rewards_P_G == 1).double().mean()), **seen}
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step:2}  " + "  ".join(f"{name} {value:.2f}" for name, value in seen.items()))
-    for prompt in LETTERS:  # outside `perturbed` the model holds the mean, which is what one would use
+    for prompt in LETTERS:  # outside `perturbed` the model holds the mean, which one would deploy
         print(f"the mean policy: {prompt} -> {generate(model, torch.tensor([encode(prompt)])).texts()[0]}")
     return history
 
