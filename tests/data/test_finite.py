@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from published_rows import write_rows
 from threepo.config import DataConfig
-from threepo.data.columns import column_problems
-from threepo.data.finite import FiniteProblems, collect, content, warn_of_shared
+from threepo.data.finite import FiniteProblems, collect, column_problems, content, warn_of_shared
 from threepo.data.rows import BrokenRow
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -75,7 +74,7 @@ def test_rows_with_one_id_are_one_problem_or_a_mistake() -> None:
     rows = [{"text": "a", "id": "x"}, {"text": "b", "id": "y"}, {"text": "c", "id": "x"}]
     source = collect("my data", rows, read, DataConfig(train="x"), deduplicate=True)
     assert ([p.prompt for p in source.problems], source.duplicates) == (["a", "b"], 1)
-    with pytest.raises(UserError, match="my data: rows 1 and 3 share the id 'x'"):
+    with pytest.raises(UserError, match="my data, row 3: has the id 'x' of my data, row 1; ids must differ"):
         collect("my data", rows, read, DataConfig(train="x"))
 
 

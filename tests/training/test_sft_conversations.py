@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.conversations import ConversationBatches, PreparedConversations, prepare
+from threepo.training.conversations import PreparedConversations, prepare
 from threepo.types import Problem
 
 TEMPLATE = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>")
@@ -92,15 +93,16 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
         [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
         for e in range(3)
     ]
-    rows = run.material.source.prepared.batch(range(21))  # type: ignore[attr-defined]
+    conversations = run.material.source
+    assert isinstance(conversations, PreparedConversations)
+    rows = conversations.batch(range(21))
     distinct = Counter(row.input_tokens for row in rows)
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    again = ConversationBatches(run.material.source.prepared, 5, 0)  # type: ignore[attr-defined]
-    assert [row.input_tokens for row in again.rows(9)] == epochs[2][5:10]
-    other = ConversationBatches(run.material.source.prepared, 5, 1)  # type: ignore[attr-defined]
+    assert [row.input_tokens for row in replace(conversations).rows(9)] == epochs[2][5:10]
+    other = replace(conversations, seed=1)
     assert [row.input_tokens for step in range(4) for row in other.rows(step)] != epochs[0]
 
 
@@ -162,7 +164,7 @@ def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: 
 
 def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> PreparedConversations:
     policy.tokenizer.chat_template = template
-    config = load(SFTConfig, "", [*settings, "run.steps=1"])
+    config = load(SFTConfig, "", [*settings, "run.steps=1", "conversations.batch_size=1"])
     assert config.conversations
     return prepare(policy, config.conversations, "source", None)
 
@@ -219,11 +221,11 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(
     found = prepared(policy, lenient)
     counts = {key: found.record[key] for key in ("rows", "kept", "dropped", "longest")}
     assert counts == {"rows": 25, "kept": 22, "dropped": {"too_long": 1, "broken": 2}, "longest": 128}
-    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in found.line()
     said = capsys.readouterr().err
+    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in said
     assert "chats.jsonl, row 24: has no message" in said
     assert "chats.jsonl, row 25: has neither messages" in said
-    with pytest.raises(UserError, match="none is left"):
+    with pytest.raises(UserError, match="0 rows are left, fewer than conversations.batch_size = 1; see the counts"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 
 
@@ -297,7 +299,7 @@ def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str
         (["conversations.epochs=2"], "run.steps = 100: conversations.epochs = 2 gives the length"),
         (['demonstrations.tasks=["sorting"]'], "both given"),
         (["conversations.source="], "conversations.source = ''"),
-        (["conversations.batch_size=22"], "21 are left to train on, fewer than conversations.batch_size = 22"),
+        (["conversations.batch_size=22"], "21 rows are left, fewer than conversations.batch_size = 22"),
         (["conversations.chat_template=/nowhere"], "conversations.chat_template = '/nowhere': cannot be read"),
         (["conversations.chat_template="], "no chat template"),
         (["conversations.eval=nowhere.jsonl"], "no such file"),

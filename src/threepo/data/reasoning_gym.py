@@ -29,29 +29,38 @@ class ReasoningGymProblems(Endless):
 
     def __init__(self, spec: str, split: Split, seed: int) -> None:
         self.spec, self.split, self.seed = spec, split, seed
+        self._name, self._settings = _parse(spec)
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
         if not self._chunk(0)[1]:
             raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
 
     def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
         """A generated data set, and its items of this split."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            install = "needs the package; pip install 'threepo[reasoning-gym]'"
+            raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
         # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so seeds are hashed apart.
         digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
-        dataset = _create(*_parse(self.spec), int.from_bytes(digest) >> 1)
-        return dataset, [
-            entry for entry in map(dataset.__getitem__, range(_CHUNK)) if split_of(entry["question"]) == self.split
-        ]
+        seed = int.from_bytes(digest) >> 1
+        try:
+            dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"data: {PREFIX}{self.spec}: {error}") from error
+        items = [dataset[i] for i in range(_CHUNK)]
+        return dataset, [item for item in items if split_of(item["question"]) == self.split]
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`."""
         number, position = divmod(index, _PER_CHUNK[self.split])
-        entries = self._chunk(number)[1]
-        entry = entries[position % len(entries)]
+        items = self._chunk(number)[1]
+        item = items[position % len(items)]
         return Problem(
             id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
-            prompt=entry["question"],
-            answer=str(entry["answer"]),
-            columns={"entry": entry},
+            prompt=item["question"],
+            answer=str(item["answer"]),
+            columns={"entry": item},
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
@@ -77,14 +86,3 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError):
         pass
     raise UserError(f"data: {PREFIX}{spec}: write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)")
-
-
-def _create(name: str, settings: dict[str, Any], seed: int) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise UserError(f"data: {PREFIX}{name} needs the package: pip install 'threepo[reasoning-gym]'") from error
-    try:
-        return reasoning_gym.create_dataset(name, **settings, seed=seed, size=_CHUNK)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"data: {PREFIX}{name} with settings {settings}: {error}") from error

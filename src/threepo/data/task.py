@@ -44,13 +44,12 @@ class Task(ABC):
         """Exact: the final answer must be the reference; only the width of blanks may differ."""
         return exact_match(problem, completion)
 
-    def demonstrate(self, problem: Problem, behaviour: str, rng: Random) -> str:
-        """A completion of the problem that shows the behaviour."""
-        if behaviour == "worked":
-            return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
+    def demonstrate(self, problem: Problem, behaviour: str) -> str:
+        """A completion of the problem that shows one of the `behaviours`."""
         if behaviour == "direct":
             return problem.answer
-        raise UserError(f"demonstrations.behaviours.{behaviour}: {self.name} knows {', '.join(self.behaviours)}")
+        assert behaviour == "worked", behaviour
+        return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
 
 
 def split_of(prompt: str) -> Split:
@@ -75,7 +74,7 @@ class Endless(ABC):
         return [self.problem(i) for i in range(count)]
 
     def known(self) -> Sequence[Problem]:
-        """The first problem, as an example."""
+        """The problems that can be checked before training: the first, as an example."""
         return self.first(1)
 
 
