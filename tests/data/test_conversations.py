@@ -8,11 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threepo.data.conversations import Messages, open_conversations
-from threepo.data.published import CONVERSATIONS, any_generator, deepseek_r1
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.published import CONVERSATIONS
+from threepo.data.rows import BrokenRow, Messages, Row
+from threepo.data.source import open_conversations
 from threepo.errors import UserError
 
+deepseek_r1, any_generator = (CONVERSATIONS[name].read for name in ("llama-nemotron", "llama-nemotron-any"))
 HI, OK = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}
 
 

@@ -46,20 +46,6 @@ def test_columns_can_have_other_names_and_prompts_can_be_chats(tmp_path: Path) -
     assert (source.problems[0].id, source.problems[0].answer) == ("one", "x")
 
 
-def test_epochs_are_shuffled_anew_and_repeat_for_the_same_seed(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    source = column_problems(str(path), settings(path, seed=1))
-    epochs = [[p.id for step in range(3) for p in source.batch(3 * epoch + step, 3)] for epoch in range(3)]
-    for epoch in epochs:
-        assert len(set(epoch)) == 9, "an epoch repeats nothing, and leaves out its incomplete last batch"
-    assert epochs[0] != epochs[1]
-    again = column_problems(str(path), settings(path, seed=1))
-    assert [p.id for p in again.batch(4, 3)] == epochs[1][3:6]
-    other = column_problems(str(path), settings(path, seed=2))
-    assert [p.id for p in other.batch(0, 9)] != [p.id for p in source.batch(0, 9)]
-    assert [p.prompt for p in source.first(2)] == ["0 + 0", "1 + 1"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -132,12 +118,6 @@ def test_templates_around_chat_messages_are_refused(tmp_path: Path) -> None:
             open_training(settings(path, **fields))
         write_jsonl(path, [chat, {"prompt": "plain"}])
         assert len(open_training(settings(path, **fields)).problems.known()) == 2
-
-
-def test_a_file_with_fewer_problems_than_a_step_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(UserError, match="10 problems, fewer than data.prompts_per_step = 11"):
-        open_training(settings(path)).problems.batch(0, 11)
 
 
 def test_a_folder_of_shards_is_a_source_and_its_split_can_be_named(tmp_path: Path) -> None:

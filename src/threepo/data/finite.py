@@ -12,7 +12,7 @@ from random import Random
 
 from threepo.config import DataConfig
 from threepo.data.published import PUBLISHED, read_published
-from threepo.data.rows import BrokenRow, Row, chat_messages, open_rows
+from threepo.data.rows import BrokenRow, Messages, Row, chat_messages, open_rows
 from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -132,7 +132,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
     return collect(opened.name, rows, problem, settings)
 
 
-def _prompt(row: Row, column: str) -> str | tuple[dict[str, str], ...]:
+def _prompt(row: Row, column: str) -> str | Messages:
     if column not in row:
         raise BrokenRow(f"no column {column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column")
     prompt = row[column]

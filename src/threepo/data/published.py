@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
@@ -125,27 +126,15 @@ def _gsm8k(row: Row) -> Problem:
     return Problem(id="", prompt=row["question"].strip(), answer=answer, columns={"solution": solution})
 
 
-# Llama-Nemotron-Post-Training-Dataset: the paper's conversations for a warm start, answers of reasoning models
+# Llama-Nemotron-Post-Training-Dataset: the paper's conversations for a warm start
 
 
-def deepseek_r1(row: Row) -> list[Any] | str:
-    """The messages of a row, or why the paper leaves it out: `no_thought`, `not_two_messages` or `other_generator`.
+def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
+    """The messages of a row, or why it is left out: `no_thought`, `not_two_messages` or `other_generator`.
 
-    Kept are one message of the user and an answer of DeepSeek-R1 that begins with a thought and goes on after it. The
-    paper says DeepSeek-R1; its released code keeps the answers of any generator.
+    Kept are one message of the user and an answer that begins with a thought and goes on after it. The paper takes the
+    answers of the generator DeepSeek-R1; its released code takes those of any generator, which is "" here.
     """
-    messages = any_generator(row)
-    if isinstance(messages, str):
-        return messages
-    if not row.get("generator"):
-        raise BrokenRow("has no generator; llama-nemotron-any reads copies without that column")
-    # Some rows list a second model, such as "DeepSeek-R1, Qwen-2.5-72B-Instruct"; the authors count them as R1's.
-    generators = [name.strip() for name in row["generator"].split(",")]
-    return messages if "DeepSeek-R1" in generators else "other_generator"
-
-
-def any_generator(row: Row) -> list[Any] | str:
-    """The same for answers of any generator; `input` holds messages or the user's text."""
     question, output = row["input"], row["output"]
     found = re.match(r"<think>(?P<thought>.*?)</think>(?P<answer>.*)", output, re.DOTALL)
     if not found or not found["thought"].strip() or not found["answer"].strip():
@@ -153,6 +142,11 @@ def any_generator(row: Row) -> list[Any] | str:
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     if len(messages) != 1 or messages[0]["role"] != "user":
         return "not_two_messages"
+    if generator and not row.get("generator"):
+        raise BrokenRow("has no generator; llama-nemotron-any reads copies without that column")
+    # Some rows list a second model, such as "DeepSeek-R1, Qwen-2.5-72B-Instruct"; the authors count them as R1's.
+    if generator and generator not in [name.strip() for name in row["generator"].split(",")]:
+        return "other_generator"
     return [*messages, {"role": "assistant", "content": output}]
 
 
@@ -185,9 +179,15 @@ PUBLISHED: dict[str, PublishedSet] = {
 _NEMOTRON = "nvidia/Llama-Nemotron-Post-Training-Dataset"
 CONVERSATIONS: dict[str, ConversationSet] = {
     "llama-nemotron": ConversationSet(
-        "answers of DeepSeek-R1 with their thoughts, as the paper says", _NEMOTRON, "SFT", deepseek_r1
+        "answers of DeepSeek-R1 with their thoughts, as the paper says",
+        hub=_NEMOTRON,
+        configuration="SFT",
+        read=partial(_llama_nemotron, generator="DeepSeek-R1"),
     ),
     "llama-nemotron-any": ConversationSet(
-        "answers of any generator with their thoughts, as in the paper's released code", _NEMOTRON, "SFT", any_generator
+        "answers of any generator with their thoughts, as in the paper's released code",
+        hub=_NEMOTRON,
+        configuration="SFT",
+        read=partial(_llama_nemotron, generator=""),
     ),
 }

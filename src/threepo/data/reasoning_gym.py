@@ -78,11 +78,9 @@ class ReasoningGymProblems(Endless):
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     try:
-        node = ast.parse(spec, mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError):
+        call: Any = ast.parse(spec if spec.endswith(")") else f"{spec}()", mode="eval").body
+        if not call.args:
+            return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
         pass
     raise UserError(f"data: {PREFIX}{spec}: write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)")

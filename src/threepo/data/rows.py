@@ -21,6 +21,8 @@ from threepo.errors import UserError
 Row = dict[str, Any]
 Batch = Mapping[str, Sequence[Any]]
 """Columns of some rows."""
+Messages = tuple[Mapping[str, Any], ...]
+"""Chat messages of the form {"role": ..., "content": ...}; further keys reach the chat template."""
 
 
 class BrokenRow(Exception):
@@ -153,7 +155,7 @@ def is_source(name: str) -> bool:
     return "/" in path or is_local(path)
 
 
-def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+def chat_messages(value: Any, name: str) -> Messages:
     """Chat messages from a row, without empty keys: parquet gives all messages the keys of any, and templates ask.
 
     `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.

@@ -1,4 +1,4 @@
-"""From the name of a problem source in a recipe to its problems."""
+"""From the name of a source in a recipe to its problems or conversations."""
 
 import difflib
 from collections.abc import Callable, Collection
@@ -8,9 +8,9 @@ from threepo.config import DataConfig
 from threepo.config.records import require
 from threepo.config.sources import KINDS, is_file
 from threepo.data.finite import FiniteProblems, column_problems, published_problems
-from threepo.data.published import PUBLISHED
+from threepo.data.published import CONVERSATIONS, PUBLISHED, read_published
 from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
-from threepo.data.rows import is_source
+from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, is_source, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
@@ -29,6 +29,15 @@ class OpenedSource:
     """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
 
 
+@dataclass(frozen=True)
+class Conversations:
+    """The rows of a source, and how a conversation is read from one."""
+
+    rows: Rows
+    read: Callable[[Row], Messages | str]
+    """The messages of a row, or one word why the published set leaves it out; `BrokenRow` if it has none."""
+
+
 def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
     """Open a procedural task, a data set of reasoning-gym, a published data set or a user's own source."""
     _refuse_unused(name, settings)
@@ -44,7 +53,7 @@ def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
     if is_source(name):
         return OpenedSource(column_problems(name, settings), None)
     listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
-    raise unknown("data source", name, [*TASKS, *PUBLISHED], listed)
+    raise _unknown("data source", name, [*TASKS, *PUBLISHED], listed)
 
 
 def open_training(settings: DataConfig) -> OpenedSource:
@@ -77,6 +86,41 @@ def has_heldout(name: str) -> bool:
     return _is_endless(name)
 
 
+def open_conversations(name: str) -> Conversations:
+    """The conversations of a source; all splits of a published set."""
+    published, copy = split_copy(name, CONVERSATIONS)
+    if published:
+        known = CONVERSATIONS[published]
+
+        def read(row: Row) -> Messages | str:
+            found = read_published(published, known.read, row)
+            return found if isinstance(found, str) else chat_messages(found, "messages")
+
+        return Conversations(open_rows(copy or known.hub, "all", known.configuration), read)
+    if not is_source(name):
+        raise _unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
+    return Conversations(open_rows(name), _from_columns)
+
+
+def _from_columns(row: Row) -> Messages:
+    """Messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
+    if row.get("messages") is not None:
+        messages = chat_messages(row["messages"], "messages")
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages = _turn(row, "prompt", "user") + _turn(row, "completion", "assistant")
+    else:
+        raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BrokenRow("has no message of the assistant, so nothing to imitate")
+    return messages
+
+
+def _turn(row: Row, column: str, role: str) -> Messages:
+    if isinstance(row[column], str):
+        return ({"role": role, "content": row[column]},)
+    return chat_messages(row[column], f"{column}, if it is not text,")
+
+
 def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
     """The published set that a name begins with, and the copy that it names; ("", "") for other names."""
     known, colon, copy = name.partition(":")
@@ -87,7 +131,7 @@ def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
     return known, copy
 
 
-def unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:
+def _unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:
     """The error for a name that is none of `known` and no source of rows."""
     near = difflib.get_close_matches(name.partition(":")[0], known, n=1)
     return UserError(f"{kind} {name!r}: unknown; {f'did you mean {near[0]}?' if near else f'name {listed}'}")

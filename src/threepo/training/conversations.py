@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
-from threepo.data.conversations import Conversations, open_conversations
 from threepo.data.digest import digest
 from threepo.data.finite import epoch_batch
 from threepo.data.published import CONVERSATIONS
 from threepo.data.rows import Batch, BrokenRow, Row
-from threepo.data.source import split_copy
+from threepo.data.source import Conversations, open_conversations, split_copy
 from threepo.errors import UserError
 from threepo.files import disk_errors
 from threepo.models.chat import ChatEncoder, EncodedChat, RenderedChat, UnrenderableChat
