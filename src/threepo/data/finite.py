@@ -80,7 +80,7 @@ def epoch_batch(count: int, size: int, seed: int, step: int) -> Sequence[int]:
 
 @lru_cache(maxsize=1)
 def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
-    """Two million numbers take a second or two, and 16 MB."""
+    """The order of one epoch; two million numbers take one or two seconds and 16 MB."""
     numbers = array("L", range(count))
     Random(f"epoch/{seed}/{epoch}").shuffle(numbers)
     return numbers
@@ -106,8 +106,8 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
     names = list(dict.fromkeys(name for row in rows if not isinstance(row, BrokenRow) for name in row))
     for name in set(RESERVED) & set(names) - {settings.prompt_column}:
         raise UserError(
-            f"{opened.name}: has a column {name!r}, which is an argument that threepo itself gives to reward "
-            f"functions; rename the column"
+            f"{opened.name}: has a column {name!r}, but threepo itself gives reward functions an argument of this "
+            f"name; rename the column"
         )
     if settings.tests_column not in (*names, "tests"):
         raise UserError(
@@ -192,7 +192,7 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
     if shared:
         warnings.warn(
             f"{what}: {shared} of the {len(heldout)} held-out ones are also trained on, so their scores say nothing "
-            f"about new ones; take them out of one of the two sources",
+            f"about new ones; remove them from one of the two sources",
             ThreepoWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The published data sets: their place on the Hugging Face hub, and what their rows become.
+"""The published data sets: where the Hugging Face hub has them, and how their rows are read.
 
 To add one: a function that reads a row, and a record in `PUBLISHED` or `CONVERSATIONS`. The name of a set means its
 copy on the hub; `NAME:COPY` reads the same columns from any other source (config.sources).
@@ -32,7 +32,7 @@ class PublishedSet:
     """The text around a problem; `{prompt}` stands for the problem."""
     verifier: VerifierName
     configuration: str | None = None
-    """The configuration on the hub, where there are several."""
+    """The configuration on the hub, if there are several."""
     heldout: str | None = None
     """The hub's split with held-out problems, if there is one."""
 

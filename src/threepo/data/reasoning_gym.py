@@ -1,7 +1,7 @@
 """Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
 
-Only the full score of 1.0 is right: reasoning-gym pays part of it for answers that merely contain the right one, and a
-policy would learn to exploit that.
+Only the full score of 1.0 counts as right: reasoning-gym gives partial scores to answers that merely contain the right
+one, and a policy would learn to exploit that.
 """
 
 import ast
@@ -18,7 +18,8 @@ from threepo.types import Problem, Verdict
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems from each chunk of generated items: far fewer than the split's share, so that no chunk has too few."""
+"""Problems taken from each chunk of generated items: fewer than the split's share (7/8, 1/8), so that every chunk has
+enough."""
 
 
 class ReasoningGymProblems(Endless):
@@ -41,7 +42,7 @@ class ReasoningGymProblems(Endless):
         except ImportError as error:
             install = "needs the package; pip install 'threepo[reasoning-gym]'"
             raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
-        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so seeds are hashed apart.
+        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so we hash them.
         digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest) >> 1
         try:
@@ -64,14 +65,14 @@ class ReasoningGymProblems(Endless):
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """reasoning-gym's own scorer, on the text in <answer> tags or else after the last </think>."""
+        """The verdict of reasoning-gym's own scorer on the text in <answer> tags, or else after the last </think>."""
         tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
         given = tagged[-1] if tagged else final_answer(completion)
         if not given:
             return judge(given, False)
         try:
             score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # a scorer that fails on a policy's text has not judged it
+        except Exception:  # the scorer failed on the text, so it gave no verdict
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
 

@@ -52,7 +52,7 @@ class Rows:
 
 
 def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
-    """The rows of `source`; a configuration or split in its name wins over these. The split `all` joins all splits.
+    """The rows of `source`; a configuration or split in its name overrides these. The split `all` joins all splits.
 
     `UserError` if the source is missing or cannot be read.
     """
@@ -105,7 +105,7 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
 
 
 def _hub_file(path: str) -> Path:
-    """A local copy of one file, for data sets that `datasets` refuses, such as one with a loading script."""
+    """A local copy of one file; needed for data sets that `datasets` refuses, such as those with a loading script."""
     import huggingface_hub
 
     organization, name, file = path.removeprefix(HUB_FILE).split("/", 2)
@@ -150,15 +150,16 @@ def _csv_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
 
 
 def is_source(name: str) -> bool:
-    """Whether a name is that of a file, of a folder, or of a data set on the hub."""
+    """Whether a name means a file, a folder, or a data set on the hub."""
     path, _, _ = split_source(name)
     return "/" in path or is_local(path)
 
 
 def chat_messages(value: Any, name: str) -> Messages:
-    """Chat messages from a row, without empty keys: parquet gives all messages the keys of any, and templates ask.
+    """The chat messages in `value`, without keys that are None.
 
-    `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.
+    Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
+    calls the value `name`; it is raised unless `value` is a list of messages with role and content as text.
     """
     messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
     texts = [message.get(key) for message in messages for key in ("role", "content")]

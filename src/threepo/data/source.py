@@ -35,7 +35,7 @@ class Conversations:
 
     rows: Rows
     read: Callable[[Row], Messages | str]
-    """The messages of a row, or one word why the published set leaves it out; `BrokenRow` if it has none."""
+    """The messages of a row, or one word that says why the published set leaves it out. Raises `BrokenRow`."""
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
@@ -63,8 +63,8 @@ def open_training(settings: DataConfig) -> OpenedSource:
         for key in ("prompt_template", "system_prompt"):
             if getattr(settings, key):
                 raise UserError(
-                    f"data.{key} = {getattr(settings, key)!r}: is for prompts that are text, and those of "
-                    f"{settings.train} are lists of chat messages; leave it out, or put it into the messages"
+                    f"data.{key} = {getattr(settings, key)!r}: needs prompts that are text, but those of "
+                    f"{settings.train} are lists of chat messages; leave it out, or write it into the messages"
                 )
     return source
 
@@ -87,7 +87,7 @@ def has_heldout(name: str) -> bool:
 
 
 def open_conversations(name: str) -> Conversations:
-    """The conversations of a source; all splits of a published set."""
+    """Open a user's own source of conversations, or a published set with all its splits."""
     published, copy = split_copy(name, CONVERSATIONS)
     if published:
         known = CONVERSATIONS[published]
@@ -103,7 +103,7 @@ def open_conversations(name: str) -> Conversations:
 
 
 def _from_columns(row: Row) -> Messages:
-    """Messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
+    """The messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
     if row.get("messages") is not None:
         messages = chat_messages(row["messages"], "messages")
     elif row.get("prompt") is not None and row.get("completion") is not None:
@@ -122,7 +122,7 @@ def _turn(row: Row, column: str, role: str) -> Messages:
 
 
 def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
-    """The published set that a name begins with, and the copy that it names; ("", "") for other names."""
+    """Split SET or SET:COPY, where SET is a published set, into the two; ("", "") for other names."""
     known, colon, copy = name.partition(":")
     if known not in published:
         return "", ""

@@ -27,17 +27,17 @@ from threepo.models.policy import Policy
 from threepo.types import SupervisedRow
 
 FORMAT = 3
-"""Part of the file's digest: raise it when the same source and settings would give other tokens or columns."""
+"""Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
 """Rows that are read and tokenised together."""
 LINE_EVERY = 30.0
 """Seconds between lines on the progress."""
 NAMED = 3
-"""Broken rows that are left out with a line of their own; the others are only counted."""
+"""Number of broken rows that are reported one by one; later ones are only counted."""
 COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
 """The file's columns. `loss_ranges` is a flat list of bounds; `dropped` is why a row is left out, or empty."""
 Part = Literal["source", "eval"]
-"""Which conversations of a recipe."""
+"""Conversations to train on, or held-out ones."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PreparedConversations:
 
 
 def refuse_unreadable(settings: ConversationConfig) -> None:
-    """Raise `UserError` for a source or a template that cannot be read, before minutes go into loading a model."""
+    """Raise `UserError` for a source or template that cannot be read, before a model takes minutes to load."""
     for name in filter(None, (settings.source, settings.eval)):
         open_conversations(name)
     if settings.chat_template:
@@ -131,7 +131,7 @@ def prepare(
     if earlier and earlier["digest"] != now["digest"]:
         raise UserError(
             f"conversations {name}: are not those that the run began with ({now['kept']:,} of {now['rows']:,} rows "
-            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); put the old ones back, or begin a new run"
+            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); restore the old ones, or start a new run"
         )
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(now["dropped"].items()))
     print(
@@ -213,7 +213,7 @@ class _Preparation:
     def _columns(self, chat: EncodedChat, location: str) -> tuple[Any, ...]:
         length = len(chat.tokens)
         if not chat.loss_ranges:
-            return _left_out(self._broken("the chat template marks none of it as the assistant's", location))
+            return _left_out(self._broken("the chat template marks no part of it as the assistant's", location))
         if length > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(
