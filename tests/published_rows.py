@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from threepo.data.published.code_r1 import INSTRUCTIONS
-from threepo.data.published.dapo_math import AFTER, BEFORE
+from threepo.data.published import CODE_R1_INSTRUCTIONS, DAPO_AFTER, DAPO_BEFORE
 
 Row = dict[str, Any]
 
@@ -17,14 +16,14 @@ def dapo_row(problem: str, answer: str, index: str) -> Row:
     """A row of BytedTsinghua-SIA/DAPO-Math-17k."""
     return {
         "data_source": "math_dapo",
-        "prompt": [{"content": f"{BEFORE}\n\n{problem}\n\n{AFTER}", "role": "user"}],
+        "prompt": [{"content": f"{DAPO_BEFORE}\n\n{problem}\n\n{DAPO_AFTER}", "role": "user"}],
         "ability": "MATH",
         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": index},
     }
 
 
-def code_row(problem: str, tests: Any, instruction: str = INSTRUCTIONS[1]) -> Row:
+def code_row(problem: str, tests: Any, instruction: str = CODE_R1_INSTRUCTIONS[1]) -> Row:
     """A row of ganler/code-r1-12k; the columns that only its LeetCode half fills are null."""
     prompt = f"{instruction}\n{problem}"
     return {

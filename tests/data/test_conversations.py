@@ -8,12 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threepo.data.conversations import Conversations, Messages
 from threepo.data.published import CONVERSATIONS
-from threepo.data.published.llama_nemotron import any_conversation, conversation
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.rows import BrokenRow, Messages, Row
+from threepo.data.source import open_conversations
 from threepo.errors import UserError
 
+deepseek_r1, any_generator = (CONVERSATIONS[name].read for name in ("llama-nemotron", "llama-nemotron-any"))
 HI, OK = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}
 
 
@@ -25,7 +25,7 @@ def write(path: Path, *rows: Any) -> str:
 
 def messages_of(name: str) -> list[Messages | str]:
     """The conversations of a source, or why its rows are left out."""
-    source = Conversations.open(name)
+    source = open_conversations(name)
     return [source.read(row) for row in source.rows if not isinstance(row, BrokenRow)]
 
 
@@ -64,7 +64,7 @@ def test_parquet_and_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     ],
 )
 def test_broken_rows_say_why(row: Row, reason: str, tmp_path: Path) -> None:
-    source = Conversations.open(write(tmp_path / "a.jsonl", row))
+    source = open_conversations(write(tmp_path / "a.jsonl", row))
     with pytest.raises(BrokenRow, match=reason):
         source.read(row)
 
@@ -73,7 +73,7 @@ def test_broken_rows_say_why(row: Row, reason: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"input": 3}, {"input": ["hi"]}, {"output": 3}, {"output": None}])
 def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: Row, tmp_path: Path) -> None:
     row = {"input": [HI], "output": "<think>so</think>Two.", "generator": "DeepSeek-R1"}
-    source = Conversations.open(f"{name}:{write(tmp_path / 'a.jsonl', row)}")
+    source = open_conversations(f"{name}:{write(tmp_path / 'a.jsonl', row)}")
     assert len(source.read(row)) == 2
     with pytest.raises(BrokenRow, match=f"is not a row of {name} as published: "):
         source.read(row | change)
@@ -95,15 +95,15 @@ def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: 
 )
 def test_the_paper_keeps_an_answer_after_a_thought(output: str, kept: bool) -> None:
     row = {"input": [HI], "output": output, "system_prompt": "detailed thinking on", "generator": "DeepSeek-R1"}
-    assert conversation(row) == ([HI, {"role": "assistant", "content": output}] if kept else "no_thought")
+    assert deepseek_r1(row) == ([HI, {"role": "assistant", "content": output}] if kept else "no_thought")
 
 
 def test_the_paper_keeps_one_question_and_one_answer() -> None:
     row = {"output": "<think>a</think>b", "generator": "DeepSeek-R1"}
     answer = {"role": "assistant", "content": "<think>a</think>b"}
-    assert conversation({"input": "hi", **row}) == [HI, answer]
+    assert deepseek_r1({"input": "hi", **row}) == [HI, answer]
     for messages in ([{"role": "system", "content": "be"}, HI], [HI, OK, HI], [], [OK]):
-        assert conversation({"input": messages, **row}) == "not_two_messages"
+        assert deepseek_r1({"input": messages, **row}) == "not_two_messages"
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,16 @@ def test_the_paper_keeps_answers_of_deepseek_r1_and_its_released_code_those_of_a
     """The names of generators are those of the published set."""
     row = {"input": "hi", "output": "<think>a</think>b", "generator": generator}
     messages = [HI, {"role": "assistant", "content": "<think>a</think>b"}]
-    assert conversation(row) == (messages if kept else "other_generator")
-    assert any_conversation(row) == messages
-    assert conversation(row | {"output": "b"}) == "no_thought", "other_generator counts only what the check leaves out"
+    assert deepseek_r1(row) == (messages if kept else "other_generator")
+    assert any_generator(row) == messages
+    assert deepseek_r1(row | {"output": "b"}) == "no_thought", "other_generator counts only what the check leaves out"
 
 
 def test_a_copy_without_the_generators_is_refused_unless_all_are_wanted() -> None:
     row = {"input": "hi", "output": "<think>a</think>b"}
-    assert len(any_conversation(row)) == 2
+    assert len(any_generator(row)) == 2
     with pytest.raises(BrokenRow, match="has no generator; llama-nemotron-any reads copies without that column"):
-        conversation(row)
+        deepseek_r1(row)
 
 
 def test_a_copy_of_the_papers_set_in_the_hubs_layout(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama-nemotron:other/copy", r"data set other/copy \(all\): cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
-            Conversations.open(name)
+            open_conversations(name)

@@ -1,4 +1,4 @@
-"""The order of a finite list of problems, and what becomes of rows that are no problems."""
+"""The order of a finite list of problems, and the treatment of rows that are no problems."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from published_rows import write_rows
 from threepo.config import DataConfig
-from threepo.data.columns import column_problems
-from threepo.data.finite import FiniteProblems, collect, content, warn_of_shared
+from threepo.data.finite import FiniteProblems, collect, column_problems, content, warn_of_shared
 from threepo.data.rows import BrokenRow
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -21,7 +20,7 @@ def numbered(count: int, seed: int = 0) -> FiniteProblems:
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 5), st.integers(0, 2**63))
-def test_an_epoch_asks_everything_once_but_its_incomplete_last_batch(
+def test_an_epoch_takes_everything_once_but_its_incomplete_last_batch(
     count: int, size: int, epoch: int, seed: int
 ) -> None:
     if size > count:
@@ -30,15 +29,15 @@ def test_an_epoch_asks_everything_once_but_its_incomplete_last_batch(
         return
     steps = count // size
     batches = [numbered(count, seed).batch(step, size) for step in range(epoch * steps, (epoch + 1) * steps)]
-    asked = Counter(problem.id for batch in batches for problem in batch)
+    taken = Counter(problem.id for batch in batches for problem in batch)
     assert all(len(batch) == size for batch in batches)
-    assert set(asked.values()) == {1}
-    assert len(asked) == steps * size
+    assert set(taken.values()) == {1}
+    assert len(taken) == steps * size
 
 
 @given(st.integers(0, 200), st.integers(0, 2**63))
 def test_a_step_has_the_same_problems_whatever_came_before(step: int, seed: int) -> None:
-    """What a resumed run is asked: the order is a function of the seed and the step, and of nothing that was drawn."""
+    """So a resumed run gets the same problems: their order is a function of the seed and the step only."""
     source = numbered(17, seed)
     in_turn = [source.batch(i, 4) for i in range(step + 1)][step]
     assert numbered(17, seed).batch(step, 4) == in_turn
@@ -75,7 +74,7 @@ def test_rows_with_one_id_are_one_problem_or_a_mistake() -> None:
     rows = [{"text": "a", "id": "x"}, {"text": "b", "id": "y"}, {"text": "c", "id": "x"}]
     source = collect("my data", rows, read, DataConfig(train="x"), deduplicate=True)
     assert ([p.prompt for p in source.problems], source.duplicates) == (["a", "b"], 1)
-    with pytest.raises(UserError, match="my data: rows 1 and 3 share the id 'x'"):
+    with pytest.raises(UserError, match="my data, row 3: has the id 'x' of my data, row 1; ids must differ"):
         collect("my data", rows, read, DataConfig(train="x"))
 
 
@@ -87,7 +86,7 @@ def test_broken_rows_of_a_file_can_be_left_out(tmp_path: Path) -> None:
     assert (source.rows, source.broken) == (6, 4)
 
 
-def test_training_problems_among_the_held_out_ones_are_told() -> None:
+def test_training_problems_among_the_held_out_ones_give_a_warning() -> None:
     problems = [Problem(id=str(i), prompt=f"What is {i}?", answer=str(i)) for i in range(5)]
     chat = Problem(id="c", prompt=({"role": "user", "content": "Hi"},), answer="Hi")
     training = list(map(content, [*problems[:3], chat]))

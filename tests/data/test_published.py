@@ -8,8 +8,7 @@ from published_rows import Row, code_row, dapo_row, gsm8k_row, write_rows
 from threepo.config import DataConfig
 from threepo.data.finite import FiniteProblems
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
-from threepo.data.published.code_r1 import INSTRUCTIONS
-from threepo.data.published.dapo_math import AFTER, BEFORE
+from threepo.data.published import CODE_R1_INSTRUCTIONS, DAPO_AFTER, DAPO_BEFORE
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.errors import UserError
 
@@ -46,9 +45,9 @@ def test_dapo_keeps_the_first_row_of_each_index_without_the_published_instructio
 GOOD = dapo_row("What is $1 + 1$?", "2", "good")
 BROKEN_DAPO: list[tuple[Row, str]] = [
     ({**GOOD, "prompt": [{"role": "user", "content": "What is $1$?"}]}, "not a problem between the instructions"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\nWhat is $1$?"}]}, "not a problem between"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"What is $1$?\n\n{AFTER}"}]}, "not a problem between"),
-    ({**GOOD, "prompt": [{"role": "user", "content": f"{BEFORE}\n\n{AFTER}"}]}, "not a problem between"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"{DAPO_BEFORE}\n\nWhat is $1$?"}]}, "not a problem between"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"What is $1$?\n\n{DAPO_AFTER}"}]}, "not a problem between"),
+    ({**GOOD, "prompt": [{"role": "user", "content": f"{DAPO_BEFORE}\n\n{DAPO_AFTER}"}]}, "not a problem between"),
     ({**GOOD, "prompt": GOOD["prompt"] * 2}, "is not a row of dapo-math-17k as published: ValueError"),
     ({**GOOD, "prompt": "What is $1$?"}, "is not a row of dapo-math-17k"),
     ({**GOOD, "prompt": [{"role": "user", "content": 3}]}, "is not a row of dapo-math-17k"),
@@ -76,7 +75,7 @@ def test_code_tests_reach_the_column_tests(suffix: str, tmp_path: Path) -> None:
     cases = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     rows = [
         {
-            **code_row("Write add.", {"functional": functional}, INSTRUCTIONS[0] + "\n"),
+            **code_row("Write add.", {"functional": functional}, CODE_R1_INSTRUCTIONS[0] + "\n"),
             "extra_info": {"prefix": "import re"},
         },
         code_row("Add two numbers.", cases),

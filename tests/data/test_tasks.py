@@ -1,7 +1,5 @@
 """Every procedural task keeps the same promises."""
 
-from random import Random
-
 import pytest
 
 from threepo.answers import final_answer
@@ -49,7 +47,7 @@ def test_right_ways_of_working_are_right_and_others_are_wrong(task: Task) -> Non
     for index in range(200):
         problem = problems.problem(index)
         for behaviour in ("worked", "direct"):
-            verdict = task.verify(problem, task.demonstrate(problem, behaviour, Random(index)))
+            verdict = task.verify(problem, task.demonstrate(problem, behaviour))
             assert (verdict.correct, verdict.status, verdict.reward) == (True, "right", 1.0)
             assert verdict.answer is not None
         wrong = task.verify(problem, problem.answer + problem.answer + "?")
@@ -77,12 +75,6 @@ def test_levels_take_turns(task: Task) -> None:
     assert [problems.problem(i).columns["level"] for i in range(4)] == [2, 3, 2, 3]
 
 
-@ALL
-def test_an_unknown_behaviour_is_refused(task: Task) -> None:
-    with pytest.raises(UserError, match="knows worked, direct"):
-        task.demonstrate(ProceduralProblems(task, "train", 0).problem(0), "dreamt", Random(0))
-
-
 def problem_of(prompt: str, answer: str = "") -> Problem:
     return Problem(id="x", prompt=prompt, answer=answer)
 
@@ -91,8 +83,8 @@ def test_sorting_by_hand() -> None:
     task = TASKS["sorting"]
     assert task.work("sort 7391\n") == "1:739\n3:79\n7:9\n9:"
     problem = problem_of("sort 7391\n", "1379")
-    assert task.demonstrate(problem, "copied", Random(0)) == "7391"
-    assert task.demonstrate(problem, "reversed", Random(0)) == "9731"
+    assert task.demonstrate(problem, "copied") == "7391"
+    assert task.demonstrate(problem, "reversed") == "9731"
     assert not task.verify(problem, "7391").correct
     assert task.verify(problem, "<think>no idea</think>\n1379\n").correct
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.conversations import ConversationBatches, PreparedConversations, prepare
+from threepo.training.conversations import PreparedConversations, prepare
 from threepo.types import Problem
 
 TEMPLATE = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>")
@@ -92,15 +93,16 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
         [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
         for e in range(3)
     ]
-    rows = run.material.source.prepared.batch(range(21))  # type: ignore[attr-defined]
+    conversations = run.material.source
+    assert isinstance(conversations, PreparedConversations)
+    rows = conversations.batch(range(21))
     distinct = Counter(row.input_tokens for row in rows)
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    again = ConversationBatches(run.material.source.prepared, 5, 0)  # type: ignore[attr-defined]
-    assert [row.input_tokens for row in again.rows(9)] == epochs[2][5:10]
-    other = ConversationBatches(run.material.source.prepared, 5, 1)  # type: ignore[attr-defined]
+    assert [row.input_tokens for row in replace(conversations).rows(9)] == epochs[2][5:10]
+    other = replace(conversations, seed=1)
     assert [row.input_tokens for step in range(4) for row in other.rows(step)] != epochs[0]
 
 
@@ -128,8 +130,8 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     assert checkpoints(tmp_path / "run")[-1][0] == 2
     for name in ("chats.jsonl", "held.jsonl", "chat.jinja"):
         (tmp_path / name).unlink()
-    folder, plain = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, plain), folder)
+    folder, config = RunFolder.open(tmp_path / "run")
+    api.fine_tune(build(SFTConfig, config), folder)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "run")
     for key in whole:
         assert parts[key] == whole[key], key
@@ -140,12 +142,12 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 
 def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Path) -> None:
     api.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
-    folder, plain = RunFolder.open(tmp_path / "run")
+    folder, config = RunFolder.open(tmp_path / "run")
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     write(tmp_path / "chats.jsonl", ROWS[:-1])
-    with folder, pytest.raises(UserError, match=r"20 of 20 rows now, 21 of 21 then.*; put the old ones back"):
-        sft.assemble(build(SFTConfig, plain), folder)
+    with folder, pytest.raises(UserError, match=r"20 of 20 rows now, 21 of 21 then.*; restore the old ones"):
+        sft.assemble(build(SFTConfig, config), folder)
 
 
 def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: Path) -> None:
@@ -153,8 +155,8 @@ def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: 
     before = read_json(tmp_path / "run" / "conversations.json")["source"]
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
-    folder, plain = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, plain), folder)
+    folder, config = RunFolder.open(tmp_path / "run")
+    api.fine_tune(build(SFTConfig, config), folder)
     after = read_json(tmp_path / "run" / "conversations.json")["source"]
     assert after == before
     assert Path(after["file"]).is_file()
@@ -162,7 +164,7 @@ def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: 
 
 def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> PreparedConversations:
     policy.tokenizer.chat_template = template
-    config = load(SFTConfig, "", [*settings, "run.steps=1"])
+    config = load(SFTConfig, "", [*settings, "run.steps=1", "conversations.batch_size=1"])
     assert config.conversations
     return prepare(policy, config.conversations, "source", None)
 
@@ -219,11 +221,11 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(
     found = prepared(policy, lenient)
     counts = {key: found.record[key] for key in ("rows", "kept", "dropped", "longest")}
     assert counts == {"rows": 25, "kept": 22, "dropped": {"too_long": 1, "broken": 2}, "longest": 128}
-    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in found.line()
     said = capsys.readouterr().err
+    assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in said
     assert "chats.jsonl, row 24: has no message" in said
     assert "chats.jsonl, row 25: has neither messages" in said
-    with pytest.raises(UserError, match="none is left"):
+    with pytest.raises(UserError, match="0 rows are left, fewer than conversations.batch_size = 1; see the counts"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 
 
@@ -236,7 +238,7 @@ def test_a_conversation_of_which_the_template_marks_nothing_is_broken(
         "{% if m.content == 'b' %}{% generation %}b<|endoftext|>{% endgeneration %}{% endif %}{% endfor %}",
     )
     write(tmp_path / "chats.jsonl", [{"messages": chat("a", "b")}, {"messages": chat("a", "c")}])
-    with pytest.raises(UserError, match=r"chats.jsonl, row 2: the chat template marks none of it"):
+    with pytest.raises(UserError, match=r"chats.jsonl, row 2: the chat template marks no part of it"):
         prepared(policy, base, template)
     record = prepared(policy, [*base, "conversations.broken_rows=skip"], template).record
     assert (record["kept"], record["dropped"], record["loss_tokens"]) == (1, {"broken": 1}, 2)
@@ -297,7 +299,7 @@ def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str
         (["conversations.epochs=2"], "run.steps = 100: conversations.epochs = 2 gives the length"),
         (['demonstrations.tasks=["sorting"]'], "both given"),
         (["conversations.source="], "conversations.source = ''"),
-        (["conversations.batch_size=22"], "21 are left to train on, fewer than conversations.batch_size = 22"),
+        (["conversations.batch_size=22"], "21 rows are left, fewer than conversations.batch_size = 22"),
         (["conversations.chat_template=/nowhere"], "conversations.chat_template = '/nowhere': cannot be read"),
         (["conversations.chat_template="], "no chat template"),
         (["conversations.eval=nowhere.jsonl"], "no such file"),
@@ -333,14 +335,14 @@ def test_another_tokenizer_is_used_and_saved(base: list[str], policy: Policy, tm
     assert (saved / "chat_template.jinja").read_text() == TEMPLATE
     for file in (tmp_path / "chatty").iterdir():
         file.unlink()
-    folder, plain = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, plain), folder)
+    folder, config = RunFolder.open(tmp_path / "run")
+    api.fine_tune(build(SFTConfig, config), folder)
 
 
 def test_the_example_then_reinforcement_learning_from_its_posterior(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As typed; the policy is then asked its problems in the chat template it was taught."""
+    """As typed; the prompts of training are then in the chat template of the fine-tuning."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     warm, rl = tmp_path / "warm", tmp_path / "rl"
     settings = [f"run.folder={warm}", f"conversations.cache={tmp_path / 'cache'}", "conversations.epochs=4"]
@@ -352,9 +354,9 @@ def test_the_example_then_reinforcement_learning_from_its_posterior(
     assert main(["train", "--resume", str(warm)]) == 2
     assert "is a run of `threepo sft`" in capsys.readouterr().err
     assert main(["sft", "--resume", str(warm)]) == 0
-    plain = [setting for setting in RLVR if not setting.startswith("model.")]
+    settings = [setting for setting in RLVR if not setting.startswith("model.")]
     learned = [f"model.path={warm}", "method.preset=c3po", f"optimizer.load_hessian={warm}", "run.steps=1"]
-    assert main(["train", *plain, *learned, f"run.folder={rl}"]) == 0
+    assert main(["train", *settings, *learned, f"run.folder={rl}"]) == 0
     posterior = Posterior.from_pretrained(checkpoints(warm)[-1][1])
     assert posterior.step == 12
     assert all(h.std() > 0 for h in posterior.hessian.values())
@@ -364,5 +366,5 @@ def test_the_example_then_reinforcement_learning_from_its_posterior(
     (first, *_) = pyarrow.parquet.read_table(rl / "completions" / "step-000000.parquet").to_pylist()
     policy = load_policy(ModelConfig(path=str(warm)))
     problem = Problem(id="", prompt=first["prompt"])
-    asked = policy.tokenizer.decode(policy.prompt_tokens([problem], DataConfig(train="sorting"))[0])
-    assert asked == f"user: {first['prompt']}\nassistant: "
+    prompt = policy.tokenizer.decode(policy.prompt_tokens([problem], DataConfig(train="sorting"))[0])
+    assert prompt == f"user: {first['prompt']}\nassistant: "

@@ -16,7 +16,6 @@ class Demonstration:
 
     problem: Problem
     completion: str
-    behaviour: str
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,9 @@ class Demonstrations:
         for name in self.settings.tasks:
             if name not in TASKS:
                 raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join(TASKS)}")
-            for behaviour in self.settings.behaviours:
-                if behaviour not in TASKS[name].behaviours:
-                    known = ", ".join(TASKS[name].behaviours)
-                    raise UserError(f"demonstrations.behaviours.{behaviour}: {name} knows {known}")
+            known = TASKS[name].behaviours
+            for behaviour in self.settings.behaviours.keys() - set(known):
+                raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
@@ -41,8 +39,8 @@ class Demonstrations:
         problems = ProceduralProblems(task, "train", settings.seed, settings.levels)
         problem = problems.problem(index // len(settings.tasks))
         rng = Random(f"demonstration/{settings.seed}/{index}")
-        behaviour = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))[0]
-        return Demonstration(problem, task.demonstrate(problem, behaviour, rng), behaviour)
+        (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
+        return Demonstration(problem, task.demonstrate(problem, behaviour))
 
     def batch(self, step: int) -> list[Demonstration]:
         """The demonstrations of one optimizer step."""

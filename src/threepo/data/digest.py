@@ -1,4 +1,4 @@
-"""Digests that tell whether data are still the same."""
+"""Digests that show whether data have changed."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:
-    """The digest of problems with everything that a grader sees, and of their prompts, as text or as tokens."""
+    """The digest of problems, with everything that a grader sees, and of their prompts as text or as tokens."""
     return digest(
         json.dumps([problem.id, problem.answer, problem.columns, prompt], sort_keys=True, default=str)
         for problem, prompt in zip(problems, prompts, strict=True)

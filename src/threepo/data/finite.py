@@ -1,4 +1,4 @@
-"""A finite list of problems, read from the rows of a user's own source or of a published data set."""
+"""Finite lists of problems, read from the rows of a user's own source or of a published data set."""
 
 import json
 import sys
@@ -7,31 +7,36 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 
 from threepo.config import DataConfig
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.published import PUBLISHED, read_published
+from threepo.data.rows import BrokenRow, Messages, Row, chat_messages, open_rows
+from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
 
+RESERVED = ("prompts", "completions", "completion_ids")
+"""Arguments that threepo itself gives to reward functions; no column may have these names."""
 _NAMED = 3
-"""Broken rows that the message about them names."""
+"""Number of broken rows that messages name."""
 
 
 @dataclass(frozen=True)
 class FiniteProblems:
-    """A finite list of problems. Training goes through it epoch by epoch, each epoch in an order of its own."""
+    """A finite list of problems. Training goes through it epoch by epoch; each epoch has its own order."""
 
     source: str
-    """What messages call it."""
+    """Its name in messages."""
     problems: tuple[Problem, ...]
     seed: int
     rows: int
-    """Rows of the source, also those that became no problem; the next three count these."""
+    """All rows of the source; the next three count those that became no problem."""
     broken: int = 0
     duplicates: int = 0
     too_long: int = 0
-    """Problems left out for the length of their prompts, which is known once there is a tokenizer."""
+    """Problems left out for the length of their prompts, which only a tokenizer can tell."""
 
     def batch(self, step: int, size: int) -> list[Problem]:
         """The problems of one training step: a function of (seed, step). An epoch drops its incomplete last batch."""
@@ -47,38 +52,93 @@ class FiniteProblems:
         return self.problems[:count]
 
     def known(self) -> Sequence[Problem]:
-        """All problems."""
+        """The problems that can be checked before training: all."""
         return self.problems
 
     def without(self, fault: Callable[[Problem], str]) -> "FiniteProblems":
-        """The problems without a fault; the others are counted and reported as broken rows."""
-        faults = {problem.id: fault(problem) for problem in self.problems}
+        """The problems for which `fault` is empty; the others are counted and reported as broken rows."""
+        faults = [(problem, fault(problem)) for problem in self.problems]
+        kept = tuple(problem for problem, reason in faults if not reason)
         prefix = f"{self.source}, "
-        broken = [f"{p.label.removeprefix(prefix)}: {faults[p.id]}" for p in self.problems if faults[p.id]]
-        kept = tuple(problem for problem in self.problems if not faults[problem.id])
+        broken = [f"{problem.label.removeprefix(prefix)}: {reason}" for problem, reason in faults if reason]
         if not kept:
             raise UserError(f"{self.source}: holds no problems that can be graded; {broken[0]}")
         _report(self.source, broken, self.rows)
         return replace(self, problems=kept, broken=self.broken + len(broken))
 
     def counts(self) -> dict[str, int]:
-        """How many rows became problems and how many did not, by reason; for the run's summary."""
+        """The number of problems and of rows, and of rows left out by reason; for the run's summary."""
         names = ("rows", "duplicates", "broken", "too_long")
         return {"problems": len(self.problems)} | {name: getattr(self, name) for name in names}
 
 
 def epoch_batch(count: int, size: int, seed: int, step: int) -> Sequence[int]:
     """The `size` numbers below `count` that step `step` takes; an epoch drops its incomplete last batch."""
-    epoch, position = divmod(step, count // size)
-    return _epoch_order(count, seed, epoch)[position * size : (position + 1) * size]
+    epoch, batch = divmod(step, count // size)
+    return _epoch_order(count, seed, epoch)[batch * size : (batch + 1) * size]
 
 
 @lru_cache(maxsize=1)
 def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
-    """Two million numbers take a second or two, and 16 MB."""
+    """The order of one epoch; two million numbers take one or two seconds and 16 MB."""
     numbers = array("L", range(count))
     Random(f"epoch/{seed}/{epoch}").shuffle(numbers)
     return numbers
+
+
+def published_problems(name: str, copy: str, split: Split, settings: DataConfig) -> FiniteProblems:
+    """The problems of a published set, from `copy` or, where that is empty, from the hub; a file is read whole."""
+    known = PUBLISHED[name]
+
+    def problem(row: Row, number: int) -> Problem:
+        found = read_published(name, known.read, row)
+        return replace(found, id=f"{name}/{split}/{found.id or number}", template=known.template)
+
+    hub_split = known.heldout if split == "heldout" and known.heldout else "train"
+    rows = open_rows(copy or known.hub, hub_split, known.configuration)
+    return collect(rows.name, rows, problem, settings, deduplicate=True)
+
+
+def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
+    """The problems of a user's own source: one in each row, in the columns that `settings` names."""
+    opened = open_rows(source)
+    rows = list(opened)
+    names = list(dict.fromkeys(name for row in rows if not isinstance(row, BrokenRow) for name in row))
+    for name in set(RESERVED) & set(names) - {settings.prompt_column}:
+        raise UserError(
+            f"{opened.name}: has a column {name!r}, but threepo itself gives reward functions an argument of this "
+            f"name; rename the column"
+        )
+    if settings.tests_column not in (*names, "tests"):
+        raise UserError(
+            f"{opened.name}: no column {settings.tests_column!r}; it has {', '.join(map(repr, names))}; set "
+            f"data.tests_column"
+        )
+
+    def problem(row: Row, number: int) -> Problem:
+        answer, own_id = row.get(settings.answer_column), row.get("id")
+        columns = {name: row.get(name) for name in names if name != settings.prompt_column}
+        if settings.answer_column in names:
+            columns.setdefault("answer", answer)
+        if settings.tests_column in names:
+            columns["tests"] = row.get(settings.tests_column)
+        return Problem(
+            id=f"{Path(source).name}:{number}" if own_id is None else str(own_id),
+            prompt=_prompt(row, settings.prompt_column),
+            answer="" if answer is None else str(answer),
+            columns=columns,
+        )
+
+    return collect(opened.name, rows, problem, settings)
+
+
+def _prompt(row: Row, column: str) -> str | Messages:
+    if column not in row:
+        raise BrokenRow(f"no column {column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column")
+    prompt = row[column]
+    if prompt == "":
+        raise BrokenRow("its prompt is empty")
+    return prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,")
 
 
 def collect(
@@ -89,46 +149,50 @@ def collect(
     *,
     deduplicate: bool = False,
 ) -> FiniteProblems:
-    """The problems that `read` makes of rows and their numbers; `read` raises `BrokenRow` where it cannot.
+    """The problems that `read` makes of rows and their numbers; `read` raises `BrokenRow` for a row without a problem.
 
     Of problems with the same id, `deduplicate` keeps the first; without it they are a `UserError`.
     """
-    seen: dict[str, int] = {}
-    problems: list[Problem] = []
+    problems: dict[str, Problem] = {}
     broken: list[str] = []
     number = 0
     for number, row in enumerate(rows, start=1):
+        location = f"{source}, row {number}"
         try:
             if isinstance(row, BrokenRow):
                 raise row
-            problem = replace(read(row, number), location=f"{source}, row {number}")
+            problem = replace(read(row, number), location=location)
         except BrokenRow as error:
-            broken.append(f"row {number}: {error}")
             if settings.broken_rows == "error":
-                raise UserError(
-                    f"{source}, {broken[0]}; fix it, or leave such rows out with data.broken_rows = 'skip'"
-                ) from error
+                fix = "fix it, or leave such rows out with data.broken_rows = 'skip'"
+                raise UserError(f"{location}: {error}; {fix}") from error
+            broken.append(f"row {number}: {error}")
             continue
-        if problem.id not in seen:
-            seen[problem.id] = number
-            problems.append(problem)
-        elif not deduplicate:
-            raise UserError(f"{source}: rows {seen[problem.id]} and {number} share the id {problem.id!r}")
+        first = problems.setdefault(problem.id, problem)
+        if first is not problem and not deduplicate:
+            raise UserError(f"{location}: has the id {problem.id!r} of {first.location}; ids must differ")
     _report(source, broken, number)
     if not problems:
         raise UserError(f"{source}: holds no problems")
     duplicates = number - len(problems) - len(broken)
-    return FiniteProblems(source, tuple(problems), settings.seed, number, len(broken), duplicates)
+    return FiniteProblems(source, tuple(problems.values()), settings.seed, number, len(broken), duplicates)
+
+
+def _report(source: str, broken: Sequence[str], rows: int) -> None:
+    if broken:
+        more = f"; and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+        named = "; ".join(broken[:_NAMED]) + more
+        print(f"threepo: {source}: left out {len(broken)} of {rows} rows as broken: {named}", file=sys.stderr)
 
 
 def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -> None:
-    """Warn if there are held-out problems or conversations to train on too; equal ones have equal texts here."""
+    """Warn if held-out problems or conversations are trained on too; equal ones must have equal texts here."""
     trained = set(training)
     shared = sum(text in trained for text in heldout)
     if shared:
         warnings.warn(
             f"{what}: {shared} of the {len(heldout)} held-out ones are also trained on, so their scores say nothing "
-            f"about new ones; take them out of one of the two sources",
+            f"about new ones; remove them from one of the two sources",
             ThreepoWarning,
             stacklevel=2,
         )
@@ -137,10 +201,3 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
 def content(problem: Problem) -> str:
     """Prompt and answer of a problem as one text."""
     return json.dumps([problem.prompt, problem.answer], sort_keys=True)
-
-
-def _report(source: str, broken: Sequence[str], rows: int) -> None:
-    if broken:
-        more = f"; and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
-        named = "; ".join(broken[:_NAMED]) + more
-        print(f"threepo: {source}: left out {len(broken)} of {rows} rows as broken: {named}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""How problems are put to a policy: the instructions of training and of evaluation (the paper's meaning, our words).
+"""Instructions around problems, for training and for evaluation: the paper's meaning in our words.
 
-In every template `{prompt}` marks the problem's text.
+In every template `{prompt}` stands for the problem's text.
 """
 
 MATH_TRAINING = """\
@@ -14,14 +14,14 @@ Keep to this layout:
 your reasoning
 </think>
 \\boxed{your final answer}"""
-"""RLVR on mathematics: reasoning in tags, then the boxed answer alone (spec 8.1)."""
+"""RLVR on mathematics: reasoning in tags, then only the boxed answer (spec 8.1)."""
 
 MATH_EVALUATION = """\
 You are an expert in solving mathematics problems. Think step by step, and put your final answer inside \\boxed{}.
 
 Question:
 {prompt}"""
-"""Evaluation on mathematics: one user turn, not that of training (spec 8.1)."""
+"""Evaluation on mathematics: one user turn, which differs from that of training (spec 8.1)."""
 
 CODE = """\
 Solve the programming problem below in Python. First reason inside <think> and </think>. After </think>, give the \
@@ -37,4 +37,4 @@ CODE_STDIN = "The program reads standard input and writes standard output."
 """Added to a problem whose tests are inputs and outputs."""
 
 CODE_STARTER = "Begin with this code, and keep its names:\n```python\n{starter}\n```"
-"""Added to a problem that gives its solution's signature; `{starter}` marks its place."""
+"""Added to a problem that gives the signature of its solution; `{starter}` stands for the signature."""

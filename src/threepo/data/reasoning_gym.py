@@ -1,7 +1,7 @@
 """Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
 
-Only the full score of 1.0 is right: reasoning-gym pays part of it for answers that merely contain the right one, and a
-policy would learn to exploit that.
+Only the full score of 1.0 counts as right: reasoning-gym gives partial scores to answers that merely contain the right
+one, and a policy would learn to exploit that.
 """
 
 import ast
@@ -18,7 +18,8 @@ from threepo.types import Problem, Verdict
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems from each chunk of generated items: far fewer than the split's share, so that no chunk has too few."""
+"""Problems taken from each chunk of generated items: fewer than the split's share (7/8, 1/8), so that every chunk has
+enough."""
 
 
 class ReasoningGymProblems(Endless):
@@ -29,62 +30,58 @@ class ReasoningGymProblems(Endless):
 
     def __init__(self, spec: str, split: Split, seed: int) -> None:
         self.spec, self.split, self.seed = spec, split, seed
+        self._name, self._settings = _parse(spec)
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
         if not self._chunk(0)[1]:
             raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
 
     def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
         """A generated data set, and its items of this split."""
-        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so seeds are hashed apart.
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            install = "needs the package; pip install 'threepo[reasoning-gym]'"
+            raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
+        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so we hash them.
         digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
-        dataset = _create(*_parse(self.spec), int.from_bytes(digest) >> 1)
-        return dataset, [
-            entry for entry in map(dataset.__getitem__, range(_CHUNK)) if split_of(entry["question"]) == self.split
-        ]
+        seed = int.from_bytes(digest) >> 1
+        try:
+            dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"data: {PREFIX}{self.spec}: {error}") from error
+        items = [dataset[i] for i in range(_CHUNK)]
+        return dataset, [item for item in items if split_of(item["question"]) == self.split]
 
     def problem(self, index: int) -> Problem:
         """Problem number `index`."""
         number, position = divmod(index, _PER_CHUNK[self.split])
-        entries = self._chunk(number)[1]
-        entry = entries[position % len(entries)]
+        items = self._chunk(number)[1]
+        item = items[position % len(items)]
         return Problem(
             id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
-            prompt=entry["question"],
-            answer=str(entry["answer"]),
-            columns={"entry": entry},
+            prompt=item["question"],
+            answer=str(item["answer"]),
+            columns={"entry": item},
         )
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """reasoning-gym's own scorer, on the text in <answer> tags or else after the last </think>."""
+        """The verdict of reasoning-gym's own scorer on the text in <answer> tags, or else after the last </think>."""
         tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
         given = tagged[-1] if tagged else final_answer(completion)
         if not given:
             return judge(given, False)
         try:
             score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # a scorer that fails on a policy's text has not judged it
+        except Exception:  # the scorer failed on the text, so it gave no verdict
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
 
 
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     try:
-        node = ast.parse(spec, mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError):
+        call: Any = ast.parse(spec if spec.endswith(")") else f"{spec}()", mode="eval").body
+        if not call.args:
+            return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
         pass
     raise UserError(f"data: {PREFIX}{spec}: write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)")
-
-
-def _create(name: str, settings: dict[str, Any], seed: int) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise UserError(f"data: {PREFIX}{name} needs the package: pip install 'threepo[reasoning-gym]'") from error
-    try:
-        return reasoning_gym.create_dataset(name, **settings, seed=seed, size=_CHUNK)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"data: {PREFIX}{name} with settings {settings}: {error}") from error

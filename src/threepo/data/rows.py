@@ -21,20 +21,20 @@ from threepo.errors import UserError
 Row = dict[str, Any]
 Batch = Mapping[str, Sequence[Any]]
 """Columns of some rows."""
-_BOM = "\ufeff"
-"""The byte order mark, which some programs put at the beginning of a file."""
+Messages = tuple[Mapping[str, Any], ...]
+"""Chat messages of the form {"role": ..., "content": ...}; further keys reach the chat template."""
 
 
 class BrokenRow(Exception):
-    """A row that is not what it should be; the text says why."""
+    """A row that cannot be used; the text says why."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source in their order, without empty lines; read as they are asked for. Numbers count from 1."""
+    """The rows of a source in their order, without empty lines, read lazily. Messages number them from 1."""
 
     name: str
-    """What messages call the source."""
+    """The source's name in messages."""
     table: Any
     """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
     parse: Callable[[Batch], Iterable[Row | BrokenRow]]
@@ -44,7 +44,7 @@ class Rows:
         return (row for batch in self.table.iter(1000) for row in self.parsed(batch))
 
     def parsed(self, batch: Batch) -> list[Row | BrokenRow]:
-        """`parse` of a batch of the table; `UserError` for a file that is not JSON or CSV as a whole."""
+        """`parse` of a batch of the table; `UserError` for a whole file that is not JSON or CSV."""
         try:
             return list(self.parse(batch))
         except (ValueError, csv.Error) as error:
@@ -52,7 +52,7 @@ class Rows:
 
 
 def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
-    """The rows of `source`, whose own configuration and split count before these; the split `all` joins all splits.
+    """The rows of `source`; a configuration or split in its name overrides these. The split `all` joins all splits.
 
     `UserError` if the source is missing or cannot be read.
     """
@@ -66,7 +66,7 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # errors of `datasets` only wrap those of what it reads with
+        cause = error.__cause__ or error  # `datasets` wraps the errors of its readers
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
         hint = "check the file" if is_local(path) else "check the name and the connection, or name a local copy"
         raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
@@ -89,8 +89,8 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
-    """Rows of local files of one kind. Unlike `load_dataset`, these readers never go to the network."""
-    if not any(os.path.getsize(path) for path in files):
+    """Rows of local files of one kind. Unlike `load_dataset`, these readers never use the network."""
+    if not any(map(os.path.getsize, files)):
         raise UserError(f"{name}: is empty")
     paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
     if not suffixes & {".jsonl", ".json", ".csv"}:
@@ -105,7 +105,7 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
 
 
 def _hub_file(path: str) -> Path:
-    """A local copy of one file, for data sets that `datasets` refuses, such as one with a loading script."""
+    """A local copy of one file; needed for data sets that `datasets` refuses, such as those with a loading script."""
     import huggingface_hub
 
     organization, name, file = path.removeprefix(HUB_FILE).split("/", 2)
@@ -116,8 +116,12 @@ def _columns(batch: Batch) -> Iterator[Row]:
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
+def _texts(batch: Batch) -> Iterator[str]:
+    return (text.removeprefix("\ufeff") for text in batch["text"])  # some programs begin a file with this mark
+
+
 def _json_lines(batch: Batch) -> Iterator[Row | BrokenRow]:
-    return (_json_row(line.removeprefix(_BOM)) for line in batch["text"] if line.strip())
+    return (_json_row(line) for line in _texts(batch) if line.strip())
 
 
 def _json_row(text: str) -> Row | BrokenRow:
@@ -132,29 +136,30 @@ def _json_row(text: str) -> Row | BrokenRow:
 
 def _json_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
-    for text in (text.removeprefix(_BOM) for text in batch["text"]):
-        array = json.loads(text) if text.lstrip().startswith("[") else None
-        yield from _json_lines({"text": text.split("\n") if array is None else list(map(json.dumps, array))})
+    for text in _texts(batch):
+        lines = map(json.dumps, json.loads(text)) if text.lstrip().startswith("[") else text.split("\n")
+        yield from _json_lines({"text": list(lines)})
 
 
 def _csv_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for text in batch["text"]:
-        for row in csv.DictReader(io.StringIO(text.removeprefix(_BOM), newline=""), strict=True):
+    for text in _texts(batch):
+        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
             yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
 def is_source(name: str) -> bool:
-    """Whether a name is that of a file, of a folder, or of a data set on the hub."""
+    """Whether a name means a file, a folder, or a data set on the hub."""
     path, _, _ = split_source(name)
     return "/" in path or is_local(path)
 
 
-def chat_messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Chat messages from a row, without empty keys: parquet gives all messages the keys of any, and templates ask.
+def chat_messages(value: Any, name: str) -> Messages:
+    """The chat messages in `value`, without keys that are None.
 
-    `BrokenRow`, which calls the value `name`, unless it is a list of messages with their role and content as text.
+    Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
+    calls the value `name`; it is raised unless `value` is a list of messages with role and content as text.
     """
     messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
     texts = [message.get(key) for message in messages for key in ("role", "content")]

@@ -1,33 +1,23 @@
-"""From the names of problems in a recipe to the problems."""
+"""From the name of a source in a recipe to its problems or conversations."""
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from threepo.config import DataConfig
+from threepo.config.records import require
 from threepo.config.sources import KINDS, is_file
-from threepo.data.columns import column_problems
-from threepo.data.published import PUBLISHED
+from threepo.data.finite import FiniteProblems, column_problems, published_problems
+from threepo.data.published import CONVERSATIONS, PUBLISHED, read_published
 from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
-from threepo.data.rows import is_source
-from threepo.data.task import ProceduralProblems, Split
+from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, is_source, open_rows
+from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, VerifierName
 
-
-class ProblemSource(Protocol):
-    """Problems by training step, and a fixed set to evaluate on; finite (data.finite) or endless (data.task)."""
-
-    def batch(self, step: int, size: int) -> list[Problem]:
-        """The problems of training step `step`; the same for every method and every resumed run."""
-
-    def first(self, count: int) -> Sequence[Problem]:
-        """Up to `count` problems, always the same."""
-
-    def known(self) -> Sequence[Problem]:
-        """What can be checked before training: all problems of a finite source, one example of an endless source."""
+ProblemSource = FiniteProblems | Endless
+"""Problems by training step (`batch`), a fixed set to evaluate on (`first`), and those to check first (`known`)."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +26,21 @@ class OpenedSource:
 
     problems: ProblemSource
     verifier: Callable[[Problem, str], Verdict] | VerifierName | None
-    """A name where it is one of `rewards`; None for a user's own source, whose reward the recipe names."""
+    """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The rows of a source, and how a conversation is read from one."""
+
+    rows: Rows
+    read: Callable[[Row], Messages | str]
+    """The messages of a row, or one word that says why the published set leaves it out. Raises `BrokenRow`."""
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
-    """Open a procedural task, a published data set or a user's own source; `UserError` says what there is."""
-    _refuse_unread(name, settings)
+    """Open a procedural task, a data set of reasoning-gym, a published data set or a user's own source."""
+    _refuse_unused(name, settings)
     if name in TASKS:
         task = TASKS[name]
         return OpenedSource(ProceduralProblems(task, split, settings.seed, settings.levels), task.verify)
@@ -50,12 +49,11 @@ def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
         return OpenedSource(gym, gym.verify)
     published, copy = split_copy(name, PUBLISHED)
     if published:
-        return OpenedSource(PUBLISHED[published].open(copy, split, settings), PUBLISHED[published].verifier)
+        return OpenedSource(published_problems(published, copy, split, settings), PUBLISHED[published].verifier)
     if is_source(name):
         return OpenedSource(column_problems(name, settings), None)
-    near = difflib.get_close_matches(name.partition(":")[0], [*TASKS, *PUBLISHED], n=1)
-    known = f"name a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
-    raise UserError(f"data source {name!r}: unknown; {f'did you mean {near[0]}?' if near else known}")
+    listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
+    raise _unknown("data source", name, [*TASKS, *PUBLISHED], listed)
 
 
 def open_training(settings: DataConfig) -> OpenedSource:
@@ -65,21 +63,19 @@ def open_training(settings: DataConfig) -> OpenedSource:
         for key in ("prompt_template", "system_prompt"):
             if getattr(settings, key):
                 raise UserError(
-                    f"data.{key} = {getattr(settings, key)!r}: is for prompts that are plain text, and those of "
-                    f"{settings.train} are lists of chat messages; leave it out, or put it into the messages"
+                    f"data.{key} = {getattr(settings, key)!r}: needs prompts that are text, but those of "
+                    f"{settings.train} are lists of chat messages; leave it out, or write it into the messages"
                 )
     return source
 
 
 def open_heldout(settings: DataConfig) -> OpenedSource:
     """The problems to evaluate on: `data.eval`, or the held-out part of `data.train`."""
-    if settings.eval:
-        return open_source(settings.eval, "heldout", settings)
-    if not has_heldout(settings.train):
+    if not settings.eval and not has_heldout(settings.train):
         raise UserError(
             f"data.eval = '': {settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
         )
-    return open_source(settings.train, "heldout", settings)
+    return open_source(settings.eval or settings.train, "heldout", settings)
 
 
 def has_heldout(name: str) -> bool:
@@ -87,11 +83,46 @@ def has_heldout(name: str) -> bool:
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return bool(PUBLISHED[published].heldout) and not is_file(copy)
-    return name in TASKS or name.startswith(PREFIX)
+    return _is_endless(name)
+
+
+def open_conversations(name: str) -> Conversations:
+    """Open a user's own source of conversations, or a published set with all its splits."""
+    published, copy = split_copy(name, CONVERSATIONS)
+    if published:
+        known = CONVERSATIONS[published]
+
+        def read(row: Row) -> Messages | str:
+            found = read_published(published, known.read, row)
+            return found if isinstance(found, str) else chat_messages(found, "messages")
+
+        return Conversations(open_rows(copy or known.hub, "all", known.configuration), read)
+    if not is_source(name):
+        raise _unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
+    return Conversations(open_rows(name), _from_columns)
+
+
+def _from_columns(row: Row) -> Messages:
+    """The messages of a user's own row: its `messages`, or its `prompt` and `completion`, each text or messages."""
+    if row.get("messages") is not None:
+        messages = chat_messages(row["messages"], "messages")
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages = _turn(row, "prompt", "user") + _turn(row, "completion", "assistant")
+    else:
+        raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BrokenRow("has no message of the assistant, so nothing to imitate")
+    return messages
+
+
+def _turn(row: Row, column: str, role: str) -> Messages:
+    if isinstance(row[column], str):
+        return ({"role": role, "content": row[column]},)
+    return chat_messages(row[column], f"{column}, if it is not text,")
 
 
 def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
-    """The published set that a name begins with, and the copy that it names; ("", "") for other names."""
+    """Split SET or SET:COPY, where SET is a published set, into the two; ("", "") for other names."""
     known, colon, copy = name.partition(":")
     if known not in published:
         return "", ""
@@ -100,19 +131,25 @@ def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
     return known, copy
 
 
-def _refuse_unread(name: str, settings: DataConfig) -> None:
-    """Raise `UserError` for a setting that none of the recipe's sources reads."""
+def _unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:
+    """The error for a name that is none of `known` and no source of rows."""
+    near = difflib.get_close_matches(name.partition(":")[0], known, n=1)
+    return UserError(f"{kind} {name!r}: unknown; {f'did you mean {near[0]}?' if near else f'name {listed}'}")
+
+
+def _is_endless(name: str) -> bool:
+    return name in TASKS or name.startswith(PREFIX)
+
+
+def _refuse_unused(name: str, settings: DataConfig) -> None:
+    """Raise `UserError` for a setting that none of the recipe's sources uses."""
     named = {settings.train, settings.eval, name} - {""}
-    endless = {source for source in named if source in TASKS or source.startswith(PREFIX)}
-    if settings.levels and not named & set(TASKS):
-        levels = list(settings.levels)
-        raise UserError(f"data.levels = {levels}: only procedural tasks have levels, not {name}; leave it out")
-    unread = {
-        "max_prompt_tokens": settings.max_prompt_tokens and settings.train in endless,
-        "broken_rows": settings.broken_rows != "error" and endless == named,
+    unused = {
+        "levels": settings.levels and not named & set(TASKS),
+        "max_prompt_tokens": settings.max_prompt_tokens and _is_endless(settings.train),
+        "broken_rows": settings.broken_rows != "error" and all(map(_is_endless, named)),
     }
-    for key in (key for key, refused in unread.items() if refused):
-        raise UserError(
-            f"data.{key} = {getattr(settings, key)!r}: is for data sets, and {settings.train} generates its problems; "
-            f"leave it out"
-        )
+    for key, found in unused.items():
+        kind = "procedural tasks" if key == "levels" else "data sets"
+        fix = f"is only for {kind}, not for {settings.train}; leave it out"
+        require(not found, f"data.{key}", getattr(settings, key), fix)

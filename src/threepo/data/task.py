@@ -2,7 +2,7 @@
 
 A task generates problems of a given difficulty, verifies answers exactly, and writes demonstrations of several
 behaviours for supervised fine-tuning, such as working step by step or answering at once. Training and held-out problems
-are disjoint: the hash of its prompt assigns each problem to a split, whatever the seed, index or level.
+are disjoint: the split of a problem is a function of its prompt alone, the same for all seeds, indices and levels.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ _MOST_ATTEMPTS = 10_000
 
 
 class Task(ABC):
-    """One family of problems. Tasks have no state; everything random comes from the generator that they are given."""
+    """One family of problems. Tasks have no state; all randomness comes from the generator `rng`."""
 
     name: ClassVar[str]
     default_levels: ClassVar[tuple[int, ...]]
     min_level: ClassVar[int]
     """The lowest difficulty; there is no highest."""
     behaviours: ClassVar[tuple[str, ...]] = ("worked", "direct")
-    """What `demonstrate` can show: always `worked` (step by step) and `direct` (the answer at once)."""
+    """What `demonstrate` can show. Every task has `worked` (step by step) and `direct` (the answer at once)."""
 
     @abstractmethod
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
@@ -41,20 +41,19 @@ class Task(ABC):
         """The steps from the prompt to the answer, as a policy would think them."""
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
-        """Exact: the final answer must be the reference; only the width of blanks may differ."""
+        """Exact: the final answer must equal the reference, up to the width of blanks."""
         return exact_match(problem, completion)
 
-    def demonstrate(self, problem: Problem, behaviour: str, rng: Random) -> str:
-        """A completion of the problem that shows the behaviour."""
-        if behaviour == "worked":
-            return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
+    def demonstrate(self, problem: Problem, behaviour: str) -> str:
+        """A completion of the problem that shows one of the `behaviours`."""
         if behaviour == "direct":
             return problem.answer
-        raise UserError(f"demonstrations.behaviours.{behaviour}: {self.name} knows {', '.join(self.behaviours)}")
+        assert behaviour == "worked", behaviour
+        return f"<think>{self.work(str(problem.prompt))}{THINK_END}{problem.answer}"
 
 
 def split_of(prompt: str) -> Split:
-    """The split of a prompt, which never changes."""
+    """The split of a prompt, the same in every run."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8, person=b"threepo-split").digest()
     return "heldout" if int.from_bytes(digest) % HELDOUT_SHARE == 0 else "train"
 
@@ -75,7 +74,7 @@ class Endless(ABC):
         return [self.problem(i) for i in range(count)]
 
     def known(self) -> Sequence[Problem]:
-        """The first problem, as an example."""
+        """The problems that can be checked before training: the first, as an example."""
         return self.first(1)
 
 

@@ -1,7 +1,7 @@
-"""Conversations for fine-tuning: tokenised once into a memory-mapped file, and handed out by epoch (sft.md 3).
+"""Conversations for fine-tuning: tokenised once into a memory-mapped file, and read by epoch (sft.md 3).
 
-`datasets` keeps the file in its cache, or in `conversations.cache`, under a digest of everything that the tokens follow
-from, so later runs find it. It has a row for each row of the source, also for those left out: all counts come from it.
+`datasets` keeps the file in its cache, or in `conversations.cache`, under a digest of everything that determines the
+tokens, so later runs find it. The rows that are left out are in the file too, so all counts come from it.
 """
 
 import json
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
-from threepo.data.conversations import Conversations
 from threepo.data.digest import digest
 from threepo.data.finite import epoch_batch
+from threepo.data.published import CONVERSATIONS
 from threepo.data.rows import Batch, BrokenRow, Row
+from threepo.data.source import Conversations, open_conversations, split_copy
 from threepo.errors import UserError
 from threepo.files import disk_errors
 from threepo.models.chat import ChatEncoder, EncodedChat, RenderedChat, UnrenderableChat
@@ -26,17 +27,17 @@ from threepo.models.policy import Policy
 from threepo.types import SupervisedRow
 
 FORMAT = 3
-"""Part of every digest: raise it when the same source and settings would give other tokens or columns."""
+"""Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
-"""Conversations tokenised together."""
+"""Rows that are read and tokenised together."""
 LINE_EVERY = 30.0
 """Seconds between lines on the progress."""
 NAMED = 3
-"""Broken rows that are left out with a line of their own; the others are only counted."""
+"""Number of broken rows that are reported one by one; later ones are only counted."""
 COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
-"""Of the file. The bounds of the loss ranges stand one after another; `dropped` is why a row is left out, or empty."""
+"""The file's columns. `loss_ranges` is a flat list of bounds; `dropped` is why a row is left out, or empty."""
 Part = Literal["source", "eval"]
-"""Which conversations of a recipe."""
+"""Conversations to train on, or held-out ones."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ class PreparedConversations:
     """Tokenised conversations on disk."""
 
     source: str
-    """What messages call them."""
+    """Their name in messages."""
     table: Any
     """A memory-mapped `datasets.Dataset` with `COLUMNS`; slices of a column are far faster than its iterator."""
+    batch_size: int
+    seed: int
 
     @cached_property
     def kept(self) -> list[int]:
@@ -60,7 +63,7 @@ class PreparedConversations:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What the run folder keeps: where the tokens are, a digest of them, and what became of the source's rows."""
+        """The entry in the run folder: the file of the tokens, a digest of them, and counts of the source's rows."""
         return {
             "source": self.source,
             "file": self.table.cache_files[0]["filename"],
@@ -73,15 +76,17 @@ class PreparedConversations:
             "digest": digest(self.digests),
         }
 
-    def line(self) -> str:
-        """The counts as messages show them."""
-        rows, kept, tokens, counted = (f"{self.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.record["dropped"].items()))
-        counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
-        return f"conversations {self.source}: {counts}, {counted} of them to imitate"
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in an epoch; the rest of it is dropped."""
+        return len(self.kept) // self.batch_size
+
+    def rows(self, step: int) -> list[SupervisedRow]:
+        """The conversations of one optimizer step: a function of (seed, step), so a resumed run needs no state."""
+        return self.batch(epoch_batch(len(self.kept), self.batch_size, self.seed, step))
 
     def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
-        """Conversations by their numbers among those kept, as the rows of one step."""
+        """Conversations by their numbers among those kept."""
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
@@ -90,35 +95,10 @@ class PreparedConversations:
         ]
 
 
-@dataclass(frozen=True)
-class ConversationBatches:
-    """Conversations by optimizer step: a function of (seed, epoch), so that a resumed run needs no state."""
-
-    prepared: PreparedConversations
-    batch_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not self.steps_per_epoch:
-            raise UserError(
-                f"conversations {self.prepared.source}: {len(self.prepared.kept)} are left to train on, fewer than "
-                f"conversations.batch_size = {self.batch_size}; lower it"
-            )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch; the rest of it is dropped."""
-        return len(self.prepared.kept) // self.batch_size
-
-    def rows(self, step: int) -> list[SupervisedRow]:
-        """The conversations of optimizer step `step`."""
-        return self.prepared.batch(epoch_batch(len(self.prepared.kept), self.batch_size, self.seed, step))
-
-
 def refuse_unreadable(settings: ConversationConfig) -> None:
-    """Raise `UserError` for a source or a template that cannot be read, before minutes go into loading a model."""
+    """Raise `UserError` for a source or template that cannot be read, before a model takes minutes to load."""
     for name in filter(None, (settings.source, settings.eval)):
-        Conversations.open(name)
+        open_conversations(name)
     if settings.chat_template:
         read_template(settings.chat_template)
 
@@ -134,39 +114,49 @@ def read_template(path: str) -> str:
 def prepare(
     policy: Policy, settings: ConversationConfig, part: Part, earlier: Mapping[str, Any] | None
 ) -> PreparedConversations:
-    """The conversations of `settings.source` or `settings.eval` as tokens: from the cache, or read now and put there.
+    """The conversations of `settings.source` or `settings.eval` as tokens, from the cache where they are there.
 
     `earlier` is the record of a run that is resumed: its file is used if it still exists, and other conversations are
-    refused. `UserError` too if the source has rows that its settings refuse, or if none are left.
+    refused. `UserError` too if the source has rows that its settings refuse, or if no row is left.
     """
     import datasets
 
     name = getattr(settings, part)
     if earlier and Path(earlier["file"]).is_file():
-        prepared = PreparedConversations(name, datasets.Dataset.from_file(earlier["file"]))
+        table = datasets.Dataset.from_file(earlier["file"])
     else:
-        prepared = PreparedConversations(name, _tokenized(policy, settings, part))
+        table = _tokenized(policy, settings, part)
+    prepared = PreparedConversations(name, table, settings.batch_size, settings.seed)
     now = prepared.record
     if earlier and earlier["digest"] != now["digest"]:
         raise UserError(
             f"conversations {name}: are not those that the run began with ({now['kept']:,} of {now['rows']:,} rows "
-            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); put the old ones back, or begin a new run"
+            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); restore the old ones, or start a new run"
         )
-    print(f"threepo: {prepared.line()}", file=sys.stderr)
-    if not prepared.kept:
-        raise UserError(f"conversations {name}: none is left; see the counts above")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(now["dropped"].items()))
+    print(
+        f"threepo: conversations {name}: kept {now['kept']:,} of {now['rows']:,} rows"
+        f"{f' (left out: {reasons})' if reasons else ''}, {now['tokens']:,} tokens, {now['loss_tokens']:,} of them to "
+        f"imitate",
+        file=sys.stderr,
+    )
+    least, setting = (settings.batch_size, "conversations.batch_size = ") if part == "source" else (1, "")
+    if len(prepared.kept) < least:
+        few = f"{len(prepared.kept)} rows are left, fewer than {setting}{least}"
+        raise UserError(f"conversations {name}: {few}; see the counts above")
     return prepared
 
 
 def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
-    """A `datasets.Dataset` of the tokens, from its cache where it is there."""
+    """A `datasets.Dataset` of the tokens."""
     import datasets
 
-    source, most_rows = Conversations.open(getattr(settings, part)), settings.eval_rows if part == "eval" else 0
-    preparation = _Preparation(policy, settings, source, most_rows)
+    name, most_rows = getattr(settings, part), settings.eval_rows if part == "eval" else 0
+    source = open_conversations(name)
+    preparation = _Preparation(policy, settings, source, most_rows or sys.maxsize)
     table, tokenizer = source.rows.table, policy.tokenizer
     parts = (
-        (FORMAT, source.published, table._fingerprint, most_rows),  # which changes when a file does
+        (FORMAT, split_copy(name, CONVERSATIONS)[0], table._fingerprint, most_rows),  # which changes when a file does
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
@@ -174,7 +164,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
     integer, text = datasets.Value("int32"), datasets.Value("string")
     kinds = (datasets.List(integer), datasets.List(integer), integer, integer, text, text)
     with disk_errors(Path(settings.cache or datasets.config.HF_DATASETS_CACHE)):
-        return table.select(range(min(most_rows or len(table), len(table)))).map(
+        return table.select(range(min(preparation.most_rows, len(table)))).map(
             preparation,
             batched=True,
             batch_size=ROWS_AT_ONCE,
@@ -193,25 +183,24 @@ class _Preparation:
         self.policy, self.settings, self.source, self.most_rows = policy, settings, source, most_rows
         self.encoder = ChatEncoder(policy.tokenizer, frozenset(policy.stop_tokens), settings.loss_on)
         self.limit = min(settings.max_tokens, policy.context)
-        self.read, self.broken, self.said = 0, 0, time.monotonic()
+        self.read, self.broken, self.last_line = 0, 0, time.monotonic()
 
     def __call__(self, batch: Batch) -> dict[str, list[Any]]:
-        if time.monotonic() - self.said > LINE_EVERY:
-            self.said = time.monotonic()
+        if time.monotonic() - self.last_line > LINE_EVERY:
+            self.last_line = time.monotonic()
             print(f"threepo: {self.source.rows.name}: {self.read:,} rows read so far", file=sys.stderr)
-        chats = [chat for row in self.source.rows.parsed(batch) if (chat := self._rendered(row))]
+        rows = self.source.rows.parsed(batch)[: self.most_rows - self.read]
+        chats = [self._rendered(row) for row in rows]
         encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
-        rows = [
+        columns = [
             self._columns(next(encoded), chat.location) if isinstance(chat, RenderedChat) else _left_out(chat)
             for chat in chats
         ]
-        return {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+        return {name: [row[i] for row in columns] for i, name in enumerate(COLUMNS)}
 
-    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str | None:
-        """The text of a row, or the reason why it is left out; None after the last row to read."""
+    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str:
+        """The text of a row, or the reason why it is left out."""
         self.read += 1
-        if self.most_rows and self.read > self.most_rows:
-            return None
         location = f"{self.source.rows.name}, row {self.read}"
         try:
             if isinstance(row, BrokenRow):
@@ -224,7 +213,7 @@ class _Preparation:
     def _columns(self, chat: EncodedChat, location: str) -> tuple[Any, ...]:
         length = len(chat.tokens)
         if not chat.loss_ranges:
-            return _left_out(self._broken("the chat template marks none of it as the assistant's", location))
+            return _left_out(self._broken("the chat template marks no part of it as the assistant's", location))
         if length > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(

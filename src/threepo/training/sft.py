@@ -29,7 +29,7 @@ from threepo.training.batching import flatten, pack
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
-from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_unreadable
+from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
 from threepo.training.schedule import factor
@@ -194,7 +194,7 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     prepared = {part: prepare(policy, settings, part, before.get(part)) for part in parts}
     if "eval" in prepared:
         warn_of_shared("conversations.eval", *(prepared[part].digests for part in parts))
-    batches = ConversationBatches(prepared["source"], settings.batch_size, settings.seed)
+    batches = prepared["source"]
     return Material(
         batches,
         config.run.steps or settings.epochs * batches.steps_per_epoch,

@@ -30,9 +30,9 @@ class Sorting(Task):
             steps.append(f"{smallest}:{left}")
         return "\n".join(steps)
 
-    def demonstrate(self, problem: Problem, behaviour: str, rng: Random) -> str:
+    def demonstrate(self, problem: Problem, behaviour: str) -> str:
         if behaviour == "copied":
             return str(problem.prompt).split()[1]
         if behaviour == "reversed":
             return problem.answer[::-1]
-        return super().demonstrate(problem, behaviour, rng)
+        return super().demonstrate(problem, behaviour)

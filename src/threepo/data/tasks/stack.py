@@ -22,8 +22,7 @@ class Stack(Task):
         stack: list[str] = []
         while len(operations) < level:
             known = ["push", "push"]
-            known += ["dup", "pop"] if len(stack) > 1 else []  # the final stack must not be empty
-            known += ["swap", "over"] if len(stack) > 1 else []
+            known += ["dup", "pop", "swap", "over"] if len(stack) > 1 else []  # the final stack must not be empty
             operation = rng.choice(known)
             operations.append(str(rng.randrange(10)) if operation == "push" else operation)
             _apply(stack, operations[-1])

@@ -1,0 +1,193 @@
+"""The published data sets: where the Hugging Face hub has them, and how their rows are read.
+
+To add one: a function that reads a row, and a record in `PUBLISHED` or `CONVERSATIONS`. The name of a set means its
+copy on the hub; `NAME:COPY` reads the same columns from any other source (config.sources).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
+from threepo.data.rows import BrokenRow, Row
+from threepo.types import Problem, VerifierName
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """Problems as their authors published them."""
+
+    summary: str
+    """A few words for `threepo data list`."""
+    hub: str
+    """Its id on the hub."""
+    read: Callable[[Row], Problem]
+    """The problem in a row. Rows of the same problem share its id; an empty id means the row's number."""
+    template: str
+    """The text around a problem; `{prompt}` stands for the problem."""
+    verifier: VerifierName
+    configuration: str | None = None
+    """The configuration on the hub, if there are several."""
+    heldout: str | None = None
+    """The hub's split with held-out problems, if there is one."""
+
+
+@dataclass(frozen=True)
+class ConversationSet:
+    """Conversations as their authors published them, for supervised fine-tuning. All splits are read."""
+
+    summary: str
+    hub: str
+    configuration: str
+    read: Callable[[Row], list[Any] | str]
+    """The messages of a row, or one word that says why the row is left out; the run counts rows by that word."""
+
+
+def read_published(name: str, read: Callable[[Row], Item], row: Row) -> Item:
+    """`read(row)`; `BrokenRow` if the row does not have the published columns."""
+    try:
+        return read(row)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise BrokenRow(f"is not a row of {name} as published: {type(error).__name__}: {error}") from error
+
+
+# Code-R1: programming problems with tests, 2K of LeetCode and 10K of TACO
+
+CODE_R1_INSTRUCTIONS = (
+    "Please solve the programming task below using a self-contained code snippet in a markdown code block.",
+    "Solve the programming task below in a Python markdown code block.",
+)
+"""The first lines of the published problems of LeetCode and of TACO. They are removed, because our template asks for a
+code block. The published system prompt is not read, because it asks for tags that we do not use."""
+
+
+def _code_r1(row: Row) -> Problem:
+    """The column `tests` comes from `reward_model.ground_truth`, which is JSON text.
+
+    It holds either `functional`, Python that runs after the program and raises an exception where the program is wrong,
+    or `inputs` and `outputs`. The code in `extra_info.prefix` runs before the program.
+    """
+    (question,) = (message["content"].strip() for message in row["prompt"] if message["role"] == "user")
+    for instruction in CODE_R1_INSTRUCTIONS:
+        question = question.removeprefix(instruction).strip()
+    if not question:
+        raise BrokenRow("its prompt holds an instruction, but no problem")
+    tests = json.loads(row["reward_model"]["ground_truth"])
+    functional, inputs, outputs = (tests.get(name) for name in ("functional", "inputs", "outputs"))
+    if isinstance(functional, str) and functional.strip():
+        prefix = (row.get("extra_info") or {}).get("prefix")
+        code = {"functional": functional} | ({"prefix": prefix} if prefix else {})
+        return Problem(id="", prompt=question, columns={"tests": code})
+    if _are_texts(inputs) and _are_texts(outputs) and len(inputs) == len(outputs):
+        cases = {"inputs": inputs, "outputs": outputs}
+        return Problem(id="", prompt=f"{question}\n\n{CODE_STDIN}", columns={"tests": cases})
+    raise BrokenRow("its ground_truth holds neither 'functional' tests nor 'inputs' and as many 'outputs', as text")
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
+# DAPO-Math-17k: competition mathematics with short, mostly integer answers
+
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
+"""The published instructions before and after each problem. They contradict our template, so they are removed."""
+
+
+def _dapo_math(row: Row) -> Problem:
+    """The published file holds every problem about a hundred times, each time with the same `extra_info.index`."""
+    (message,) = row["prompt"]
+    prompt = message["content"].strip()
+    problem = prompt.removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER).strip()
+    if not problem or not prompt.startswith(DAPO_BEFORE) or not prompt.endswith(DAPO_AFTER):
+        raise BrokenRow("its prompt is not a problem between the instructions of the published rows")
+    return Problem(row["extra_info"]["index"], problem, row["reward_model"]["ground_truth"].strip())
+
+
+# GSM8K: word problems of grade-school mathematics
+
+
+def _gsm8k(row: Row) -> Problem:
+    """The published answer is a worked solution; the final answer follows its last `####`, with commas in thousands."""
+    solution = row["answer"].strip()
+    _, mark, answer = solution.rpartition("####")
+    if not mark or not answer.strip():
+        raise BrokenRow("its answer has no #### with the final answer after it")
+    answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer.strip())
+    return Problem(id="", prompt=row["question"].strip(), answer=answer, columns={"solution": solution})
+
+
+# Llama-Nemotron-Post-Training-Dataset: the paper's conversations for a warm start
+
+
+def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
+    """The messages of a row, or why it is left out: `no_thought`, `not_two_messages` or `other_generator`.
+
+    Kept are one message of the user and an answer that begins with a thought and goes on after it. The paper takes the
+    answers of the generator DeepSeek-R1; its released code takes those of any generator, which is "" here.
+    """
+    question, output = row["input"], row["output"]
+    found = re.match(r"<think>(?P<thought>.*?)</think>(?P<answer>.*)", output, re.DOTALL)
+    if not found or not found["thought"].strip() or not found["answer"].strip():
+        return "no_thought"
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        return "not_two_messages"
+    if generator and not row.get("generator"):
+        raise BrokenRow("has no generator; llama-nemotron-any reads copies without that column")
+    # Some rows list a second model, such as "DeepSeek-R1, Qwen-2.5-72B-Instruct"; the authors count them as R1's.
+    if generator and generator not in [name.strip() for name in row["generator"].split(",")]:
+        return "other_generator"
+    return [*messages, {"role": "assistant", "content": output}]
+
+
+PUBLISHED: dict[str, PublishedSet] = {
+    "code-r1-12k": PublishedSet(
+        "programming in Python, about 12,000 problems with tests",
+        hub="ganler/code-r1-12k",
+        read=_code_r1,
+        template=CODE,
+        verifier="code",
+        heldout="test",
+    ),
+    "dapo-math-17k": PublishedSet(
+        "competition mathematics, about 17,400 problems",
+        hub="BytedTsinghua-SIA/DAPO-Math-17k",
+        read=_dapo_math,
+        template=MATH_TRAINING,
+        verifier="math",
+    ),
+    "gsm8k": PublishedSet(
+        "grade-school word problems, 7,473 and 1,319 held out",
+        hub="openai/gsm8k",
+        read=_gsm8k,
+        template=MATH_TRAINING,
+        verifier="math",
+        configuration="main",
+        heldout="test",
+    ),
+}
+_NEMOTRON = "nvidia/Llama-Nemotron-Post-Training-Dataset"
+CONVERSATIONS: dict[str, ConversationSet] = {
+    "llama-nemotron": ConversationSet(
+        "answers of DeepSeek-R1 with their thoughts, as the paper says",
+        hub=_NEMOTRON,
+        configuration="SFT",
+        read=partial(_llama_nemotron, generator="DeepSeek-R1"),
+    ),
+    "llama-nemotron-any": ConversationSet(
+        "answers of any generator with their thoughts, as in the paper's released code",
+        hub=_NEMOTRON,
+        configuration="SFT",
+        read=partial(_llama_nemotron, generator=""),
+    ),
+}
