@@ -100,7 +100,7 @@ def test_processes_start_when_they_are_needed() -> None:
 
 def test_processes_that_ended_between_two_calls_cost_nothing() -> None:
     pool = WorkerPool("serving:serve", timeout_s=1, memory_mib=500, workers=1)
-    for wait in (0.0, 0.3):  # before and after pebble has seen it
+    for wait in (0.0, 0.3):  # at once, and a moment later
         first = run(pool, "who")[0].value
         os.kill(first, signal.SIGKILL)
         assert ends(first)
@@ -205,7 +205,7 @@ def test_a_fork_has_processes_of_its_own(ending: str, tmp_path: Path) -> None:
 def test_what_does_not_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         closing(WorkerPool("serving:missing", timeout_s=1, memory_mib=500)) as pool,
-        pytest.raises(RuntimeError, match="the processes of serving:missing end before they begin an item"),
+        pytest.raises(RuntimeError, match="the process for serving:missing ended before its first item"),
     ):
         run(pool, 1)
     assert "has no attribute 'missing'" in capfd.readouterr().err
