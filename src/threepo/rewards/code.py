@@ -36,21 +36,12 @@ class CodeGrader:
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
         problems = {id(completion.problem): completion.problem for completion in completions}  # most come many times
-        tests = {key: tests_of(problem) for key, problem in problems.items()}
+        tests = {key: parse_tests(problem.columns.get(COLUMN)) for key, problem in problems.items()}
         return self.grade_all([(completion.text, tests[id(completion.problem)]) for completion in completions])
 
     def grade_all(self, pairs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
         """The verdict on each text under its tests."""
         return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
-
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """See `grading.BuiltIn.lack`."""
-        try:
-            tests_of(problem)
-        except ValueError as error:
-            return f"{error}; set data.tests_column"
-        return ""
 
     def grade(self, text: str, tests: CodeTests) -> Verdict:
         """The verdict on the text of one completion."""
@@ -104,9 +95,10 @@ def _default_grader() -> CodeGrader:
     return CodeGrader(RewardConfig(function="code"))
 
 
-def tests_of(problem: Problem) -> CodeTests:
-    """The tests in the problem's column; `ValueError` if their form is unknown."""
+def lacks_tests(problem: Problem) -> str:
+    """Why `CodeGrader` cannot grade a problem; empty if it can."""
     try:
-        return parse_tests(problem.columns.get(COLUMN))
+        parse_tests(problem.columns.get(COLUMN))
     except ValueError as error:
-        raise ValueError(f"its tests (column {COLUMN!r}) {error}") from error
+        return f"its tests (column {COLUMN!r}) {error}; set data.tests_column"
+    return ""

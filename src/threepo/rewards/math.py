@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from threepo.answers import lacks_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.equality import equal, spelling
 from threepo.rewards.extraction import extract_answer, keeps_layout, last_box
-from threepo.types import Completion, Problem, Verdict, VerdictStatus
+from threepo.types import Completion, Verdict, VerdictStatus
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
@@ -44,9 +43,9 @@ class MathGrader:
         return self.grade([c.opening + c.text for c in completions], [c.problem.answer for c in completions])
 
     def grade(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """A verdict for each text, whose reference answer is at the same place."""
+        """A verdict for each text, with the reference answer of the same index."""
         found = [extract_answer(text) for text in texts]
-        references = [last_box(answer) or answer for answer in answers]  # which may be solutions
+        references = [last_box(answer) or answer for answer in answers]  # a reference may be a whole solution
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
         pairs = [(given, reference) for given, reference in zip(found, references, strict=True) if given is not None]
@@ -55,11 +54,6 @@ class MathGrader:
             self._verdict(text, given, None if given is None else judged[given, reference])
             for text, given, reference in zip(texts, found, references, strict=True)
         ]
-
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """See `grading.BuiltIn.lack`."""
-        return lacks_answer(problem, "math")
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
