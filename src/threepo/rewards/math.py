@@ -61,10 +61,16 @@ class MathGrader:
 
     def _judged(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
         """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
-        judged = {pair: _by_spelling(*pair) for pair in dict.fromkeys(pairs)}
-        unsettled = [pair for pair, outcome in judged.items() if outcome is None]
-        settled = {pair: outcome for pair, outcome in judged.items() if outcome is not None}
-        return settled | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
+        judged: dict[tuple[str, str], Outcome] = {}
+        unsettled = []
+        for given, reference in dict.fromkeys(pairs):
+            if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
+                judged[given, reference] = Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
+            elif (same := equal(spelling(given), spelling(reference))) is None:
+                unsettled.append((given, reference))
+            else:
+                judged[given, reference] = Outcome((same, ""))
+        return judged | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
     def _verdict(self, text: str, given: str | None, outcome: Outcome | None) -> Verdict:
         layout = keeps_layout(text)
@@ -94,10 +100,3 @@ def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) ->
 @cache
 def _default_grader() -> MathGrader:
     return MathGrader(RewardConfig(function="math"))
-
-
-def _by_spelling(given: str, reference: str) -> Outcome | None:
-    if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
-        return Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
-    same = equal(spelling(given), spelling(reference))
-    return None if same is None else Outcome((same, ""))

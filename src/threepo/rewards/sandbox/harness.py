@@ -40,7 +40,7 @@ SET_FILTER = 22
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a case may write; what writes more is stopped."""
 TICK_S = 0.25
-"""Time is counted in ticks of a timer, not read from a clock: nobody is late because the machine was suspended."""
+"""Time is counted in ticks of a timer and not read from a clock: suspending the machine makes no program late."""
 
 
 def compiled(code: str, name: str) -> CodeType:
@@ -61,7 +61,7 @@ def new_module(kind: str) -> dict[str, Any]:
 def run(
     kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
 ) -> NoReturn:
-    """Run the program, then its case, which `take` gives, and end the process.
+    """Run the program, then the case that `take` returns, and end the process.
 
     `answer` is the descriptor for what a function returns, or for a script's mark.
     """
@@ -131,21 +131,21 @@ def write(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def on_server(job: dict[str, str], answer_file: str) -> NoReturn:
-    """Run a job where this is all that runs: its case is standard input, and the answer goes to a file."""
+def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
+    """Run a submission where this is all that runs: its case is standard input, and the answer goes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
     answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
-    if job["kind"] == "stdin":
+    if submission["kind"] == "stdin":
         os.dup2(answer, 1)
     else:
         os.dup2(null, 0)
         os.dup2(null, 1)
     try:
-        codes = [compiled(job[part], f"<{part}>") for part in ("prefix", "program")]
+        codes = [compiled(submission[part], f"<{part}>") for part in ("prefix", "program")]
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
-        run(job["kind"], new_module(job["kind"]), codes, job["entry"], file.read, answer)
+        run(submission["kind"], new_module(submission["kind"]), codes, submission["entry"], file.read, answer)
 
 
 class Harness:
@@ -249,11 +249,8 @@ class Harness:
         os.close(file)
         if written > OUTPUT_LIMIT:
             return "wrong"
-        code, spent_s, limit_s = (
-            os.waitstatus_to_exitcode(status),
-            usage.ru_utime + usage.ru_stime,
-            self._order["cpu_s"],
-        )
+        code, limit_s = os.waitstatus_to_exitcode(status), self._order["cpu_s"]
+        spent_s = usage.ru_utime + usage.ru_stime
         killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
         if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
             return "time-out"
@@ -297,8 +294,8 @@ def _load_filter(instructions: bytes) -> None:
         import ctypes
 
         data = ctypes.create_string_buffer(instructions, len(instructions))
-        place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
-        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
+        address = ctypes.addressof(data).to_bytes(8, sys.byteorder)
+        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + address  # struct sock_fprog
         if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
             raise OSError("the kernel refuses a filter of system calls")
 
