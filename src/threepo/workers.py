@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from threepo.errors import UserError
 
 SPARE_MIB = 64
-"""Memory that a process must have left for its items, once it has started."""
+"""Memory that must remain for the items when a process has started."""
 MEMORY_STATUS = 77
 """Exit status of a process that ran out of memory."""
 
@@ -43,14 +43,12 @@ class Outcome(NamedTuple):
 class WorkerPool:
     """Up to `workers` processes (0: one for each core) that call the function `module:name` with each item's parts.
 
-    `memory_field` is the user's name of the memory limit, for the message that it is too small. Threads take turns.
+    Threads that share a pool take turns.
     """
 
-    def __init__(
-        self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0, memory_field: str = "memory_mib"
-    ) -> None:
+    def __init__(self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0) -> None:
         size = workers or len(os.sched_getaffinity(0))
-        self._workers = [_Worker((function, memory_mib, memory_field), timeout_s) for _ in range(size)]
+        self._workers = [_Worker(function, timeout_s, memory_mib) for _ in range(size)]
         self._lock = threading.Lock()
         weakref.finalize(self, _end, self._workers)
 
@@ -84,8 +82,8 @@ class WorkerPool:
 class _Worker:
     """A process, started for its first item and again for the next item after it ended. A fork starts its own."""
 
-    def __init__(self, arguments: tuple[str, int, str], timeout_s: float) -> None:
-        self._arguments, self._timeout = arguments, timeout_s
+    def __init__(self, function: str, timeout_s: float, memory_mib: int) -> None:
+        self._function, self._timeout, self._memory = function, timeout_s, memory_mib
         self._owner = 0
         self._process: subprocess.Popen[bytes]
         self._link: Connection
@@ -119,10 +117,10 @@ class _Worker:
             )
         self._owner = os.getpid()
         try:
-            self._link.send(self._arguments)
+            self._link.send((self._function, self._memory))
             refusal = self._link.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"the process for {self._arguments[0]} ended before its first item") from None
+            raise RuntimeError(f"the process for {self._function} ended before its first item") from None
         if refusal:
             raise UserError(refusal)
 
@@ -139,12 +137,12 @@ def _serve() -> None:
     (PR_SET_PDEATHSIG would already act when the owner's thread that started the process ends.)
     """
     link = Connection(0)
-    name, memory_mib, memory_field = link.recv()
+    name, memory_mib = link.recv()
     function = pkgutil.resolve_name(name)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     needed = pages * resource.getpagesize() // 2**20 + SPARE_MIB
     if needed > memory_mib:
-        link.send(f"{memory_field} = {memory_mib}: is too small for {name}; set it to {needed} or more")
+        link.send(f"reward.memory_mib = {memory_mib}: is too small for {name}; set it to {needed} or more")
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))

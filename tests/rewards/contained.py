@@ -82,7 +82,7 @@ def _apart() -> list[str]:
 
 
 def _left() -> list[str]:
-    """What the kernel says of the processes beside this one, once they have had time to go."""
+    """What the kernel says of the processes besides this one, once they have had time to go."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         others = _others()

@@ -93,8 +93,9 @@ def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
     if not isinstance(entry, str):
         raise ValueError(f"have 'fn_name' = {entry!r}, which must be the name of a function")
     if not entry:
-        read, expected = (tuple(_text(text) for text in texts) for texts in (inputs, outputs))
-        return CodeTests(Submission("stdin", "", read, prefix=prefix), expected)
+        read = tuple(_text(text, "inputs") for text in inputs)
+        written = tuple(_text(text, "outputs") for text in outputs)
+        return CodeTests(Submission("stdin", "", read, prefix=prefix), written)
     cases = tuple(_arguments(given) for given in inputs)
     expected = tuple(_result(given, result) for given, result in zip(inputs, outputs, strict=True))
     if not any(isinstance(given, str) for given in inputs) and all(_filled(v) and len(v) == 1 for v in expected):
@@ -106,12 +107,12 @@ def _filled(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, name: str) -> str:
     """What a program reads or writes; some data sets have it as a list of lines."""
     lines = [value] if isinstance(value, str) else value
     if isinstance(lines, Sequence) and all(isinstance(line, str) for line in lines):
         return "\n".join(lines)
-    raise ValueError(f"have 'inputs' or 'outputs' with {value!r}, which must be text")
+    raise ValueError(f"have {name!r} with {value!r}, which must be text")
 
 
 def _arguments(given: Any) -> str:

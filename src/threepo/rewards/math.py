@@ -35,7 +35,6 @@ class MathGrader:
             timeout_s=settings.timeout_s,
             memory_mib=settings.memory_mib,
             workers=settings.workers,
-            memory_field="reward.memory_mib",
         )
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:

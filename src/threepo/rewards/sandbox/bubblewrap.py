@@ -1,8 +1,8 @@
 """Programs in namespaces of their own, by bubblewrap (https://github.com/containers/bubblewrap).
 
 Inside there are a Python interpreter with its standard library, read-only, an empty `/tmp` of limited size and
-`/dev/null`; no other file, no network, no process but its own, and no environment. Where threepo runs as root, the
-programs do not: limits on processes mean nothing to root.
+`/dev/null`; no other file, no network, no other process, and no environment. Programs do not run as root even if
+threepo does, because limits on processes do not hold for root.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Bubblewrap(LocalSandbox):
         inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *PYTHON_ARGUMENTS]
         if not self.drop_root:
             return spawn([*command, *inside], link, env={})
-        # Its user namespace has root and nobody, which only a process outside can put there.
+        # Its user namespace maps root and nobody, which only a process outside can write.
         (info_read, info), (block, block_write) = os.pipe(), os.pipe()
         with open(info_read, "rb") as answer, open(block_write, "wb", 0) as release:
             with open(info, "wb"), open(block, "rb"):

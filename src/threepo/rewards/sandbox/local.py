@@ -49,7 +49,7 @@ Process = subprocess.Popen[bytes]
 
 
 class LocalSandbox:
-    """Runs programs as plain processes: they can do what the user can do, with the user's files and network."""
+    """Runs programs as ordinary processes, which can do what the user can do, with the user's files and network."""
 
     advice = "check that Python starts here"
     drop_root = False
@@ -98,7 +98,7 @@ class LocalSandbox:
                         yield from (_outcome(ask, case, submission.kind == "script") for case in cases)
                 finally:
                     link.close()  # which ends the harness
-                    wait([process.stderr.fileno()], END_LIMIT_S)  # else nobody reaps what bubblewrap has started
+                    wait([process.stderr.fileno()], END_LIMIT_S)  # bubblewrap must reap its children first
                     _kill(process)
 
     def _ask(self, process: Process, link: Connection, message: bytes | None = None) -> bytes:
@@ -106,7 +106,7 @@ class LocalSandbox:
         with suppress(EOFError, OSError):
             if message is not None:
                 link.send_bytes(message)
-            # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
+            # Seconds are counted and not read from a clock, so suspending this machine makes nothing late.
             if any(link.poll(1) for _ in range(int(self._wall_s) + MARGIN_S)):
                 return link.recv_bytes()
         _kill(process)
