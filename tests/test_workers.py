@@ -1,4 +1,4 @@
-"""Processes that can be killed: an item that goes wrong costs itself only, and nothing outlives its owner."""
+"""Processes that can be killed: a bad item costs only itself, and no process outlives its owner."""
 
 import os
 import signal
@@ -79,9 +79,9 @@ def test_a_bad_item_costs_itself_only(pool: WorkerPool, item: str, failure: str)
 
 def test_nothing_is_lost_among_many_bad_items(pool: WorkerPool) -> None:
     bad = {100: "crash", 101: "leave", 500: "hang", 501: "eat", 900: "fail", 1999: "crash"}
-    outcomes = run(pool, *(bad.get(place, place) for place in range(2000)))
-    assert [outcome.value for outcome in outcomes] == [None if place in bad else place for place in range(2000)]
-    assert [place for place, outcome in enumerate(outcomes) if outcome.failure] == list(bad)
+    outcomes = run(pool, *(bad.get(i, i) for i in range(2000)))
+    assert [outcome.value for outcome in outcomes] == [None if i in bad else i for i in range(2000)]
+    assert [i for i, outcome in enumerate(outcomes) if outcome.failure] == list(bad)
 
 
 def test_large_items_and_strange_text_go_through(pool: WorkerPool) -> None:
@@ -100,12 +100,12 @@ def test_processes_start_when_they_are_needed() -> None:
 
 def test_processes_that_ended_between_two_calls_cost_nothing() -> None:
     pool = WorkerPool("serving:serve", timeout_s=1, memory_mib=500, workers=1)
-    for wait in (0.0, 0.3):  # before and after pebble has seen it
+    for wait in (0.0, 0.3):  # at once, and a moment later
         first = run(pool, "who")[0].value
         os.kill(first, signal.SIGKILL)
         assert ends(first)
         time.sleep(wait)
-        items = [f"{place} is well" for place in range(3000)]  # more than a pipe holds
+        items = [f"{i} is well" for i in range(3000)]  # more than a pipe holds
         assert [outcome.value for outcome in run(pool, *items)] == items
 
 
@@ -114,7 +114,7 @@ def test_processes_end_with_the_pool() -> None:
     first = run(pool, "who")[0].value
     pool.close()
     assert ends(first)
-    second = run(pool, "who")[0].value  # a closed pool starts again when it is asked
+    second = run(pool, "who")[0].value  # a closed pool starts again
     del pool
     assert ends(second)
 
@@ -205,12 +205,12 @@ def test_a_fork_has_processes_of_its_own(ending: str, tmp_path: Path) -> None:
 def test_what_does_not_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         closing(WorkerPool("serving:missing", timeout_s=1, memory_mib=500)) as pool,
-        pytest.raises(RuntimeError, match="the processes of serving:missing end before they begin an item"),
+        pytest.raises(RuntimeError, match="the process for serving:missing ended before its first item"),
     ):
         run(pool, 1)
     assert "has no attribute 'missing'" in capfd.readouterr().err
     with (
-        closing(WorkerPool("serving:serve", timeout_s=1, memory_mib=20, memory_field="reward.memory_mib")) as pool,
+        closing(WorkerPool("serving:serve", timeout_s=1, memory_mib=20)) as pool,
         pytest.raises(UserError, match=r"reward.memory_mib = 20: is too small .* set it to \d+"),
     ):
         run(pool, 1)

@@ -1,4 +1,4 @@
-"""Reading the final answer out of a completion; shared by tasks and reward functions."""
+"""The final answer of a completion; shared by tasks and reward functions."""
 
 from threepo.types import Problem, Verdict
 
@@ -6,7 +6,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 def final_answer(completion: str) -> str:
-    """What stands after the last `</think>`, or the whole text where there is none; without surrounding blanks."""
+    """The text after the last `</think>`, or the whole text if there is none; without surrounding blanks."""
     return completion.rpartition(THINK_END)[2].strip()
 
 
@@ -18,17 +18,14 @@ def judge(given: str, correct: bool) -> Verdict:
 
 
 def exact_match(problem: Problem, completion: str) -> Verdict:
-    """Right when the final answer is the reference answer, the width of blanks aside."""
+    """Right if the final answer equals the reference answer, whatever the number of blanks between words."""
     given = final_answer(completion)
     return judge(given, given.split() == problem.answer.split())
 
 
-def lacks_answer(problem: Problem, function: str) -> str:
-    """Why `reward.function`, which needs a reference answer, cannot grade a problem; empty if it can."""
+def lacks_answer(problem: Problem) -> str:
+    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
     if problem.answer.strip():
         return ""
     columns = ", ".join(map(repr, problem.columns)) or "none"
-    return (
-        f"has no answer, and reward.function = {function!r} needs one; its columns besides the prompt are {columns}; "
-        f"set data.answer_column"
-    )
+    return f"has no answer, which reward.function needs; its other columns are {columns}; set data.answer_column"

@@ -3,206 +3,164 @@
     pool = WorkerPool("threepo.rewards.algebra:judge", timeout_s=10, memory_mib=1024)
     outcomes = pool.map([(r"\\\\frac{2}{4}", "0.5"), ("9^{9^{9^9}}", "1")])
 
-The processes are pebble's. An item that exceeds a limit or ends its process costs only itself. Processes start when
-they are needed, do not import the caller's main module, and end with the process that owns them, even if that is
-killed. The function is trusted, the items are data: this is no sandbox for programs.
+An item that exceeds a limit or ends its process costs only itself. Processes start when they are needed, do not import
+the caller's main module, ignore Ctrl-C, and end with the process that owns them, even if that is killed. The function
+is trusted, the items are data: this is no sandbox for programs.
 """
 
-import contextlib
 import fcntl
-import multiprocessing.process
 import os
 import pkgutil
 import resource
-import select
 import signal
+import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import SpawnContext, SpawnProcess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
-
-from pebble import ProcessExpired, ProcessPool
 
 from threepo.errors import UserError
 
 SPARE_MIB = 64
-"""Memory that a process must have left for its items, once it has started."""
-ATTEMPTS = 3
-"""Starts in a row that may fail."""
-_MEMORY_EXIT = 77
+"""Memory that must remain for the items when a process has started."""
+MEMORY_STATUS = 77
 """Exit status of a process that ran out of memory."""
-_starting = threading.Lock()
-# multiprocessing and pebble would otherwise end the owner's processes when a child made by os.fork() exits.
-os.register_at_fork(after_in_child=multiprocessing.process._children.clear)  # type: ignore[attr-defined]
 
 
 class Outcome(NamedTuple):
-    """What became of an item."""
+    """What an item returned, or why it returned nothing."""
 
     value: Any = None
     failure: str = ""
-    """Empty, or why there is no value: `time-out`, `memory`, `killed by SIGSEGV`, `RecursionError: ...`."""
+    """Empty, or the reason: `time-out`, `memory`, `killed by SIGSEGV`, `RecursionError: ...`."""
 
 
 class WorkerPool:
     """Up to `workers` processes (0: one for each core) that call the function `module:name` with each item's parts.
 
-    `memory_field` is what the user calls the memory limit. Threads take turns. After a fork the child has a pool of
-    its own.
+    Threads that share a pool take turns.
     """
 
-    def __init__(
-        self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0, memory_field: str = "memory_mib"
-    ) -> None:
-        self._arguments = (function, memory_mib, memory_field)
-        self._timeout = timeout_s
-        self._most = workers or len(os.sched_getaffinity(0))
-        self._disown()
-
-    def _disown(self) -> None:
-        self._owner = os.getpid()
+    def __init__(self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0) -> None:
+        size = workers or len(os.sched_getaffinity(0))
+        self._workers = [_Worker(function, timeout_s, memory_mib) for _ in range(size)]
         self._lock = threading.Lock()
-        self._pool: ProcessPool | None = None
-        self._size = 0
+        weakref.finalize(self, _end, self._workers)
 
     def close(self) -> None:
-        """End the processes. They also end when the pool is collected, and with the process that owns them."""
-        if self._pool is not None and self._owner == os.getpid():
-            self._end()
-        self._pool = None
+        """End the processes. They also end when the pool is collected."""
+        _end(self._workers)
 
     def map(self, items: Sequence[Sequence[Any]]) -> list[Outcome]:
         """The outcome of each item, in their order. `UserError` if the memory limit is too small to start."""
-        if self._owner != os.getpid():
-            self._disown()
-        outcomes: dict[int, Outcome] = {}
-        suspects: set[int] = set()
-        futile = 0
-        with self._lock:
-            while len(outcomes) < len(items):
-                known = len(outcomes) + len(suspects)
-                try:
-                    self._collect(items, outcomes, suspects)
-                except BaseException:  # such as Ctrl-C: nobody wants the items that are under way
-                    self.close()
-                    raise
-                futile = futile + 1 if len(outcomes) + len(suspects) == known else 0
-                if futile == ATTEMPTS:
-                    self.close()
-                    raise RuntimeError(f"the processes of {self._arguments[0]} end before they begin an item")
-        return [outcomes[place] for place in range(len(items))]
+        idle = list(self._workers)
 
-    def _collect(self, items: Sequence[Sequence[Any]], outcomes: dict[int, Outcome], suspects: set[int]) -> None:
-        """Add the outcomes that are missing, as far as they can be had.
-
-        An item whose process dies is a suspect and has a second attempt: pebble may blame the item before it. When a
-        process dies without an item, pebble gives up, and what is left has another attempt too.
-        """
-        left = [place for place in range(len(items)) if place not in outcomes]
-        size = max(self._size, min(len(left), self._most))
-        if self._pool is None or not self._pool.active or size > self._size:
-            self.close()
-            self._size = size
-            self._pool = ProcessPool(size, initializer=_prepare, initargs=self._arguments, context=_Context())
-            self._end = weakref.finalize(self, _end, self._pool, self._owner)
-        futures = {}
-        with contextlib.suppress(RuntimeError):  # it has given up
-            for place in left:
-                futures[place] = self._pool.schedule(_run, items[place], timeout=self._timeout)
-            while wait(futures.values(), timeout=1).not_done and self._pool.active:
-                pass
-        for place, future in futures.items():
-            if future.done():
-                try:
-                    outcomes[place] = future.result()
-                except TimeoutError:
-                    outcomes[place] = Outcome(failure="time-out")
-                except ProcessExpired as error:
-                    if place in suspects:
-                        outcomes[place] = Outcome(failure=_ending(error.exitcode))
-                    suspects.add(place)
-                except BrokenProcessPool:
-                    pass
-
-
-def _ending(status: int) -> str:
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return "memory" if status == _MEMORY_EXIT else f"exit status {status}"
-
-
-def _end(pool: ProcessPool, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has a copy of the pool, but not the processes
-        pool.stop()  # type: ignore[no-untyped-call]
-        pool.join()
-
-
-class _Process(SpawnProcess):
-    def start(self) -> None:
-        """Start without the caller's main module, which may be a script without a guard, and deaf to Ctrl-C."""
-        with _starting:
-            main, mask = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            sys.modules["__main__"] = ModuleType("__main__")
+        def run(item: Sequence[Any]) -> Outcome:
+            worker = idle.pop()
             try:
-                super().start()
+                return worker.run(item)
             finally:
-                sys.modules["__main__"] = main
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                idle.append(worker)
+
+        # The processes inherit the signal mask of the threads.
+        threads = ThreadPoolExecutor(
+            len(idle), initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
+        )
+        with self._lock, threads:
+            try:
+                return list(threads.map(run, items))
+            except BaseException:  # such as Ctrl-C: nobody wants the items that are still running
+                self.close()
+                raise
 
 
-class _Context(SpawnContext):
-    Process = _Process
+class _Worker:
+    """A process, started for its first item and again for the next item after it ended. A fork starts its own."""
+
+    def __init__(self, function: str, timeout_s: float, memory_mib: int) -> None:
+        self._function, self._timeout, self._memory = function, timeout_s, memory_mib
+        self._owner = 0
+        self._process: subprocess.Popen[bytes]
+        self._link: Connection
+
+    def run(self, item: Sequence[Any]) -> Outcome:
+        if self._owner != os.getpid() or self._process.poll() is not None:
+            self._start()
+        try:
+            self._link.send(item)
+            if self._link.poll(self._timeout):
+                return self._link.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):  # the process has ended
+            status = self._process.wait()
+            reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            return Outcome(failure="memory" if status == MEMORY_STATUS else reason)
+        self.end()
+        return Outcome(failure="time-out")
+
+    def end(self) -> None:
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._link, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", "from threepo.workers import _serve; _serve()"],
+                stdin=theirs.fileno(),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._owner = os.getpid()
+        try:
+            self._link.send((self._function, self._memory))
+            refusal = self._link.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"the process for {self._function} ended before its first item") from None
+        if refusal:
+            raise UserError(refusal)
 
 
-# In a process of the pool
+def _end(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
 
-_function: Callable[..., Any]
-_unfit = ""
 
+def _serve() -> None:
+    """What a process does: import the function, set the memory limit, and call the function with each item.
 
-def _prepare(function: str, memory_mib: int, memory_field: str) -> None:
-    """Import what the function needs, then set the memory limit."""
-    global _function, _unfit
-    _function = pkgutil.resolve_name(function)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for the interpreter
-    _end_with_owner()
+    While an item runs, the kernel ends the process by SIGIO as soon as the owner has gone, whatever Python is doing.
+    (PR_SET_PDEATHSIG would already act when the owner's thread that started the process ends.)
+    """
+    link = Connection(0)
+    name, memory_mib = link.recv()
+    function = pkgutil.resolve_name(name)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     needed = pages * resource.getpagesize() // 2**20 + SPARE_MIB
     if needed > memory_mib:
-        _unfit = f"{memory_field} = {memory_mib}: is too small for {function}; set it to {needed} or more"
+        link.send(f"reward.memory_mib = {memory_mib}: is too small for {name}; set it to {needed} or more")
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
-    nowhere = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-
-
-def _end_with_owner() -> None:
-    """Have the kernel end this process by SIGIO when its owner ends, whatever Python is doing then.
-
-    Not by PR_SET_PDEATHSIG: that acts when the owner's thread ends that has started the process.
-    """
-    owner = multiprocessing.process.parent_process()
-    assert owner is not None
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([owner.sentinel], [], [], 0)[0]:
-        sys.exit(1)
-
-
-def _run(*item: Any) -> Outcome:
-    if _unfit:
-        raise UserError(_unfit)
-    try:
-        return Outcome(_function(*item))
-    except MemoryError:
-        os._exit(_MEMORY_EXIT)  # what is left of the heap is in pieces
-    except (Exception, SystemExit) as error:
-        return Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    null = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    link.send("")
+    while True:
+        item = link.recv()
+        fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
+        if link.poll():  # the owner sends nothing now, so it has gone
+            return
+        try:
+            outcome = Outcome(function(*item))
+        except MemoryError:
+            os._exit(MEMORY_STATUS)  # the heap is in pieces
+        except (Exception, SystemExit) as error:
+            outcome = Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        fcntl.fcntl(0, fcntl.F_SETFL, 0)
+        link.send(outcome)

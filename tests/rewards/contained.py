@@ -16,7 +16,7 @@ from typing import Any
 
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.sandbox.interface import Job
+from threepo.rewards.sandbox.interface import Submission
 from threepo.rewards.sandbox.open import open_sandbox
 
 PATIENCE_S = 20
@@ -32,9 +32,9 @@ class Contained:
         """What is left of a program whose caller is killed while it runs."""
         return list(self._ask({"abandoned": {"kind": "stdin", "program": program, "cases": [""]}})["left"])
 
-    def run(self, kind: str, program: str, cases: list[str], **job: str) -> dict[str, Any]:
+    def run(self, kind: str, program: str, cases: list[str], **submission: str) -> dict[str, Any]:
         """Endings, outputs, and what is left."""
-        return self._ask({"kind": kind, "program": program, "cases": cases, **job})
+        return self._ask({"kind": kind, "program": program, "cases": cases, **submission})
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -82,7 +82,7 @@ def _apart() -> list[str]:
 
 
 def _left() -> list[str]:
-    """What the kernel says of the processes beside this one, once they have had time to go."""
+    """What the kernel says of the processes besides this one, once they have had time to go."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         others = _others()
@@ -91,12 +91,12 @@ def _left() -> list[str]:
         time.sleep(0.02)
 
 
-def _abandon(job: dict[str, Any]) -> None:
+def _abandon(submission: dict[str, Any]) -> None:
     """Let a process of ours have a program run, and kill it once the program runs; then reap, as process 1 must."""
     before = _others()
     caller = subprocess.Popen([sys.executable, __file__, sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert caller.stdin is not None
-    caller.stdin.write(json.dumps(job).encode() + b"\n")
+    caller.stdin.write(json.dumps(submission).encode() + b"\n")
     caller.stdin.flush()
     while not any("(sleeping)" in _status(pid) for pid in _others() - before):
         time.sleep(0.02)
@@ -125,12 +125,12 @@ def main() -> None:
     for _ in range(100):  # so that the harness gets descriptors that a program could not open itself
         os.open(os.devnull, os.O_RDONLY)
     for line in sys.stdin:
-        job = json.loads(line)
-        if "abandoned" in job:
-            _abandon(job["abandoned"])
+        submission = json.loads(line)
+        if "abandoned" in submission:
+            _abandon(submission["abandoned"])
             print(json.dumps({"left": _left()}), flush=True)
             continue
-        outcomes = list(sandbox.run(Job(**{**job, "cases": tuple(job["cases"])})))
+        outcomes = list(sandbox.run(Submission(**{**submission, "cases": tuple(submission["cases"])})))
         endings = [outcome.ending for outcome in outcomes]
         outputs = [outcome.output for outcome in outcomes]
         print(json.dumps({"endings": endings, "outputs": outputs, "left": _left()}), flush=True)

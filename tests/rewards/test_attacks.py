@@ -330,7 +330,7 @@ def by_outputs(kind: str, program: str, inside: Contained) -> str:
     else:
         tests = {"fn_name": "f", "inputs": [[3]], "outputs": [71990]}
     parsed = parse_tests(tests)
-    result = inside.run(kind, program, list(parsed.job.cases), entry=parsed.job.entry)
+    result = inside.run(kind, program, list(parsed.submission.cases), entry=parsed.submission.entry)
     assert result["left"] == []
     return parsed.judged(0, Outcome(result["endings"][0], result["outputs"][0]))
 

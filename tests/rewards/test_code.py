@@ -460,11 +460,11 @@ def test_verdicts_come_in_the_order_of_the_completions(grader: CodeGrader) -> No
 INTERRUPTED = """
 import os, signal
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox.interface import Job
+from threepo.rewards.sandbox.interface import Submission
 from threepo.rewards.sandbox.open import open_sandbox
 signal.signal(signal.SIGINT, lambda *_: None)  # as a trainer that first ends its step
 program = "import time\\ntime.sleep(int(input()) / 4)"
-outcomes = open_sandbox(SandboxConfig()).run(Job(kind="stdin", program=program, cases=("0", "1")))
+outcomes = open_sandbox(SandboxConfig()).run(Submission(kind="stdin", program=program, cases=("0", "1")))
 next(outcomes)
 os.killpg(0, signal.SIGINT)
 print(next(outcomes).ending)

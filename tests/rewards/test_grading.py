@@ -90,7 +90,7 @@ def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
         ("def reward(**_): return {1: 2, 3: 4}", "returned dict for 2 completions"),
         ("def reward(**_): return {1, 2}", "returned set for 2 completions"),
         ("def reward(**_): return (float(i) for i in range(2))", "returned generator for 2 completions"),
-        ("import torch\ndef reward(**_): return torch.tensor(1.0)", "returned Tensor for 2 completions"),
+        ("import torch\ndef reward(**_): return torch.tensor(1.0)", "returned float for 2 completions"),
         ("import torch\ndef reward(**_): return torch.ones(2, 3)", "return a finite number"),
         ("def reward(**_): return ['good', 'bad']", "returned 'good'; return a finite number"),
         ("def reward(**_): return ['1.0', '0.0']", "returned '1.0'; return a finite number"),

@@ -76,7 +76,7 @@ def test_a_recipe_gets_it_by_name() -> None:
     grade = load_grader(RewardConfig(function="math"), None, problems)
     texts = [r"\boxed{27}", "Answer: $0.5$."]
     assert [v.correct for v in grade(list(map(answered, problems, texts)))] == [True, True]
-    with pytest.raises(UserError, match="has no answer, and reward.function = 'math' needs one"):
+    with pytest.raises(UserError, match="has no answer, which reward.function needs"):
         load_grader(RewardConfig(function="math"), None, [Problem(id="a", prompt="?")])
 
 
@@ -98,10 +98,10 @@ def test_called_as_trl_calls_rewards() -> None:
 
 
 def test_a_pair_is_looked_at_once(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, ask = [], grader._pool.map
-    monkeypatch.setattr(grader._pool, "map", lambda items: asked.extend(items) or ask(items))
+    seen, run = [], grader._pool.map
+    monkeypatch.setattr(grader._pool, "map", lambda items: seen.extend(items) or run(items))
     verdicts = grader.grade([r"\boxed{\sqrt{49}}", r"\boxed{x}"] * 16 + [r"\boxed{7}"] * 16, ["7"] * 48)
-    assert asked == [(r"\sqrt{49}", "7"), ("x", "7")]
+    assert seen == [(r"\sqrt{49}", "7"), ("x", "7")]
     assert [v.correct for v in verdicts] == [True, False] * 16 + [True] * 16
 
 

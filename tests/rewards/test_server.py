@@ -19,7 +19,7 @@ from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader
 from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.grading import load_grader
-from threepo.rewards.sandbox.interface import Job
+from threepo.rewards.sandbox.interface import Submission
 from threepo.rewards.sandbox.server import ATTEMPTS, ServerSandbox, wait_s
 
 
@@ -164,7 +164,7 @@ def test_programs_get_the_verdicts_that_they_get_here(program: str, tests: Any, 
 
 
 def test_a_request_says_what_the_settings_say(server: Server) -> None:
-    list(ServerSandbox(settings(server, memory_mib=770)).run(Job("stdin", "print(1)", ("a\n",))))
+    list(ServerSandbox(settings(server, memory_mib=770)).run(Submission("stdin", "print(1)", ("a\n",))))
     (request,) = server.requests
     assert "print(1)" in request.pop("code")
     assert request == {
@@ -186,7 +186,7 @@ def test_what_is_expected_is_never_sent(server: Server) -> None:
     assert "31337" not in json.dumps(server.requests)
 
 
-JOB = Job("stdin", "print(1)", ("",))
+SUBMISSION = Submission("stdin", "print(1)", ("",))
 
 
 @pytest.mark.parametrize("failure", [(503, b"busy"), (504, b""), (429, b""), (0, b"")])
@@ -195,11 +195,11 @@ def test_what_may_pass_is_tried_again(
 ) -> None:
     monkeypatch.setattr("threepo.rewards.sandbox.server.LONGEST_WAIT_S", 0.0)
     sandbox = ServerSandbox(settings(server))
-    assert [outcome.output for outcome in sandbox.run(JOB)] == ["1\n"]
+    assert [outcome.output for outcome in sandbox.run(SUBMISSION)] == ["1\n"]
     server.prepared = [failure] * (ATTEMPTS - 1)
-    assert [outcome.output for outcome in sandbox.run(JOB)] == ["1\n"]
+    assert [outcome.output for outcome in sandbox.run(SUBMISSION)] == ["1\n"]
     server.prepared = [failure] * ATTEMPTS
-    assert [outcome.ending for outcome in sandbox.run(JOB)] == ["sandbox error"]
+    assert [outcome.ending for outcome in sandbox.run(SUBMISSION)] == ["sandbox error"]
 
 
 @pytest.mark.parametrize(

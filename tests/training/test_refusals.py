@@ -181,7 +181,7 @@ def test_a_reward_that_fails_at_once_leaves_no_folder_and_can_be_mended() -> Non
     Path("failing_at_once.py").write_text(
         "def reward(completions): return [1 / 0]\ndef mended(completions): return [0, 1] * 2\n"
     )
-    with pytest.raises(UserError, match="failing_at_once:reward: raised ZeroDivisionError"):
+    with pytest.raises(UserError, match="failing_at_once:reward': raised ZeroDivisionError"):
         api.train(config("reward.function=failing_at_once:reward"))
     assert not Path("run").exists()
     api.train(config("reward.function=failing_at_once:mended"))

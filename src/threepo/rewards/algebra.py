@@ -18,11 +18,11 @@ from sympy.core.function import AppliedUndef
 from threepo.rewards.equality import DEGREES, PERCENT, equal, number, spelling, split_unit
 
 DEEPEST = 40
-"""Most brackets inside each other of a formula that is read; the parser takes very long for more."""
+"""Deepest nesting of brackets in a formula that is read; the parser takes very long for more."""
 DIGITS = 400
-"""Numbers that agree in so many digits are equal."""
+"""Numbers that agree in this many digits are equal."""
 POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) for s in range(8)] for p in range(5)]
-"""Values of up to eight symbols at each of five points: of both signs, and zeros of nothing that is usual."""
+"""Values of up to eight symbols at each of five points: of both signs, and not zeros of common expressions."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
@@ -67,7 +67,7 @@ def _compare(given: str, reference: str) -> bool:
 
 @lru_cache(maxsize=1000)
 def formula(text: str) -> Basic | MatrixBase:
-    """What an answer in our spelling says, with decimals as fractions and i as the imaginary unit."""
+    """The formula of an answer in our spelling, with decimals as fractions and i as the imaginary unit."""
     depths = accumulate(_BRACKETS.get(token, 0) for token in re.findall(r"\\.|[()\[\]{}]", text))
     if max(depths, default=0) > DEEPEST or re.search("[0-9] [0-9]", text):  # the parser would add the two numbers
         raise NotAFormula(text)

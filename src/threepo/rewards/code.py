@@ -1,10 +1,9 @@
-"""Verdicts on programs: the code is taken from the completion, run in a sandbox, and must pass the tests.
+"""Verdicts on programs: the code in a completion runs in a sandbox and must pass the tests.
 
     grade("```python\\nprint(int(input()) + 1)\\n```", {"inputs": ["1\\n"], "outputs": ["2\\n"]}).correct
 
-`code_tests` has the forms of tests, `sandbox` the places where programs run. A verdict's `detail` is `passed`, or how
-the first test that failed ended: `wrong`, `runtime error`, `time-out`, `memory` or `compile error`; or `sandbox error`,
-which is not the program's fault.
+`code_tests` reads tests, `sandbox` runs programs. A verdict's `detail` is `passed`, or how the first failed test ended:
+`wrong`, `runtime error`, `time-out`, `memory` or `compile error`; or `sandbox error`, which is not the program's fault.
 """
 
 import functools
@@ -36,21 +35,12 @@ class CodeGrader:
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
         problems = {id(completion.problem): completion.problem for completion in completions}  # most come many times
-        tests = {key: tests_of(problem) for key, problem in problems.items()}
+        tests = {key: parse_tests(problem.columns.get(COLUMN)) for key, problem in problems.items()}
         return self.grade_all([(completion.text, tests[id(completion.problem)]) for completion in completions])
 
     def grade_all(self, pairs: Sequence[tuple[str, CodeTests]]) -> list[Verdict]:
         """The verdict on each text under its tests."""
         return list(self._pool.map(lambda pair: self.grade(*pair), pairs))
-
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """See `grading.BuiltIn.lack`."""
-        try:
-            tests_of(problem)
-        except ValueError as error:
-            return f"{error}; set data.tests_column"
-        return ""
 
     def grade(self, text: str, tests: CodeTests) -> Verdict:
         """The verdict on the text of one completion."""
@@ -58,14 +48,14 @@ class CodeGrader:
         if program is None:
             return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
         endings: list[str] = []
-        with closing(self._sandbox.run(replace(tests.job, program=program))) as outcomes:
+        with closing(self._sandbox.run(replace(tests.submission, program=program))) as outcomes:
             for index, outcome in enumerate(outcomes):
                 endings.append(tests.judged(index, outcome))
                 if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
                     break  # no other test can change the verdict
         failed = next((ending for ending in endings if ending != "passed"), None)
         error = "sandbox error" in endings
-        share = 0.0 if error else endings.count("passed") / len(tests.job.cases)
+        share = 0.0 if error else endings.count("passed") / len(tests.submission.cases)
         return Verdict(
             correct=failed is None,
             status="error" if error else "wrong" if failed else "right",
@@ -104,9 +94,10 @@ def _default_grader() -> CodeGrader:
     return CodeGrader(RewardConfig(function="code"))
 
 
-def tests_of(problem: Problem) -> CodeTests:
-    """The tests in the problem's column; `ValueError` if their form is unknown."""
+def lacks_tests(problem: Problem) -> str:
+    """Why `CodeGrader` cannot grade a problem; empty if it can."""
     try:
-        return parse_tests(problem.columns.get(COLUMN))
+        parse_tests(problem.columns.get(COLUMN))
     except ValueError as error:
-        raise ValueError(f"its tests (column {COLUMN!r}) {error}") from error
+        return f"its tests (column {COLUMN!r}) {error}; set data.tests_column"
+    return ""

@@ -1,4 +1,4 @@
-"""The tests of a program: the forms that data sets have them in, and when an output is right.
+"""The tests of a program: their forms in data sets, and when an output is right.
 
 {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                 what the program reads and must write
 {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}   what its function is called with and must return
@@ -6,8 +6,8 @@
 {"functional": "def check(f): ...\\ncheck(add)"}                   the same as one test
 
 Each may also be JSON text. An input of a function may be text with the JSON of one argument on each line; its output is
-then JSON too. With each of them, "prefix" may hold code to run before the program: what published graders import for
-every program, and the classes that a problem uses.
+then JSON too. "prefix" may be added to each form: code to run before the program, such as the imports of a published
+grader or the classes that a problem uses.
 """
 
 import ast
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from threepo.rewards.sandbox.interface import Job, Outcome
+from threepo.rewards.sandbox.interface import Outcome, Submission
 
 REL_TOLERANCE = 1e-5
 ABS_TOLERANCE = 1e-6
@@ -33,8 +33,8 @@ _INTEGER = re.compile(r"[+-]?\d+")
 class CodeTests:
     """Tests in the one form that graders use."""
 
-    job: Job
-    """The cases; its program is still to come. What they expect is not in it, and so never in the sandbox."""
+    submission: Submission
+    """The cases, without a program yet. It never contains what the cases expect, so the sandbox never does."""
     expected: tuple[Any, ...] = ()
     """The text for `stdin`, the value for `call`; empty for `script`, whose cases judge by themselves."""
 
@@ -42,9 +42,9 @@ class CodeTests:
         """How a case ended: `passed`, or the reason that it did not pass."""
         if outcome.ending != "ok":
             return outcome.ending
-        if self.job.kind == "script":
+        if self.submission.kind == "script":
             return "passed"
-        if self.job.kind == "stdin":
+        if self.submission.kind == "stdin":
             return "passed" if same_text(outcome.output, self.expected[index]) else "wrong"
         try:
             value = json.loads(outcome.output)
@@ -73,7 +73,7 @@ def _parsed(tests: Any) -> CodeTests:
             cases = [found[name]] if isinstance(found[name], str) else found[name]
             if not _filled(cases) or not all(isinstance(case, str) and case.strip() for case in cases):
                 raise ValueError(f"have {name!r}, which must be Python code")
-            return CodeTests(Job("script", "", tuple(_code(case, name) for case in cases), prefix=prefix))
+            return CodeTests(Submission("script", "", tuple(_code(case, name) for case in cases), prefix=prefix))
     if "inputs" in found and "outputs" in found:
         return _pairs(found["inputs"], found["outputs"], found.get("fn_name", ""), prefix)
     raise ValueError(f"have {', '.join(map(repr, found)) or 'nothing'}; they must have {FORMS}")
@@ -93,15 +93,14 @@ def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
     if not isinstance(entry, str):
         raise ValueError(f"have 'fn_name' = {entry!r}, which must be the name of a function")
     if not entry:
-        cases, expected = (
-            [_text(text, name) for text in of] for name, of in (("inputs", inputs), ("outputs", outputs))
-        )
-        return CodeTests(Job("stdin", "", tuple(cases), prefix=prefix), tuple(expected))
-    cases = [_arguments(given) for given in inputs]
-    expected = [_result(given, result) for given, result in zip(inputs, outputs, strict=True)]
+        read = tuple(_text(text, "inputs") for text in inputs)
+        written = tuple(_text(text, "outputs") for text in outputs)
+        return CodeTests(Submission("stdin", "", read, prefix=prefix), written)
+    cases = tuple(_arguments(given) for given in inputs)
+    expected = tuple(_result(given, result) for given, result in zip(inputs, outputs, strict=True))
     if not any(isinstance(given, str) for given in inputs) and all(_filled(v) and len(v) == 1 for v in expected):
-        expected = [value[0] for value in expected]  # APPS and TACO wrap every result in a list of one
-    return CodeTests(Job("call", "", tuple(cases), entry, prefix), tuple(expected))
+        expected = tuple(value[0] for value in expected)  # APPS and TACO wrap every result in a list of one
+    return CodeTests(Submission("call", "", cases, entry, prefix), expected)
 
 
 def _filled(value: Any) -> bool:
@@ -109,11 +108,10 @@ def _filled(value: Any) -> bool:
 
 
 def _text(value: Any, name: str) -> str:
-    """What a program reads or writes; some data sets have it by lines."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
+    """What a program reads or writes; some data sets have it as a list of lines."""
+    lines = [value] if isinstance(value, str) else value
+    if isinstance(lines, Sequence) and all(isinstance(line, str) for line in lines):
+        return "\n".join(lines)
     raise ValueError(f"have {name!r} with {value!r}, which must be text")
 
 
@@ -140,18 +138,13 @@ def _result(given: Any, result: Any) -> Any:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Whether an output is right: line by line but for blanks at the ends; or word by word, with numbers by value."""
-    given, wanted = _lines(output), _lines(expected)
-    if given == wanted:
-        return True
-    return len(given) == len(wanted) and all(
-        len(some) == len(others) and all(map(_same_word, some, others))
-        for some, others in ((line.split(), other.split()) for line, other in zip(given, wanted, strict=True))
-    )
+    """Whether an output is right: the same lines but for blanks at their ends, or the same words, numbers by value."""
+    given, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected))
+    return given == wanted or (len(given) == len(wanted) and all(map(_same_words, given, wanted)))
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a value, read from JSON, is right; only where a fraction is expected is a close one enough."""
+    """Whether a value, read from JSON, is right; a close one is enough only where a fraction is expected."""
     if isinstance(value, list) and isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, Mapping):
@@ -169,15 +162,13 @@ def _close(value: float, expected: float) -> bool:
         return False
 
 
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _same_words(line: str, expected: str) -> bool:
+    given, wanted = line.split(), expected.split()
+    return len(given) == len(wanted) and all(map(_same_word, given, wanted))
 
 
 def _same_word(word: str, expected: str) -> bool:
-    """Whether two words are equal; or two numbers, or close where a fraction is expected."""
+    """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
     if word == expected:
         return True
     if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 VALUE_DIGITS = 6
 """A decimal with this many decimals and significant digits also stands for what it is cut or rounded from."""
 Compare = Callable[[str, str], bool | None]
-"""Decides about an answer and a reference that spelling does not settle; None if it cannot either."""
+"""Compares an answer and a reference that spelling does not settle; None if it cannot decide either."""
 
 _CHARACTERS = {
     "-": "−–—‐﹣", r"\times ": "×", r"\cdot ": "·⋅", "/": "÷⁄", r"\le ": "≤", r"\ge ": "≥", r"\ne ": "≠",
@@ -89,7 +89,7 @@ def spelling(text: str) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """Superscripts as powers, fractions, wide letters and blanks as plain ones, and nothing that is not seen."""
+    """Superscripts as powers, characters of Unicode as ASCII or LaTeX, and no invisible characters."""
     text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda m: r"\frac{" + unicodedata.normalize("NFKC", m[0]).replace("⁄", "}{") + "}", text)
     text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
@@ -104,7 +104,7 @@ class Number(NamedTuple):
 
     value: Fraction
     resolution: Fraction
-    """What one in the last digit is worth, of a decimal that may be cut or rounded; else 0."""
+    """The value of one unit in the last digit, for a decimal that may be cut or rounded; else 0."""
 
     def equals(self, other: "Number") -> bool:
         """Whether both may be the same: 0.333333 and 1/3, but not 0.33."""
@@ -196,11 +196,6 @@ def _unit(words: str) -> str:
     return _UNIT.get(name, _UNIT.get(name.removesuffix("s"), "?")) + power
 
 
-def _conflict(one: str, other: str) -> bool:
-    """Whether two units contradict each other: both are known, and they differ."""
-    return one != other and not {one.rstrip("23"), other.rstrip("23")} & {"", "?", "unit"}
-
-
 # Answers as wholes
 
 _NAME = re.compile(
@@ -260,8 +255,8 @@ def _sides(text: str) -> tuple[str, str] | None:
 
 
 def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
-    if _conflict(unit, reference_unit):
-        return False
+    if unit != reference_unit and not {unit.rstrip("23"), reference_unit.rstrip("23")} & {"", "?", "unit"}:
+        return False  # both units are known, and they differ
     if given == reference:
         return True
     one, other = number(given), number(reference)
@@ -273,13 +268,10 @@ def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -
     word, reference_word = _word(given), _word(reference)
     if word and reference_word and r"\text" in given + reference:
         return word.lower() == reference_word.lower()
-    # Letters without \text may be a product: AB is BA, and Bh is not bh.
-    east = (
-        (len(word) > 2 or word.lower() == "no")
-        and word[1:] == reference_word[1:]
-        and word[0].lower() == reference_word[0].lower()
-    )
-    return True if east else None
+    # Letters without \text may be a product: AB is BA, and Bh is not bh. East is east.
+    is_word = len(word) > 2 or word.lower() == "no"
+    same_letters = word[:1].lower() + word[1:] == reference_word[:1].lower() + reference_word[1:]
+    return True if is_word and same_letters else None
 
 
 def _word(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Finding the final answer of a mathematical completion, and whether the completion keeps the layout asked for."""
+"""The final answer of a mathematical completion, and whether the completion keeps the required layout."""
 
 import re
 
@@ -17,8 +17,8 @@ _BLANKS = re.compile(r"\s*")
 def extract_answer(completion: str) -> str | None:
     r"""The answer given, or None: the last box, or else what follows the last `Answer:`.
 
-    Only what stands after the last `</think>` counts (everything, where there is none), and of that only what stands
-    before a `<think>`: a thought that is not finished holds no answer.
+    Only the text after the last `</think>` counts (all of it, if there is none), up to a `<think>`: an unfinished
+    thought holds no answer.
     """
     final = final_answer(completion).partition(THINK)[0]
     box = last_box(final)
@@ -31,7 +31,7 @@ def extract_answer(completion: str) -> str | None:
 def last_box(text: str) -> str | None:
     r"""The content of the last \boxed{...} or \fbox{...} that is closed and not empty; None where there is none.
 
-    Of boxes in a box it is the outermost, unless around the inner one there are only words: `The area is \boxed{5}`.
+    For a box in a box it is the outer one, unless there are only words around the inner one: `The area is \boxed{5}`.
     """
     found = boxes(text)
     if not found:

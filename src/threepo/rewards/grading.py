@@ -1,58 +1,43 @@
 """From completions to verdicts: the verifier of a task, one of the built-in graders, or a user's own reward function.
 
-To add a built-in grader, write a class with the methods of `BuiltIn` and add it to `GRADERS`.
+To add a built-in grader, write it in a file of its own and add a line to `GRADERS`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple
 
 from threepo.answers import exact_match, lacks_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
-from threepo.rewards.code import CodeGrader
+from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction
 from threepo.types import Completion, Problem, Verdict, VerifierName
 
+Grader = Callable[[Sequence[Completion]], list[Verdict]]
+"""Judges completions; a verdict for each, in their order."""
 Verify = Callable[[Problem, str], Verdict]
 """A task's own verifier: judges the text of a completion."""
 
 
-class Grader(Protocol):
-    """Judges completions."""
-
-    def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
-        """A verdict for each completion."""
-
-
-class BuiltIn(Grader, Protocol):
+class BuiltIn(NamedTuple):
     """A grader that `reward.function` can name."""
 
-    def __init__(self, settings: RewardConfig) -> None: ...
-
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """What a problem lacks to be graded, and which setting may help; empty for nothing."""
+    build: Callable[[RewardConfig], Grader]
+    lack: Callable[[Problem], str]
+    """What a problem lacks to be graded, and which setting may help; empty for nothing."""
 
 
-class ExactGrader:
-    """Compares the final answer with the reference as text."""
-
-    def __init__(self, settings: RewardConfig) -> None:
-        pass
-
-    def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
-        """A verdict for each completion."""
-        return [exact_match(completion.problem, completion.text) for completion in completions]
-
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """See `BuiltIn.lack`."""
-        return lacks_answer(problem, "exact")
+def _one_by_one(verify: Verify) -> Grader:
+    return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
 
 
-GRADERS: dict[str, type[BuiltIn]] = {"exact": ExactGrader, "math": MathGrader, "code": CodeGrader}
+GRADERS = {
+    "exact": BuiltIn(lambda _: _one_by_one(exact_match), lacks_answer),
+    "math": BuiltIn(MathGrader, lacks_answer),
+    "code": BuiltIn(CodeGrader, lacks_tests),
+}
 """What `reward.function` and a data source can name."""
 
 
@@ -64,15 +49,15 @@ def load_grader(
     `known` are problems to be graded: `UserError` if one of them lacks what the grader needs. `rows`: they are rows
     that `data.broken_rows` can leave out.
     """
+    skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
     for problem in known:
         if reason := lack(settings, verifier, problem):
-            skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
             raise UserError(f"{problem.label}: {reason}, fix the data{skip}")
     function = _function(settings, verifier)
     if callable(function):
-        return lambda completions: [function(completion.problem, completion.text) for completion in completions]
+        return _one_by_one(function)
     if function in GRADERS:
-        return GRADERS[function](settings)
+        return GRADERS[function].build(settings)
     return UserFunction(function, settings.correct_from, known)
 
 
@@ -90,8 +75,10 @@ def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion
 def _function(settings: RewardConfig, verifier: Verify | VerifierName | None) -> Verify | str:
     """The recipe's function, or the data source's own where the recipe leaves it to that."""
     choices = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
-    if settings.function == "task" and verifier is None:
-        raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
-    if settings.function not in ("task", *GRADERS) and ":" not in settings.function:
+    if settings.function == "task":
+        if verifier is None:
+            raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
+        return verifier
+    if settings.function not in GRADERS and ":" not in settings.function:
         raise UserError(f"reward.function = {settings.function!r}: set it to 'task', {choices}")
-    return verifier if settings.function == "task" and verifier is not None else settings.function
+    return settings.function

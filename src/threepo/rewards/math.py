@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from threepo.answers import lacks_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.equality import equal, spelling
 from threepo.rewards.extraction import extract_answer, keeps_layout, last_box
-from threepo.types import Completion, Problem, Verdict, VerdictStatus
+from threepo.types import Completion, Verdict, VerdictStatus
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
@@ -36,7 +35,6 @@ class MathGrader:
             timeout_s=settings.timeout_s,
             memory_mib=settings.memory_mib,
             workers=settings.workers,
-            memory_field="reward.memory_mib",
         )
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
@@ -44,9 +42,9 @@ class MathGrader:
         return self.grade([c.opening + c.text for c in completions], [c.problem.answer for c in completions])
 
     def grade(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        """A verdict for each text, whose reference answer is at the same place."""
+        """A verdict for each text, with the reference answer of the same index."""
         found = [extract_answer(text) for text in texts]
-        references = [last_box(answer) or answer for answer in answers]  # which may be solutions
+        references = [last_box(answer) or answer for answer in answers]  # a reference may be a whole solution
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
         pairs = [(given, reference) for given, reference in zip(found, references, strict=True) if given is not None]
@@ -56,21 +54,22 @@ class MathGrader:
             for text, given, reference in zip(texts, found, references, strict=True)
         ]
 
-    @staticmethod
-    def lack(problem: Problem) -> str:
-        """See `grading.BuiltIn.lack`."""
-        return lacks_answer(problem, "math")
-
     def close(self) -> None:
         """End the processes; they also end with this object."""
         self._pool.close()
 
     def _judged(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
         """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
-        judged = {pair: _by_spelling(*pair) for pair in dict.fromkeys(pairs)}
-        unsettled = [pair for pair, outcome in judged.items() if outcome is None]
-        settled = {pair: outcome for pair, outcome in judged.items() if outcome is not None}
-        return settled | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
+        judged: dict[tuple[str, str], Outcome] = {}
+        unsettled = []
+        for given, reference in dict.fromkeys(pairs):
+            if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
+                judged[given, reference] = Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
+            elif (same := equal(spelling(given), spelling(reference))) is None:
+                unsettled.append((given, reference))
+            else:
+                judged[given, reference] = Outcome((same, ""))
+        return judged | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
     def _verdict(self, text: str, given: str | None, outcome: Outcome | None) -> Verdict:
         layout = keeps_layout(text)
@@ -100,10 +99,3 @@ def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) ->
 @cache
 def _default_grader() -> MathGrader:
     return MathGrader(RewardConfig(function="math"))
-
-
-def _by_spelling(given: str, reference: str) -> Outcome | None:
-    if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
-        return Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
-    same = equal(spelling(given), spelling(reference))
-    return None if same is None else Outcome((same, ""))

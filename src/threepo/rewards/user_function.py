@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from threepo.errors import UserError
 from threepo.types import Completion, Problem, Verdict
 
 SUPPLIED = ("prompts", "completions", "completion_ids")
-"""Arguments that every function can have, next to the columns of the data, and to `answer` where there is one."""
+"""Arguments that every function can have, besides the columns of the data, and `answer` if there is one."""
 
 
 class UserFunction:
@@ -31,40 +31,40 @@ class UserFunction:
         """`known` are problems with the columns of the data."""
         self._name = name
         self._correct_from = correct_from
-        self._function = _import(name)
+        self._function = self._import()
         try:
-            self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(self._function).parameters
+            parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError) as error:  # some built-in functions have no signature
-            raise UserError(f"reward.function = {name!r}: has no readable signature; wrap it in a function") from error
+            raise self._error("has no readable signature; wrap it in a function") from error
+        self._names = {p.name for p in parameters}
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         available = (*SUPPLIED, *_columns(known))
-        for parameter in self._parameters.values():
-            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            supplied = parameter.name in available and parameter.kind is not parameter.POSITIONAL_ONLY
-            if not variadic and not supplied and parameter.default is parameter.empty:
-                raise UserError(
-                    f"reward.function = {name!r}: needs the argument {parameter.name!r}; available by name are "
-                    f"{', '.join(available)}"
-                )
+        for p in parameters:
+            by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in available
+            optional = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty
+            if not by_name and not optional:
+                raise self._error(f"needs the argument {p.name!r}; available by name are {', '.join(available)}")
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
-        arguments = _arguments(completions)
-        if not any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
-            arguments = {name: arguments[name] for name in self._parameters if name in arguments}
+        problems = [completion.problem for completion in completions]
+        arguments: dict[str, list[Any]] = {
+            "prompts": [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems],
+            "completions": [
+                c.text if isinstance(c.problem.prompt, str) else [{"role": "assistant", "content": c.text}]
+                for c in completions
+            ],
+            "completion_ids": [list(completion.tokens) for completion in completions],
+            **_columns(problems),
+        }
         try:
-            values = self._function(**arguments)
+            values = self._function(**{k: v for k, v in arguments.items() if self._takes_all or k in self._names})
         except (Exception, SystemExit) as error:  # it is the user's code, and may raise anything
-            raise UserError(f"reward.function {self._name}: raised {_described(error)}") from error
-        try:
-            count = None if isinstance(values, (str, bytes, Mapping, Set)) else len(values)
-        except TypeError:  # a number, a generator, an array without dimensions
-            count = None
-        if count != len(completions):
-            got = type(values).__name__ if count is None else f"{count} values"
-            raise UserError(
-                f"reward.function {self._name}: returned {got} for {len(completions)} completions; return a list of "
-                f"one number each"
-            )
+            raise self._error(f"raised {_described(error)}") from error
+        values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
+            got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+            raise self._error(f"returned {got} for {len(completions)} completions; return a list of one number each")
         return [self._verdict(value) for value in values]
 
     def _verdict(self, value: Any) -> Verdict:
@@ -75,25 +75,38 @@ class UserFunction:
         except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
             reward = math.nan
         if not math.isfinite(reward):
-            raise UserError(
-                f"reward.function {self._name}: returned {value!r}; return a finite number, or None where it cannot "
-                f"judge"
-            )
+            raise self._error(f"returned {value!r}; return a finite number, or None where it cannot judge")
         correct = reward >= self._correct_from
         return Verdict(correct=correct, status="right" if correct else "wrong", answer=None, reward=reward)
 
+    def _import(self) -> Callable[..., Any]:
+        module_name, _, name = self._name.partition(":")
+        path = Path(module_name)
+        if path.suffix == ".py" or "/" in module_name:
+            folder = f" and run in {path.parent}" if path.parent != Path() else ""
+            hint = f"'{path.name.removesuffix('.py')}:{name or 'function'}'{folder}"
+            raise self._error(f"names a file, and not a module; write {hint}")
+        if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+            raise self._error("must be 'module:function', in names of Python")
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)  # most reward files are next to the data
+        try:
+            module = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+            if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+                raise self._error(f"no module {module_name!r} in {here} or the environment") from error
+            raise self._error(f"importing {module_name!r} raised {_described(error)}") from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            problem = "missing" if function is None else "not a function"
+            raise self._error(f"{name!r} of module {module_name!r} is {problem}")
+        if inspect.iscoroutinefunction(function):
+            raise self._error("is a coroutine; write it without async")
+        return function  # type: ignore[no-any-return]
 
-def _arguments(completions: Sequence[Completion]) -> dict[str, list[Any]]:
-    problems = [completion.problem for completion in completions]
-    arguments: dict[str, list[Any]] = {
-        "prompts": [p.prompt if isinstance(p.prompt, str) else [dict(m) for m in p.prompt] for p in problems],
-        "completions": [
-            c.text if isinstance(c.problem.prompt, str) else [{"role": "assistant", "content": c.text}]
-            for c in completions
-        ],
-        "completion_ids": [list(completion.tokens) for completion in completions],
-    }
-    return arguments | _columns(problems)
+    def _error(self, reason: str) -> UserError:
+        return UserError(f"reward.function = {self._name!r}: {reason}")
 
 
 def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
@@ -106,50 +119,14 @@ def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     return columns
 
 
-def _import(name: str) -> Callable[..., Any]:
-    module_name, function_name = _split(name)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # most reward files are next to the data
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            reason = f"no module {module_name!r} in {here} or the environment"
-        else:
-            reason = f"importing {module_name!r} raised {_described(error)}"
-        raise UserError(f"reward.function = {name!r}: {reason}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        reason = f"{function_name!r} of module {module_name!r} is {'missing' if function is None else 'not a function'}"
-        raise UserError(f"reward.function = {name!r}: {reason}")
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"reward.function = {name!r}: is a coroutine; write it without async")
-    return function  # type: ignore[no-any-return]
-
-
-def _split(name: str) -> tuple[str, str]:
-    module, _, function = name.partition(":")
-    path = Path(module)
-    if path.suffix == ".py" or "/" in module:
-        folder = f" and run in {path.parent}" if path.parent != Path() else ""
-        raise UserError(
-            f"reward.function = {name!r}: names a file, and not a module; write "
-            f"'{path.name.removesuffix('.py')}:{function or 'function'}'{folder}"
-        )
-    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise UserError(f"reward.function = {name!r}: must be 'module:function', in names of Python")
-    return module, function
-
-
 def _described(error: BaseException) -> str:
-    """An exception in one line, with its place in the user's file."""
+    """An exception in one line, with the user's file and line."""
     if isinstance(error, SyntaxError):
-        message, places = error.msg, [(error.filename, error.lineno)]
+        message, frames = error.msg, [(error.filename, error.lineno)]
     else:
-        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        frames = [frame for frame in frames if frame[0] != __file__ and "importlib" not in frame[0]]
-        message, places = str(error), [frame for frame in frames if frame[0] == frames[0][0]]
+        stack = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        stack = [frame for frame in stack if frame[0] != __file__ and "importlib" not in frame[0]]
+        message, frames = str(error), [frame for frame in stack if frame[0] == stack[0][0]]
     line = " ".join(message.split())[:300]
-    place = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
-    return f"{type(error).__name__}{': ' if line else ''}{line}{place}"
+    location = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
+    return f"{type(error).__name__}{': ' if line else ''}{line}{location}"

@@ -1,8 +1,8 @@
 """Programs in namespaces of their own, by bubblewrap (https://github.com/containers/bubblewrap).
 
 Inside there are a Python interpreter with its standard library, read-only, an empty `/tmp` of limited size and
-`/dev/null`; no other file, no network, no process but its own, and no environment. Where threepo runs as root, the
-programs do not: limits on processes mean nothing to root.
+`/dev/null`; no other file, no network, no other process, and no environment. Programs do not run as root even if
+threepo does, because limits on processes do not hold for root.
 """
 
 import functools
@@ -23,7 +23,7 @@ from threepo.rewards.sandbox.harness import NOBODY
 from threepo.rewards.sandbox.local import ENVIRONMENT, PYTHON_ARGUMENTS, LocalSandbox, Process, spawn
 
 HOME = "/python"
-"""Where the interpreter stands inside."""
+"""The folder of the interpreter inside."""
 OTHERS = (
     "or set reward.sandbox.backend to 'sandbox_fusion', or, where you trust every program that the policy may write, "
     "to 'unconfined'"
@@ -56,14 +56,14 @@ class Bubblewrap(LocalSandbox):
         inside = ["--remount-ro", "/", "--", f"{HOME}/bin/python", *PYTHON_ARGUMENTS]
         if not self.drop_root:
             return spawn([*command, *inside], link, env={})
-        # Its user namespace has root and nobody, which only a process outside can put there.
-        (info, told), (held, go) = os.pipe(), os.pipe()
-        with open(info, "rb") as answer, open(go, "wb", 0) as release:
-            with open(told, "wb"), open(held, "rb"):
-                waiting = ["--info-fd", str(told), "--userns-block-fd", str(held)]
-                process = spawn([*command, *waiting, *inside], link, env={}, pass_fds=(told, held))
-            pid = re.search(rb"\d+", answer.read())  # not there where bubblewrap did not come so far, and says so
-            with suppress(OSError):  # where this is refused, the harness cannot give up root, and says so
+        # Its user namespace maps root and nobody, which only a process outside can write.
+        (info_read, info), (block, block_write) = os.pipe(), os.pipe()
+        with open(info_read, "rb") as answer, open(block_write, "wb", 0) as release:
+            with open(info, "wb"), open(block, "rb"):
+                waiting = ["--info-fd", str(info), "--userns-block-fd", str(block)]
+                process = spawn([*command, *waiting, *inside], link, env={}, pass_fds=(info, block))
+            pid = re.search(rb"\d+", answer.read())  # missing if bubblewrap failed before, which it reports itself
+            with suppress(OSError):  # if this is refused, the harness cannot give up root, and reports that
                 for name in ("uid_map", "gid_map"):
                     Path(f"/proc/{int(pid[0]) if pid else 0}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
                 release.write(b"x")
@@ -71,15 +71,14 @@ class Bubblewrap(LocalSandbox):
 
 
 def _found(program: str, package: str) -> str:
-    path = shutil.which(program)
-    if path is None:
-        raise _missing(program, package)
-    return path
+    if path := shutil.which(program):
+        return path
+    raise _missing(program, package)
 
 
 def _missing(what: str, package: str) -> UserError:
-    there = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
-    return UserError(f"{there}; install it (apt-get install {package}), {OTHERS}")
+    problem = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
+    return UserError(f"{problem}; install it (apt-get install {package}), {OTHERS}")
 
 
 def _is_mapped(user: int) -> bool:
@@ -108,29 +107,29 @@ def _mounts() -> tuple[str, ...]:
     modules = [str(path) for path in extensions if "tkinter" not in path.name]  # which would bring the libraries of X11
     libraries = _libraries([binds[f"{HOME}/bin/python"], *modules])
     binds |= {_inside(path): path for path in libraries}
-    parents = {str(parent) for place in (*binds, "/dev/null") for parent in Path(place).parents} - {"/"}
+    parents = {str(parent) for target in (*binds, "/dev/null") for parent in Path(target).parents} - {"/"}
     folders = ":".join(sorted({os.path.dirname(_inside(path)) for path in libraries}))
     packages = [
-        f"{place}/{name}"
-        for place, path in binds.items()
+        f"{target}/{name}"
+        for target, path in binds.items()
         for name in ("site-packages", "dist-packages")
         if os.path.isdir(f"{path}/{name}")
     ]
     return (
         *(word for folder in sorted(parents) for word in ("--perms", "0755", "--dir", folder)),
-        *(word for place, path in binds.items() for word in ("--ro-bind", path, place)),
-        *(word for place in packages for word in ("--tmpfs", place, "--remount-ro", place)),  # hides what is there
+        *(word for target, path in binds.items() for word in ("--ro-bind", path, target)),
+        *(word for folder in packages for word in ("--tmpfs", folder, "--remount-ro", folder)),  # hides their files
         *("--dev-bind", "/dev/null", "/dev/null", "--setenv", "LD_LIBRARY_PATH", folders),
     )
 
 
 def _inside(path: str) -> str:
-    """Where a file of this machine stands inside: the interpreter's own under HOME, others where they are."""
+    """The path inside of a file of this machine: under HOME if it is the interpreter's own, else the same."""
     relative = os.path.relpath(path, sys.base_prefix)
     return path if relative.startswith("..") else f"{HOME}/{relative}"
 
 
 def _libraries(files: Sequence[str]) -> list[str]:
     """The shared libraries that these files load, the loader among them."""
-    told = subprocess.run([_found("ldd", "libc-bin"), *files], capture_output=True, text=True, check=False).stdout
-    return sorted(set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", told, re.MULTILINE)))
+    listing = subprocess.run([_found("ldd", "libc-bin"), *files], capture_output=True, text=True, check=False).stdout
+    return sorted(set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", listing, re.MULTILINE)))

@@ -3,11 +3,11 @@
 This module is sent as source or as compiled code, to a SandboxFusion server (`on_server`) and into the local sandbox
 (`Harness`). So it imports nothing of threepo, and few modules: every import delays every program.
 
-The harness and its parent send messages with their length in front: here come the order and the cases; there go `ready`
-and `compiled`, and for each case its output, in messages that begin with `+`, and its ending. Each case runs in a
-process forked from the harness that has no way to the parent. The harness reads a case of a function or a script only
-after that fork, when the program's own top level has run: until then neither the tests nor the mark that proves their
-end are in the program's memory.
+The harness and its parent send messages with their length in front. The parent sends the order and the cases; the
+harness sends `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its ending.
+Each case runs in a process forked from the harness, which cannot reach the parent. The harness reads a case of a
+function or a script only after that fork, when the program's own top level has run: until then neither the tests nor
+the mark that proves their end are in the program's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SET_FILTER = 22
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a case may write; what writes more is stopped."""
 TICK_S = 0.25
-"""Time is counted in ticks of a timer, not read from a clock: nobody is late because the machine was suspended."""
+"""Time is counted in ticks of a timer and not read from a clock: suspending the machine makes no program late."""
 
 
 def compiled(code: str, name: str) -> CodeType:
@@ -52,7 +52,7 @@ def compiled(code: str, name: str) -> CodeType:
 
 
 def new_module(kind: str) -> dict[str, Any]:
-    """The names of the module that the program becomes, which imports find; as a script only for `stdin`."""
+    """The names of a new, importable module for the program; it is `__main__` for `stdin` only."""
     name = "__main__" if kind == "stdin" else "solution"
     sys.modules[name] = ModuleType(name)
     return vars(sys.modules[name])
@@ -61,7 +61,7 @@ def new_module(kind: str) -> dict[str, Any]:
 def run(
     kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
 ) -> NoReturn:
-    """Run the program, then its case, which `take` gives, and end the process.
+    """Run the program, then the case that `take` returns, and end the process.
 
     `answer` is the descriptor for what a function returns, or for a script's mark.
     """
@@ -79,7 +79,7 @@ def run(
         status = MEMORY
     except BaseException:
         status = 1
-    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel takes the rest down faster
+    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel frees the rest faster
         lambda: sys.modules["threading"]._shutdown(),  # waits for threads
         lambda: atexit._run_exitfuncs(),
         lambda: sys.stdout.flush(),
@@ -90,7 +90,7 @@ def run(
         try:
             step()
         except BaseException:
-            continue  # no threads, or whatever the program broke
+            continue  # no threads, or something that the program broke
     os._exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
@@ -99,13 +99,13 @@ def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
     import json
 
     sys.set_int_max_str_digits(0)
-    owner = names.get("Solution")  # looked at first: the prefix may have imported a function of that name
+    owner = names.get("Solution")  # goes first: the prefix may have imported a function with the name of the method
     function = getattr(owner(), entry) if hasattr(owner, entry) else names[entry]  # type: ignore[misc]
     return json.dumps(function(*json.loads(case)), default=list).encode()
 
 
 def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
-    """Run the tests after the program, under the program's names; the status to end with."""
+    """Run the tests after the program, with its names; returns the exit status."""
     names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
     sys.set_int_max_str_digits(0)
     try:
@@ -131,21 +131,21 @@ def write(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def on_server(job: dict[str, str], answer_file: str) -> NoReturn:
-    """Run a job where this is all that runs: its case is standard input, and the answer goes to a file."""
+def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
+    """Run a submission without a harness: its case is standard input, and the answer goes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
     answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
-    if job["kind"] == "stdin":
+    if submission["kind"] == "stdin":
         os.dup2(answer, 1)
     else:
         os.dup2(null, 0)
         os.dup2(null, 1)
     try:
-        codes = [compiled(job[part], f"<{part}>") for part in ("prefix", "program")]
+        codes = [compiled(submission[part], f"<{part}>") for part in ("prefix", "program")]
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
-        run(job["kind"], new_module(job["kind"]), codes, job["entry"], file.read, answer)
+        run(submission["kind"], new_module(submission["kind"]), codes, submission["entry"], file.read, answer)
 
 
 class Harness:
@@ -158,11 +158,11 @@ class Harness:
         _confine(order)
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
         self._poll = select.poll()
-        self._poll.register(self._link, 0)  # tells only that the parent has gone
-        for file in (0, 1, 2):  # the last took what went wrong until now
+        self._poll.register(self._link, 0)  # reports only that the parent has gone
+        for file in (0, 1, 2):  # standard error reported errors until now
             os.dup2(null, file)
         os.close(null)
-        for name in ("exit", "quit"):  # which the module `site` makes, but takes its time
+        for name in ("exit", "quit"):  # which the module `site` makes, slowly
             setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
         _signal.signal(_signal.SIGALRM, self._tick)
         _signal.setitimer(_signal.ITIMER_REAL, TICK_S, TICK_S)
@@ -203,7 +203,7 @@ class Harness:
         write(self._link, len(message).to_bytes(4, "big") + message)
 
     def _tick(self, *_: object) -> None:
-        """End the program if it is late or nobody waits for it; in the second case everything."""
+        """End the program if it is late; end everything if the parent has gone."""
         self._waited += TICK_S
         gone = bool(self._poll.poll(0))
         try:
@@ -249,18 +249,15 @@ class Harness:
         os.close(file)
         if written > OUTPUT_LIMIT:
             return "wrong"
-        code, spent_s, limit_s = (
-            os.waitstatus_to_exitcode(status),
-            usage.ru_utime + usage.ru_stime,
-            self._order["cpu_s"],
-        )
+        code, limit_s = os.waitstatus_to_exitcode(status), self._order["cpu_s"]
+        spent_s = usage.ru_utime + usage.ru_stime
         killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
         if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
             return "time-out"
         return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
 
     def _as_program(self, file: int, answer: int, down: int) -> Callable[[], bytes]:
-        """Set what holds in the program's process only; the function by which that gets its case."""
+        """Set the limits of the program's process; returns the function that reads its case."""
         if self._kind == "stdin":
             os.dup2(file, 0)
             os.dup2(answer, 1)
@@ -279,7 +276,7 @@ class Harness:
 
 
 def _confine(order: dict[str, Any]) -> None:
-    """Give up root where the harness has it, and set the limits and the filter that hold for all that follows."""
+    """Give up root if the harness has it, and set the limits and the filter for everything in the sandbox."""
     if order["drop_root"]:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -297,8 +294,8 @@ def _load_filter(instructions: bytes) -> None:
         import ctypes
 
         data = ctypes.create_string_buffer(instructions, len(instructions))
-        place = ctypes.addressof(data).to_bytes(8, sys.byteorder)
-        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + place  # struct sock_fprog
+        address = ctypes.addressof(data).to_bytes(8, sys.byteorder)
+        program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + address  # struct sock_fprog
         if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
             raise OSError("the kernel refuses a filter of system calls")
 

@@ -1,4 +1,4 @@
-"""What a sandbox is given and what it returns; each backend is a file of its own in this folder."""
+"""What a sandbox takes and returns; the backends are files of this folder."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Ending = Literal["ok", "wrong", "runtime error", "time-out", "memory", "compile 
 
 
 @dataclass(frozen=True)
-class Job:
+class Submission:
     """A program and the cases to run it on."""
 
     kind: TestKind
@@ -44,5 +44,5 @@ class Sandbox(Protocol):
     advice: str
     """What a user can do where it does not work."""
 
-    def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, in order, each run when it is asked for. Closing the generator ends the program."""
+    def run(self, submission: Submission) -> Generator[Outcome, None, None]:
+        """The outcome of each case, in order; `next` runs a case. Closing the generator ends the program."""

@@ -1,7 +1,7 @@
-"""Programs on this machine: starts the harness, in bubblewrap or unconfined, and hands it one case after the other.
+"""Programs on this machine: starts the harness, unconfined or in bubblewrap, and sends it one case after the other.
 
-The harness sets the limits of a program and ends it in time. From here comes what it cannot do: ending the harness with
-everything that it has started, and not waiting for ever should it hang.
+The harness sets the limits of a program and ends it in time. This side ends the harness with all that it has started,
+also if the harness hangs.
 """
 
 import functools
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from typing import Any, cast
 
 from threepo.config import SandboxConfig
 from threepo.rewards.sandbox import harness
-from threepo.rewards.sandbox.interface import Ending, Job, Outcome
+from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""
@@ -33,7 +32,7 @@ DESCRIPTORS = THREADS = 64
 WALL_FACTOR = 3
 """Wall-clock seconds for each second of processor time: the machine may be busy."""
 MARGIN_S, END_LIMIT_S = 30, 5
-"""How much longer than for a program to wait for the harness, and how long for its end."""
+"""Seconds to wait for the harness beyond a program's time, and for its end."""
 
 START = """
 import marshal, sys
@@ -44,15 +43,15 @@ names["Harness"](order).main()
 """
 PYTHON_ARGUMENTS = ("-P", "-S", "-s", "-B", "-X", "utf8", "-c", START)
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Nothing of ours; and the order of a program's sets is the same whenever it is judged."""
+"""Nothing of ours; the order of a program's sets is the same each time."""
 
 Process = subprocess.Popen[bytes]
 
 
-class LocalSandbox(ABC):
-    """Runs programs; each subclass starts Python for them in its own way."""
+class LocalSandbox:
+    """Runs programs as ordinary processes, which can do what the user can do, with the user's files and network."""
 
-    advice: str
+    advice = "check that Python starts here"
     drop_root = False
     """Whether the harness starts as root and must give that up."""
     filters = (b"", b"")
@@ -63,19 +62,19 @@ class LocalSandbox(ABC):
         self._cpu_s, self._wall_s = settings.timeout_s, WALL_FACTOR * settings.timeout_s
         self._memory = settings.memory_mib << 20
 
-    @abstractmethod
     def start(self, link: int, folder: str, room: int) -> Process:
         """Start Python by `spawn`. Its files may take `room` bytes; `folder` is empty, and removed at the end."""
+        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=ENVIRONMENT)
 
-    def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, run when it is asked for."""
-        cases = [case.encode("utf-8", "surrogatepass") for case in job.cases]
+    def run(self, submission: Submission) -> Generator[Outcome, None, None]:
+        """See `Sandbox.run`."""
+        cases = [case.encode("utf-8", "surrogatepass") for case in submission.cases]
         room = FILES_LIMIT + max(map(len, cases))
         limits = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
         if self.filters[1] and _counts_by_namespace():
             limits["NPROC"] = THREADS
         order = {
-            **vars(replace(job, cases=())),
+            **vars(replace(submission, cases=())),
             "cpu_s": self._cpu_s,
             "wall_s": self._wall_s,
             "limits": limits,
@@ -91,41 +90,31 @@ class LocalSandbox(ABC):
                 ask = functools.partial(self._ask, process, link)
                 try:
                     if ask(marshal.dumps((_harness(), order))) != b"ready":
-                        said = " ".join(process.stderr.read().decode("utf-8", "replace").split())
-                        yield from [Outcome("sandbox error", message=said)] * len(cases)
+                        reason = " ".join(process.stderr.read().decode("utf-8", "replace").split())
+                        yield from [Outcome("sandbox error", message=reason)] * len(cases)
                     elif ask() != b"compiled":
                         yield from [Outcome("compile error")] * len(cases)
                     else:
-                        yield from (_outcome(ask, case, job.kind == "script") for case in cases)
+                        yield from (_outcome(ask, case, submission.kind == "script") for case in cases)
                 finally:
                     link.close()  # which ends the harness
-                    wait([process.stderr.fileno()], END_LIMIT_S)  # else nobody reaps what bubblewrap has started
+                    wait([process.stderr.fileno()], END_LIMIT_S)  # bubblewrap must reap its children first
                     _kill(process)
 
     def _ask(self, process: Process, link: Connection, message: bytes | None = None) -> bytes:
-        """What the harness says next, after a message if there is one; empty if it ended, or hung and was ended."""
+        """The harness's next message, after sending it one if given; empty if it ended, or hung and was killed."""
         with suppress(EOFError, OSError):
             if message is not None:
                 link.send_bytes(message)
-            # Seconds are counted, not read from a clock: nobody is late because this machine was suspended.
+            # Seconds are counted and not read from a clock, so suspending this machine makes nothing late.
             if any(link.poll(1) for _ in range(int(self._wall_s) + MARGIN_S)):
                 return link.recv_bytes()
         _kill(process)
         return b""
 
 
-class Unconfined(LocalSandbox):
-    """Starts programs as they are: they can do what the user can do, with the user's files and network."""
-
-    advice = "check that Python starts here"
-
-    def start(self, link: int, folder: str, room: int) -> Process:
-        """Start this interpreter in the folder."""
-        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=ENVIRONMENT)
-
-
 def spawn(command: Sequence[str], link: int, **options: Any) -> Process:
-    """Start a command whose standard input and output are `link`, in a session of its own: Ctrl-C is for threepo."""
+    """Start a command with `link` as standard input and output, in a session that Ctrl-C does not reach."""
     return subprocess.Popen(command, stdin=link, stdout=link, stderr=subprocess.PIPE, start_new_session=True, **options)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from threepo.config import SandboxConfig
 from threepo.rewards.sandbox import harness
 from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
-from threepo.rewards.sandbox.interface import Ending, Job, Outcome
+from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
 
 WORKERS = 32
 MARGIN_S = 10.0
@@ -42,23 +42,23 @@ class ServerSandbox:
     def __init__(self, settings: SandboxConfig) -> None:
         self.workers = settings.workers or WORKERS
         self._settings = settings
-        self._places = threading.BoundedSemaphore(self.workers)
+        self._free = threading.BoundedSemaphore(self.workers)
         self._seen = False
 
-    def run(self, job: Job) -> Generator[Outcome, None, None]:
-        """The outcome of each case, each requested when the one before has been taken."""
-        order = vars(replace(job, cases=()))
+    def run(self, submission: Submission) -> Generator[Outcome, None, None]:
+        """See `Sandbox.run`."""
+        order = vars(replace(submission, cases=()))
         code = f"{inspect.getsource(harness)}\n\non_server({order!r}, {ANSWER!r})\n"
-        for case in job.cases:
-            mark = secrets.token_hex(MARK_BYTES // 2) if job.kind == "script" else ""
+        for case in submission.cases:
+            mark = secrets.token_hex(MARK_BYTES // 2) if submission.kind == "script" else ""
             try:
                 yield _outcome(self._ask(code, mark + case), mark)
             except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-                said = " ".join(str(error).split())[:300]
-                yield Outcome("sandbox error", message=f"{self._settings.url}: {type(error).__name__}: {said}")
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                yield Outcome("sandbox error", message=f"{self._settings.url}: {reason}")
 
     def _ask(self, code: str, stdin: str) -> dict[str, Any]:
-        """The server's answer. Until the first one, an address that does not answer is taken to be wrong."""
+        """The server's answer. Before its first answer, an address that does not answer counts as wrong."""
         seconds = self._settings.timeout_s
         body = {
             "code": code,
@@ -76,7 +76,7 @@ class ServerSandbox:
         attempt = 0
         while True:
             try:
-                with self._places, urllib.request.urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
+                with self._free, urllib.request.urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
                     answer = json.loads(response.read())
                 self._seen = True
                 return dict(answer)
