@@ -84,6 +84,23 @@ def refuse_taken(path: Path, config: Any) -> None:
     )
 
 
+def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `UserError` if a run began with other problems or conversations than it would go on with.
+
+    `now` is what its problems.json or conversations.json, `name`, would hold if the run began now.
+    """
+    if not (run / name).is_file():
+        return  # a run of an older version, which kept no record
+    for part, then in read_json(run / name).items():
+        if part in now and then["digest"] != now[part]["digest"]:
+            counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
+            raise UserError(
+                f"the {Path(name).stem} of {now[part]['source']} have changed since the run began ({counts[0]:,} now, "
+                f"{counts[1]:,} then); put the old ones back, or start a new run (with model.path = {str(run)!r} it "
+                f"goes on from what this one has learnt)"
+            )
+
+
 # Writing
 
 

@@ -23,7 +23,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.conversations import ConversationBatches, PreparedConversations, prepare
+from threepo.training.conversations import PreparedConversations, prepare
 from threepo.types import Problem
 
 TEMPLATE = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "<|endoftext|>")
@@ -74,7 +74,7 @@ def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path
 def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str]) -> None:
     run = run_of([*base, "run.steps=1"])
     run.folder.close()
-    for row in run.material.source.rows(0):
+    for row in run.material.rows(0):
         ((first, end),) = row.loss_ranges
         decode = run.policy.tokenizer.decode
         question = decode(row.input_tokens[:first])
@@ -84,24 +84,22 @@ def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str
         assert decode(row.input_tokens[end:]) == "\n"
 
 
-def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str]) -> None:
+def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str], tmp_path: Path) -> None:
     run = run_of([*base, "run.steps=0", "conversations.epochs=3"])
     run.folder.close()
     assert run.material.steps == 3 * (21 // 5)
     epochs = [
-        [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
-        for e in range(3)
+        [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.rows(step)] for e in range(3)
     ]
-    rows = run.material.source.prepared.batch(range(21))  # type: ignore[attr-defined]
-    distinct = Counter(row.input_tokens for row in rows)
+    distinct = Counter(row.input_tokens for row in prepared(run.policy, base).batch(range(21)))
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    again = ConversationBatches(run.material.source.prepared, 5, 0)  # type: ignore[attr-defined]
-    assert [row.input_tokens for row in again.rows(9)] == epochs[2][5:10]
-    other = ConversationBatches(run.material.source.prepared, 5, 1)  # type: ignore[attr-defined]
-    assert [row.input_tokens for step in range(4) for row in other.rows(step)] != epochs[0]
+    assert [row.input_tokens for row in run.material.rows(9)] == epochs[2][5:10]
+    other = run_of([*base, "conversations.seed=1", f"run.folder={tmp_path / 'other'}"])
+    other.folder.close()
+    assert [row.input_tokens for step in range(4) for row in other.material.rows(step)] != epochs[0]
 
 
 @pytest.mark.parametrize("kind", [["optimizer.kind=ivon", "optimizer.lr=5e3"], []])
@@ -144,7 +142,10 @@ def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Pa
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     write(tmp_path / "chats.jsonl", ROWS[:-1])
-    with folder, pytest.raises(UserError, match=r"20 of 20 rows now, 21 of 21 then.*; put the old ones back"):
+    with (
+        folder,
+        pytest.raises(UserError, match=r"chats.jsonl have changed .*\(20 now, 21 then\); put the old"),
+    ):
         sft.assemble(build(SFTConfig, plain), folder)
 
 
@@ -164,7 +165,7 @@ def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> P
     policy.tokenizer.chat_template = template
     config = load(SFTConfig, "", [*settings, "run.steps=1"])
     assert config.conversations
-    return prepare(policy, config.conversations, "source", None)
+    return prepare(policy, config.conversations, "source", "")
 
 
 def file_of(found: PreparedConversations) -> Path:

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, Literal
 from threepo.config import ConversationConfig
 from threepo.data.conversations import Conversations
 from threepo.data.digest import digest
-from threepo.data.finite import epoch_batch
 from threepo.data.rows import Batch, BrokenRow, Row
 from threepo.errors import UserError
 from threepo.files import disk_errors
@@ -90,31 +89,6 @@ class PreparedConversations:
         ]
 
 
-@dataclass(frozen=True)
-class ConversationBatches:
-    """Conversations by optimizer step: a function of (seed, epoch), so that a resumed run needs no state."""
-
-    prepared: PreparedConversations
-    batch_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not self.steps_per_epoch:
-            raise UserError(
-                f"conversations {self.prepared.source}: {len(self.prepared.kept)} are left to train on, fewer than "
-                f"conversations.batch_size = {self.batch_size}; lower it"
-            )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch; the rest of it is dropped."""
-        return len(self.prepared.kept) // self.batch_size
-
-    def rows(self, step: int) -> list[SupervisedRow]:
-        """The conversations of optimizer step `step`."""
-        return self.prepared.batch(epoch_batch(len(self.prepared.kept), self.batch_size, self.seed, step))
-
-
 def refuse_unreadable(settings: ConversationConfig) -> None:
     """Raise `UserError` for a source or a template that cannot be read, before minutes go into loading a model."""
     for name in filter(None, (settings.source, settings.eval)):
@@ -131,27 +105,17 @@ def read_template(path: str) -> str:
         raise UserError(f"conversations.chat_template = {path!r}: cannot be read: {error}") from error
 
 
-def prepare(
-    policy: Policy, settings: ConversationConfig, part: Part, earlier: Mapping[str, Any] | None
-) -> PreparedConversations:
+def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str) -> PreparedConversations:
     """The conversations of `settings.source` or `settings.eval` as tokens: from the cache, or read now and put there.
 
-    `earlier` is the record of a run that is resumed: its file is used if it still exists, and other conversations are
-    refused. `UserError` too if the source has rows that its settings refuse, or if none are left.
+    `file` is where a resumed run had them; it is used if it still exists. `UserError` if the source has rows that the
+    settings refuse, or if none are left.
     """
     import datasets
 
     name = getattr(settings, part)
-    if earlier and Path(earlier["file"]).is_file():
-        prepared = PreparedConversations(name, datasets.Dataset.from_file(earlier["file"]))
-    else:
-        prepared = PreparedConversations(name, _tokenized(policy, settings, part))
-    now = prepared.record
-    if earlier and earlier["digest"] != now["digest"]:
-        raise UserError(
-            f"conversations {name}: are not those that the run began with ({now['kept']:,} of {now['rows']:,} rows "
-            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); put the old ones back, or begin a new run"
-        )
+    table = datasets.Dataset.from_file(file) if Path(file).is_file() else _tokenized(policy, settings, part)
+    prepared = PreparedConversations(name, table)
     print(f"threepo: {prepared.line()}", file=sys.stderr)
     if not prepared.kept:
         raise UserError(f"conversations {name}: none is left; see the counts above")

@@ -5,33 +5,19 @@ What that count leaves out is listed next to it. Legend: W weights, P prompts a 
 draws, N draws that generate, K draws at which the gradient of every row is taken.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from threepo.config import IVONConfig, OptimizerConfig, SFTConfig, TrainConfig
+from threepo.config import OptimizerConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.models.loading import model_shape
 from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.training.optimizers import OPTIMIZERS
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
 FLOAT32 = 4
 TERA = 1e12
 _BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Floating-point operations of one RLVR step."""
-
-    prefill: float
-    decode: float
-    training: float
-
-    @property
-    def total(self) -> float:
-        """As in the paper's table."""
-        return self.prefill + self.decode + self.training
 
 
 def step_flops(
@@ -42,23 +28,18 @@ def step_flops(
     prompt_tokens: float,
     response_tokens: float,
     gradient_draws: int = 1,
-) -> StepFlops:
-    """The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G K (prompt + response) for training.
+) -> dict[str, float]:
+    """Operations of one RLVR step by what they are for; the paper's table has their sum.
 
-    Args:
-        weights: W.
-        prompts: P.
-        rollouts: G, over all draws.
-        prefills: S, how often each prompt is read: once for each draw, which shares it among its completions.
-        prompt_tokens: mean tokens of a prompt.
-        response_tokens: mean tokens of a completion.
-        gradient_draws: K, how often each row is trained on.
+    The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G K (prompt + response) for training. Tokens
+    are means; `rollouts` is G; `prefills`, S, is how often each prompt is read: once for each draw, which shares it
+    among its completions; `gradient_draws`, K, is how often each row is trained on.
     """
-    return StepFlops(
-        prefill=2 * weights * prompts * prefills * prompt_tokens,
-        decode=2 * weights * prompts * rollouts * response_tokens,
-        training=6 * weights * prompts * rollouts * gradient_draws * (prompt_tokens + response_tokens),
-    )
+    return {
+        "to read prompts": 2 * weights * prompts * prefills * prompt_tokens,
+        "to decode": 2 * weights * prompts * rollouts * response_tokens,
+        "to train": 6 * weights * prompts * rollouts * gradient_draws * (prompt_tokens + response_tokens),
+    }
 
 
 def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0) -> list[tuple[str, str]]:
@@ -98,10 +79,8 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     return [
         *lines,
         ("compute", f"{prompt_tokens} prompt and {response_tokens} response tokens a row"),
-        ("", f"{_tera(flops.prefill)} TFLOP to read prompts"),
-        ("", f"{_tera(flops.decode)} TFLOP to decode"),
-        ("", f"{_tera(flops.training)} TFLOP to train"),
-        ("", f"{_tera(flops.total)} TFLOP a step, as the paper counts"),
+        *(("", f"{_tera(count)} TFLOP {purpose}") for purpose, count in flops.items()),
+        ("", f"{_tera(sum(flops.values()))} TFLOP a step, as the paper counts"),
         *_uncounted(config, shape, weights, rows, prompt_tokens + response_tokens),
         ("", f"{draws * weights * _BYTES[config.engine.dtype] / GIB:.4g} GiB of weights written into the engine"),
     ]
@@ -130,14 +109,8 @@ def _gradient_draws(config: TrainConfig) -> int:
 
 
 def _trainer_memory(weights: int, optimizer: OptimizerConfig, gradient_draws: int) -> list[tuple[str, str]]:
-    """Tensors of the size of the weights, all float32; the states are those that the optimizers really keep."""
-    parts = {"weights": 1, "gradients": 1}
-    if isinstance(optimizer, IVONConfig):
-        parts |= {"momentum and Hessian": 2, "the mean while perturbed": 1}
-        if gradient_draws > 1:
-            parts["running means over gradient draws"] = 2
-    else:
-        parts["AdamW's moments"] = 2
+    """Tensors of the size of the weights, all float32."""
+    parts = {"weights": 1, "gradients": 1, **OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)}
     size = weights * FLOAT32 / GIB
     lines = [f"{count * size:.4g} GiB {name}" for name, count in parts.items()]
     total = f"{sum(parts.values()) * size:.4g} GiB in all, float32; activations come on top"
