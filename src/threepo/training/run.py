@@ -11,7 +11,7 @@ import torch
 from threepo.config import SFTConfig, TrainConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.run_folder import RunFolder, checkpoints, refuse_in_use, refuse_taken
+from threepo.run_folder import RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, checkpoint, load_train_state, restore_optimizer
 from threepo.training.clock import due
 from threepo.training.interrupt import polite_stop
@@ -72,7 +72,6 @@ class TrainingRun(Generic[Config]):
 def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> None:
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
     if not resumed:
-        refuse_in_use(Path(config.run.folder))
         refuse_taken(Path(config.run.folder), config)
     if config.run.tensorboard:
         TensorBoard.require()
