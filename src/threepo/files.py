@@ -1,4 +1,4 @@
-"""Files that are either there, whole, or not there: every write of threepo that matters goes through here."""
+"""Atomic writes, locks and errors of the disk: every write of threepo that matters goes through here."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ _FIXES = {
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write `path` into a one-line `UserError`."""
+    """Turn the operating system's refusal to write `path` into a `UserError`."""
     try:
         yield
     except Exception as error:
@@ -44,7 +44,7 @@ def _error_number(error: Exception) -> int:
 
 @contextmanager
 def writable_folder(path: Path) -> Iterator[None]:
-    """Make sure, before long work, that `path` can be written into; what was made for it goes if the work fails."""
+    """Check before long work that files can be made in `path`; delete folders made for it if the work fails."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion, row
-from threepo.config import Correction, IVONConfig, ModelConfig, RunConfig, ScheduleConfig
+from threepo.config import Correction, IVONConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
@@ -22,7 +23,7 @@ from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.batching import collate, pack
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
-from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord
@@ -174,7 +175,12 @@ def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     assert not corrects_nothing(record)
 
 
-# Checkpoints
+# Optimizers and checkpoints
+
+
+def test_every_optimizer_that_a_recipe_can_name_is_in_the_table() -> None:
+    union, _ = get_args(OptimizerConfig)
+    assert {settings().kind for settings in get_args(union)} == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("kind", ["ivon", "adamw"])

@@ -22,7 +22,6 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
-from threepo.run_folder import RunFolder
 from threepo.training.ess import EssState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -43,14 +42,6 @@ class TrainState:
     """See `alarms.watch`."""
     ess: EssState = field(default_factory=EssState)
     """What the ess schedule remembers."""
-
-
-def checkpoint(folder: RunFolder, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, keep: int) -> None:
-    """Save a run's state, and delete checkpoints older than the newest `keep`."""
-    path = folder.checkpoint_path(state.step)
-    if not path.exists():
-        save_checkpoint(path, policy, optimizer, state)
-    folder.prune_checkpoints(keep)
 
 
 def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState) -> None:

@@ -1,7 +1,7 @@
-"""Conversations for fine-tuning: tokenised once into a memory-mapped file, and handed out by epoch (sft.md 3).
+"""Conversations for fine-tuning: tokenised once into a memory-mapped file (sft.md 3).
 
-`datasets` keeps the file in its cache, or in `conversations.cache`, under a digest of everything that the tokens follow
-from, so later runs find it. It has a row for each row of the source, also for those left out: all counts come from it.
+`datasets` keeps the file in its cache, or in `conversations.cache`, under a digest of everything that determines the
+tokens, so that later runs find it. It has a row for each row of the source, also for those that are left out.
 """
 
 import json
@@ -25,15 +25,15 @@ from threepo.models.policy import Policy
 from threepo.types import SupervisedRow
 
 FORMAT = 3
-"""Part of every digest: raise it when the same source and settings would give other tokens or columns."""
+"""Part of the digest: raise it when the same source and settings would give other tokens or columns."""
 ROWS_AT_ONCE = 128
 """Conversations tokenised together."""
 LINE_EVERY = 30.0
-"""Seconds between lines on the progress."""
+"""Seconds between lines about the progress."""
 NAMED = 3
-"""Broken rows that are left out with a line of their own; the others are only counted."""
+"""How many broken rows get a line on stderr; the others are only counted."""
 COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
-"""Of the file. The bounds of the loss ranges stand one after another; `dropped` is why a row is left out, or empty."""
+"""Of the file. `loss_ranges` is a flat list of their bounds; `dropped` says why a row is left out, or is empty."""
 Part = Literal["source", "eval"]
 """Which conversations of a recipe."""
 
@@ -43,7 +43,7 @@ class PreparedConversations:
     """Tokenised conversations on disk."""
 
     source: str
-    """What messages call them."""
+    """Their name in messages."""
     table: Any
     """A memory-mapped `datasets.Dataset` with `COLUMNS`; slices of a column are far faster than its iterator."""
 
@@ -59,7 +59,7 @@ class PreparedConversations:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What the run folder keeps: where the tokens are, a digest of them, and what became of the source's rows."""
+        """For conversations.json: the file, a digest of its tokens, and counts of rows and tokens."""
         return {
             "source": self.source,
             "file": self.table.cache_files[0]["filename"],
@@ -73,14 +73,14 @@ class PreparedConversations:
         }
 
     def line(self) -> str:
-        """The counts as messages show them."""
+        """The counts in one line."""
         rows, kept, tokens, counted = (f"{self.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.record["dropped"].items()))
         counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
         return f"conversations {self.source}: {counts}, {counted} of them to imitate"
 
     def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
-        """Conversations by their numbers among those kept, as the rows of one step."""
+        """The rows of one step: conversations by their numbers among those that are kept."""
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
@@ -106,10 +106,10 @@ def read_template(path: str) -> str:
 
 
 def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str) -> PreparedConversations:
-    """The conversations of `settings.source` or `settings.eval` as tokens: from the cache, or read now and put there.
+    """The tokens of `settings.source` or `settings.eval`: from the cache, or made now and cached.
 
-    `file` is where a resumed run had them; it is used if it still exists. `UserError` if the source has rows that the
-    settings refuse, or if none are left.
+    `file` is where a resumed run had them; it is used if it still exists. `UserError` if the settings refuse a row of
+    the source, or if no row is left.
     """
     import datasets
 
@@ -130,7 +130,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
     preparation = _Preparation(policy, settings, source, most_rows)
     table, tokenizer = source.rows.table, policy.tokenizer
     parts = (
-        (FORMAT, source.published, table._fingerprint, most_rows),  # which changes when a file does
+        (FORMAT, source.published, table._fingerprint, most_rows),  # the fingerprint changes with the files
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
@@ -163,7 +163,8 @@ class _Preparation:
         if time.monotonic() - self.said > LINE_EVERY:
             self.said = time.monotonic()
             print(f"threepo: {self.source.rows.name}: {self.read:,} rows read so far", file=sys.stderr)
-        chats = [chat for row in self.source.rows.parsed(batch) if (chat := self._rendered(row))]
+        left = self.most_rows - self.read if self.most_rows else None  # a row of the table can be a file with many
+        chats = [self._rendered(row) for row in self.source.rows.parsed(batch)[:left]]
         encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
         rows = [
             self._columns(next(encoded), chat.location) if isinstance(chat, RenderedChat) else _left_out(chat)
@@ -171,11 +172,9 @@ class _Preparation:
         ]
         return {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
 
-    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str | None:
-        """The text of a row, or the reason why it is left out; None after the last row to read."""
+    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str:
+        """The text of a row, or the reason why it is left out."""
         self.read += 1
-        if self.most_rows and self.read > self.most_rows:
-            return None
         location = f"{self.source.rows.name}, row {self.read}"
         try:
             if isinstance(row, BrokenRow):

@@ -32,7 +32,7 @@ class OptimizerKind:
     build: Callable[[Any, torch.nn.Module, int], PolicyOptimizer]
     """A new optimizer of all parameters of a model; the last argument is the noise seed."""
     memory: Callable[[Any, int], dict[str, int]]
-    """What it holds besides weights and gradients: numbers of float32 tensors of the size of the weights, by label. The
+    """What it holds besides weights and gradients: by label, how many float32 tensors of the size of the weights. The
     last argument is the number of draws at which the gradient is taken."""
     begin: Callable[[Any, PolicyOptimizer, ModelConfig], None] = lambda *_: None
     """Load into a new optimizer what a new run starts from."""
@@ -55,11 +55,9 @@ def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, seed: int) -> Po
 
 
 def _build_ivon(settings: IVONConfig, model: torch.nn.Module, seed: int) -> IVON:
-    arguments = {name: value for name, value in vars(settings).items() if name not in ("kind", *_LOADED)}
+    others = ("kind", "load_hessian", "load_momentum")
+    arguments = {name: value for name, value in vars(settings).items() if name not in others}
     return IVON(model.named_parameters(), seed=seed, **arguments)
-
-
-_LOADED = ("load_hessian", "load_momentum")
 
 
 def _ivon_memory(settings: IVONConfig, gradient_draws: int) -> dict[str, int]:
@@ -71,7 +69,12 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
     """Load a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
     assert isinstance(optimizer, IVON)
     if not settings.load_hessian:
-        _mention_unused_posterior(model)
+        if (model_folder(Path(model.path)) / FILE_NAME).is_file():
+            print(
+                f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
+                f"optimizer.load_hessian={model.path} starts from its Hessian",
+                file=sys.stderr,
+            )
         return
     folder = model_folder(Path(settings.load_hessian))
     Posterior.from_pretrained(folder).load_into(optimizer)
@@ -87,15 +90,6 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth",
             ThreepoWarning,
             stacklevel=2,
-        )
-
-
-def _mention_unused_posterior(model: ModelConfig) -> None:
-    if (model_folder(Path(model.path)) / FILE_NAME).is_file():
-        print(
-            f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
-            f"optimizer.load_hessian={model.path} starts from its Hessian",
-            file=sys.stderr,
         )
 
 

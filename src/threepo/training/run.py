@@ -1,4 +1,4 @@
-"""What every training run does, whatever it learns from: load or restore its parts, end each step, save."""
+"""What RLVR and SFT share: a run's parts are built or restored, each step is logged, checkpoints are saved."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from threepo.config import SFTConfig, TrainConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, refuse_taken
-from threepo.training.checkpoint import TrainState, checkpoint, load_train_state, restore_optimizer
+from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.clock import due
 from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics
@@ -41,9 +41,11 @@ class TrainingRun(Generic[Config]):
             group["lr"] = self.config.optimizer.lr * factor(step, steps, self.config.schedule)
 
     def save(self) -> None:
-        """Save a checkpoint, unless no step is done yet."""
-        if self.state.step:
-            checkpoint(self.folder, self.policy, self.optimizer, self.state, self.config.run.keep_checkpoints)
+        """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
+        path = self.folder.checkpoint_path(self.state.step)
+        if self.state.step and not path.exists():
+            save_checkpoint(path, self.policy, self.optimizer, self.state)
+        self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
 
     @contextmanager
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
