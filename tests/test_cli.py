@@ -189,6 +189,7 @@ def test_the_same_from_a_process(tmp_path: Path) -> None:
     assert result.stderr == "threepo: run.steps = 'no': must be a valid integer\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*earned the same reward:threepo.errors.ThreepoWarning")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path: Path) -> None:
     settings = ["run.steps=30", "run.checkpoint_every=0"]

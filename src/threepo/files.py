@@ -1,10 +1,9 @@
-"""Files that are either there, whole, or not there: every write of threepo that matters goes through here."""
+"""Atomic writes, locks and errors of the disk: every write of threepo that matters goes through here."""
 
 import errno
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ _FIXES = {
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write `path` into a one-line `UserError`."""
+    """Turn the operating system's refusal to write `path` into a `UserError`."""
     try:
         yield
     except Exception as error:
@@ -45,7 +44,7 @@ def _error_number(error: Exception) -> int:
 
 @contextmanager
 def writable_folder(path: Path) -> Iterator[None]:
-    """Make sure, before long work, that `path` can be written into; what was made for it goes if the work fails."""
+    """Check before long work that files can be made in `path`; delete folders made for it if the work fails."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -62,42 +61,28 @@ def writable_folder(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; what is written there becomes `path` on success and vanishes otherwise.
+    """Yield a temporary path; the file or folder that is made there becomes `path` on success and vanishes otherwise.
 
     The content is on disk (fsync) before it gets its name, so neither a killed process nor a power cut leaves half
-    a file.
+    of it.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            temporary = Path(folder) / path.name
             yield temporary
-            os.chmod(temporary, 0o644)  # mkstemp makes 0600; a run folder is read by colleagues too
-            _sync(temporary)
+            for part in (*temporary.rglob("*"), temporary):
+                _sync(part)
             os.replace(temporary, path)
             _sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder: it appears under its name when all in it is written. `path` must not exist yet."""
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            yield temporary
-            os.chmod(temporary, 0o755)
-            for file in sorted(temporary.rglob("*")):
-                _sync(file)
-            _sync(temporary)
-            os.rename(temporary, path)
-            _sync(path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    """The same for a folder, which is there to be filled. `path` must not exist yet, or be an empty folder."""
+    with atomic_file(path) as temporary:
+        temporary.mkdir()
+        yield temporary
 
 
 def lock(path: Path, folder: Path) -> IO[bytes]:

@@ -57,7 +57,7 @@ def checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def model_folder(path: Path) -> Path:
-    """The model directory that `path` stands for: a run folder means its newest checkpoint."""
+    """The newest checkpoint if `path` is a run folder; otherwise `path`."""
     if not (path / CHECKPOINTS).is_dir():
         return path
     found = checkpoints(path)
@@ -66,22 +66,34 @@ def model_folder(path: Path) -> Path:
     return found[-1][1]
 
 
-def refuse_in_use(path: Path) -> None:
-    """Raise `UserError` if another process has the run folder `path` open."""
-    if (path / LOCK).is_file():
-        lock(path / LOCK, path).close()
-
-
 def refuse_taken(path: Path, config: Any) -> None:
-    """Raise `UserError` if the folder `path` holds a run, of this configuration or of another one."""
+    """Raise `UserError` if the folder `path` holds a run, of this config or of another one."""
     if not (path / CONFIG).is_file():
         return
+    lock(path / LOCK, path).close()  # refuses a run that another process has open
     difference = first_difference(read_json(path / CONFIG), to_plain(config))
     if difference:
         raise UserError(f"run folder {path}: holds a run of another config ({difference}); choose another run.folder")
     raise UserError(
         f"run folder {path}: holds this run already; continue it with --resume {path}, or choose another run.folder"
     )
+
+
+def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `UserError` if a run began with other problems or conversations than it would go on with.
+
+    `now` is what its problems.json or conversations.json, `name`, would hold if the run began now.
+    """
+    if not (run / name).is_file():
+        return  # a run of an older version, which kept no record
+    for part, then in read_json(run / name).items():
+        if part in now and then["digest"] != now[part]["digest"]:
+            counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
+            raise UserError(
+                f"the {Path(name).stem} of {now[part]['source']} have changed since the run began ({counts[0]:,} now, "
+                f"{counts[1]:,} then); restore the old ones, or start a new run (with model.path = {str(run)!r} it "
+                f"goes on from what this one has learnt)"
+            )
 
 
 # Writing
@@ -102,12 +114,12 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
         """A folder for a new run; `UserError` if there is a run in it already."""
+        refuse_taken(path, config)
         folder = cls(path)
         try:
-            refuse_taken(path, config)
             if problems:
                 write_json(path / PROBLEMS, problems)
-            write_json(path / CONFIG, to_plain(config))  # last: a folder with a configuration is a run
+            write_json(path / CONFIG, to_plain(config))  # last: a folder with a config is a run
         except BaseException as error:
             folder.__exit__(type(error), error)
             raise
@@ -115,32 +127,36 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
-        """An existing run, with its configuration as plain values."""
+        """An existing run, with the contents of its config.json."""
         if not (path / CONFIG).is_file():
             raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
         return cls(path), read_json(path / CONFIG)
 
-    def extend(self, config: Config, steps: int) -> Config:
-        """The configuration with another number of steps, which config.json has from now on."""
+    def extend(self, config: Config, steps: Any) -> Config:
+        """Change the number of steps in config.json; returns the new config."""
+        values = to_plain(config)
+        values["run"]["steps"] = steps
+        extended = build(type(config), values)  # refuses what is no number of steps
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
         if not config.run.steps:
-            raise UserError(f"run.steps = {steps}: conversations.epochs gives the length of this run; it stays")
+            raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")
         if steps < done:
             raise UserError(f"run.steps = {steps}: the run has done {done} steps; set {done} or more")
-        plain = to_plain(config)
-        plain["run"]["steps"] = steps
-        config = build(type(config), plain)
-        write_json(self.path / CONFIG, plain)
+        write_json(self.path / CONFIG, values)
         if steps > done:
             (self.path / SUMMARY).unlink(missing_ok=True)
-        return config
+        return extended
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
         if isinstance(error, UserError) and self._fresh and not read_metrics(self.path):
-            self._discard()  # the fixed command should find no folder of a run that never began
+            # The run never began: the user will fix the command and use the same folder.
+            if self._made:
+                shutil.rmtree(self.path, ignore_errors=True)
+            for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
+                (self.path / name).unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -148,14 +164,6 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
         self._lock.close()
-
-    def _discard(self) -> None:
-        """Delete what a new run has written, and the folder itself if it was made for the run."""
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
-        for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
-            (self.path / name).unlink(missing_ok=True)
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
@@ -167,7 +175,7 @@ class RunFolder:
             self._metrics.write((json.dumps(clean) + "\n").encode())
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and completions of training steps `step` and later: they will be made again."""
+        """Delete metrics and completions of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
@@ -176,33 +184,27 @@ class RunFolder:
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write all rollouts of a step as one parquet file."""
-        write_parquet(self.path / COMPLETIONS / f"step-{step:06d}.parquet", rows)
+        import pyarrow
+        import pyarrow.parquet
+
+        with atomic_file(self.path / COMPLETIONS / f"step-{step:06d}.parquet") as temporary:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` training steps belongs."""
+        """The path of the checkpoint after `step` training steps."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def prune_checkpoints(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
         for _, path in checkpoints(self.path)[:-keep] if keep else []:
-            doomed = path.with_name(f".{path.name}.deleted")
-            os.rename(path, doomed)  # out of sight first: a half-deleted checkpoint must not look like one
-            shutil.rmtree(doomed)
+            # A half-deleted checkpoint must not look like one; the loop below deletes what has been renamed.
+            os.rename(path, path.with_name(f".{path.name}.deleted"))
         for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         write_json(self.path / SUMMARY, summary)
-
-
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a parquet file, atomically."""
-    import pyarrow
-    import pyarrow.parquet
-
-    with atomic_file(path) as temporary:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:

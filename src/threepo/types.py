@@ -24,7 +24,7 @@ VerifierName = Literal["math", "code"]
 
 @dataclass(frozen=True)
 class Draw:
-    """The address of one sample of the weights: whoever holds it can make the same weights again.
+    """The address of one sample of the weights, from which anyone can make the same weights again.
 
     The noise of a draw is a function of (seed, step, index, parameter name, element index); nothing is stored.
     """
@@ -39,35 +39,35 @@ class Draw:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to solve, with all that its reward needs."""
+    """A prompt, with all that its reward needs."""
 
     id: str
     """Unique within its data source and the same in every run: sampling and pairing go by it."""
     prompt: str | tuple[Mapping[str, str], ...]
-    """Plain text, or chat messages of the form {"role": ..., "content": ...}."""
+    """A text, or chat messages of the form {"role": ..., "content": ...}."""
     answer: str = ""
     """The reference answer, where there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else the source knows about the problem; handed to reward functions by name."""
+    """All other columns of its row in the source; reward functions get them by name."""
     location: str = field(default="", compare=False)
     """Its source and row, for messages."""
     template: str = "{prompt}"
-    """How its data set puts a plain prompt to a policy; `{prompt}` marks its place."""
+    """What a policy reads for a prompt that is a text; `{prompt}` in it stands for the prompt."""
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.location or f"problem {self.id}"
 
     def templated(self, prompt_template: str) -> str:
-        """A plain prompt as a policy reads it: in `data.prompt_template`, or in its own template if that is empty."""
+        """What a policy reads for a prompt that is a text: `data.prompt_template`, or, if empty, its own template."""
         assert isinstance(self.prompt, str)
         return (prompt_template or self.template).replace("{prompt}", self.prompt)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier says of one completion."""
+    """A verifier's judgement of one completion."""
 
     correct: bool
     status: VerdictStatus
@@ -75,11 +75,11 @@ class Verdict:
     answer: str | None
     """The answer read from the completion; None where there was none."""
     reward: float = math.nan
-    """What the policy is paid; left out, it is 1.0 where correct and 0.0 elsewhere."""
+    """What the policy is paid; by default 1.0 if correct and 0.0 otherwise."""
     detail: str = ""
-    """Why, in a verifier's own words where it has any: such as `time-out` or `runtime error` of a program."""
+    """The reason, if the verifier gives one: such as `time-out` or `runtime error` of a program."""
     format_ok: bool | None = None
-    """Whether the completion keeps the layout that its prompt asks for; None where there is no such layout."""
+    """Whether the completion has the layout that its prompt requires; None if it requires none."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.reward):
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated text, with what made it."""
+    """A generated text, with the prompt, the weights and the rollout number that it came from."""
 
     problem: Problem
     prompt_tokens: tuple[int, ...]
@@ -115,7 +115,7 @@ class Completion:
     policy_step: int
     """The training step whose weights the engine held."""
     opening: str = ""
-    """What the prompt has already opened: `<think>` where the chat template ends in it."""
+    """`<think>` where the prompt ends in it, as some chat templates do; otherwise empty."""
     verdict: Verdict | None = None
     """None until graded."""
 
@@ -175,7 +175,7 @@ class GradientPart:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """All that one policy update needs; the trainer obeys these fields and never asks which method made them."""
+    """All that one policy update needs; the trainer obeys these fields and does not know which method made them."""
 
     parts: tuple[GradientPart, ...]
     normalize: Literal["step", "part"]

@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion, row
-from threepo.config import Correction, IVONConfig, RunConfig, ScheduleConfig
+from threepo.config import Correction, IVONConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
@@ -20,9 +21,9 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.batching import collate, pack
-from threepo.training.build import build_optimizer, load_prior
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import corrects_nothing, rollout_metrics, update_metrics
+from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import RowRecord, UpdateRecord
@@ -174,7 +175,12 @@ def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     assert not corrects_nothing(record)
 
 
-# Checkpoints
+# Optimizers and checkpoints
+
+
+def test_every_optimizer_that_a_recipe_can_name_is_in_the_table() -> None:
+    union, _ = get_args(OptimizerConfig)
+    assert {settings().kind for settings in get_args(union)} == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("kind", ["ivon", "adamw"])
@@ -193,7 +199,7 @@ def test_a_checkpoint_restores_the_optimizer_bitwise(policy: Policy, kind: str, 
 
     optimizer = make()
     advance(optimizer, range(3))
-    state = TrainState(step=3, optimizer_steps=3 if kind == "ivon" else 0, skipped_steps=2, quiet_steps=4)
+    state = TrainState(step=3, optimizer_steps=3 if kind == "ivon" else 0, skipped_steps=2, streaks={"correction": 4})
     save_checkpoint(tmp_path / "step-000003", policy, optimizer, state)
     saved = [p.detach().clone() for p in policy.model.parameters()]
     advance(optimizer, range(3, 5))
@@ -270,7 +276,7 @@ def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path:
     weight = policy.model.model.norm.weight
     before = weight.detach().clone()
     optimizer = build_optimizer(config, policy.model, seed=0)
-    load_prior(config, optimizer)
+    begin_ivon(config, optimizer, ModelConfig(path=str(tmp_path)))
     advance(optimizer, 1)
     torch.testing.assert_close(weight, before - 0.5, rtol=0, atol=1e-5)
 

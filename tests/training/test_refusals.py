@@ -226,7 +226,7 @@ def test_a_run_is_not_resumed_with_other_problems(
     write(f"{name}.jsonl", [*files[name][:-1], files[name][-1] | change])
     assert main(["train", "--resume", "run"]) == 2
     said = capsys.readouterr().err
-    assert f"{name}.jsonl have changed since the run began (6 now, 6 then); put the old ones back, or start" in said
+    assert f"{name}.jsonl have changed since the run began (6 now, 6 then); restore the old ones, or start" in said
     assert Path("run/metrics.jsonl").read_bytes() == before
     write(f"{name}.jsonl", files[name])
     assert main(["train", "--resume", "run"]) == 0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from runs import outcome, sft_config, train_config
 from threepo import api
-from threepo.config import IVONConfig, TrainConfig
+from threepo.config import IVONConfig, ModelConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
@@ -27,7 +27,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
-from threepo.training.build import build_optimizer, load_prior
+from threepo.training.optimizers import begin_ivon, build_optimizer
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
@@ -56,6 +56,7 @@ def assert_it_learned_something(config: TrainConfig) -> None:
     assert all(moment.any() for name, moment in moments.items() if not name.startswith("missed_steps/"))
 
 
+@pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) -> None:
     greedy = preset == "thompson"
@@ -267,12 +268,13 @@ def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
 
 def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
     settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
-    with pytest.warns(ThreepoWarning, match="seq_mis correction has masked or truncated nothing for 3 steps") as caught:
+    with pytest.warns(ThreepoWarning, match="for 3 steps in a row, the seq_mis correction has masked") as caught:
         api.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
 
 
 @pytest.mark.filterwarnings("ignore:IVON lr:threepo.errors.ThreepoWarning")
+@pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
 def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
     tmp_path: Path, learnable: list[str]
 ) -> None:
@@ -298,7 +300,7 @@ def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_p
     Posterior.of(optimizer).save(tmp_path)
     settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
     with pytest.warns(ThreepoWarning, match=r"factors of: mlp 3\.0; .* optimizer\.ess = 9e\+09 would undo"):
-        load_prior(settings, build_optimizer(settings, policy.model, seed=0))
+        begin_ivon(settings, build_optimizer(settings, policy.model, seed=0), ModelConfig(path=str(tmp_path)))
 
 
 def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[str]) -> None:
@@ -343,6 +345,24 @@ def test_a_posterior_that_is_not_used_is_named_at_the_start(
     assert name not in said("method.preset=grpo", "optimizer.kind=adamw", "optimizer.lr=1e-6")
     if kind == "ivon":
         assert name not in said("method.preset=b3po", f"{name}={warm}")
+
+
+def test_a_controller_without_anything_to_measure_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """It would leave ess as it is under top-p and top-k, and lower it to its bound with a single draw."""
+    settings = ["method.preset=c3po", "ess_schedule.kind=controller", f"model.path={tmp_path / 'nothing'}"]
+    by_kl = [*settings, "ess_schedule.metric=kl", "method.correction.kind=none"]
+    for more, message in (
+        ([*by_kl, "sampling.top_p=0.9"], r"'controller': .* cut by sampling.top_p = 0.9 .*; set sampling.top_p = 1"),
+        (
+            [*by_kl, "sampling.top_k=5"],
+            "'controller': .* or sampling.top_k = 5; set sampling.top_p = 1 and",
+        ),
+        ([*settings, "method.draws=1"], r"kept_share, which is constant with method.draws = 1, .*; set method.draws"),
+        (by_kl, "no config.json"),
+    ):
+        with pytest.raises(UserError, match=message):
+            api.train(train_config(tmp_path / "run", *more))
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

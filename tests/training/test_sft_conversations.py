@@ -3,7 +3,6 @@
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path
 def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str]) -> None:
     run = run_of([*base, "run.steps=1"])
     run.folder.close()
-    for row in run.material.source.rows(0):
+    for row in run.material.rows(0):
         ((first, end),) = row.loss_ranges
         decode = run.policy.tokenizer.decode
         question = decode(row.input_tokens[:first])
@@ -85,25 +84,22 @@ def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str
         assert decode(row.input_tokens[end:]) == "\n"
 
 
-def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str]) -> None:
+def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str], tmp_path: Path) -> None:
     run = run_of([*base, "run.steps=0", "conversations.epochs=3"])
     run.folder.close()
     assert run.material.steps == 3 * (21 // 5)
     epochs = [
-        [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.source.rows(step)]
-        for e in range(3)
+        [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.rows(step)] for e in range(3)
     ]
-    conversations = run.material.source
-    assert isinstance(conversations, PreparedConversations)
-    rows = conversations.batch(range(21))
-    distinct = Counter(row.input_tokens for row in rows)
+    distinct = Counter(row.input_tokens for row in prepared(run.policy, base).batch(range(21)))
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [row.input_tokens for row in replace(conversations).rows(9)] == epochs[2][5:10]
-    other = replace(conversations, seed=1)
-    assert [row.input_tokens for step in range(4) for row in other.rows(step)] != epochs[0]
+    assert [row.input_tokens for row in run.material.rows(9)] == epochs[2][5:10]
+    other = run_of([*base, "conversations.seed=1", f"run.folder={tmp_path / 'other'}"])
+    other.folder.close()
+    assert [row.input_tokens for step in range(4) for row in other.material.rows(step)] != epochs[0]
 
 
 @pytest.mark.parametrize("kind", [["optimizer.kind=ivon", "optimizer.lr=5e3"], []])
@@ -146,7 +142,10 @@ def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Pa
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     write(tmp_path / "chats.jsonl", ROWS[:-1])
-    with folder, pytest.raises(UserError, match=r"20 of 20 rows now, 21 of 21 then.*; restore the old ones"):
+    with (
+        folder,
+        pytest.raises(UserError, match=r"chats.jsonl have changed .*\(20 now, 21 then\); restore the old"),
+    ):
         sft.assemble(build(SFTConfig, config), folder)
 
 
@@ -166,7 +165,7 @@ def prepared(policy: Policy, settings: list[str], template: str = TEMPLATE) -> P
     policy.tokenizer.chat_template = template
     config = load(SFTConfig, "", [*settings, "run.steps=1", "conversations.batch_size=1"])
     assert config.conversations
-    return prepare(policy, config.conversations, "source", None)
+    return prepare(policy, config.conversations, "source", "")
 
 
 def file_of(found: PreparedConversations) -> Path:
@@ -225,7 +224,7 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(
     assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in said
     assert "chats.jsonl, row 24: has no message" in said
     assert "chats.jsonl, row 25: has neither messages" in said
-    with pytest.raises(UserError, match="0 rows are left, fewer than conversations.batch_size = 1; see the counts"):
+    with pytest.raises(UserError, match="none is left; see the counts above"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 
 

@@ -84,11 +84,16 @@ def training_batch(
     correction: Correction | None = method.correction
     if method.gradient_at == "fresh" and method.draws == method.gradient_draws == 1:
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy
-    if not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0):
+    if rollouts_are_filtered(method, sampling):
         correction = None
-    # The log-probs of greedy rollouts are those of temperature 1, uncut, whatever the recipe says (method.md 3.5).
+    # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
     temperature = 1.0 if method.greedy else sampling.temperature
     return TrainingBatch(parts, normalize, correction, temperature, method.cumulative)
+
+
+def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
+    """Whether top-p or top-k changes the rollouts' log-probs, so that they cannot be compared with the trainer's."""
+    return not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:

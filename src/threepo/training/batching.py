@@ -48,8 +48,8 @@ def flatten(rows: Sequence[Row], device: torch.device) -> PackedTokens:
             row_of += [number] * (end - first)
         lengths.append(row.loss_ranges[-1][1] - 1)
         input_ids += tokens[: lengths[-1]]
-    ids, at, to, of = (torch.tensor(values, device=device) for values in (input_ids, positions, targets, row_of))
-    return PackedTokens(ids, tuple(lengths), at, to, of)
+    ids, *by_loss_token = (torch.tensor(values, device=device) for values in (input_ids, positions, targets, row_of))
+    return PackedTokens(ids, tuple(lengths), *by_loss_token)
 
 
 def collate(rows: Sequence[TrainingRow], weights: Mapping[int, float], device: torch.device) -> MicroBatch:

@@ -1,16 +1,16 @@
-"""Checkpoints: a Hugging Face model directory that any tool can load, and beside it what training needs to go on.
+"""Checkpoints: a Hugging Face model directory that any tool can load, with what training needs to go on.
 
     posterior.safetensors    the Hessian (IVON only), by parameter name; see posterior.gaussian
     optimizer.safetensors    the rest of the optimizer's state, as `state key/parameter name`
-    train_state.json         the step, and the optimizer's counters
+    train_state.json         the step, counters, and what schedules and alarms remember
 
 A checkpoint appears under its name only when all of it is on disk.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,9 +21,7 @@ from threepo.files import atomic_folder, read_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.parameter_state import missed_steps
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
-from threepo.run_folder import RunFolder
 from threepo.training.ess import EssState
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -40,18 +38,10 @@ class TrainState:
     """Steps taken by IVON, which debiases by them, those of a loaded momentum included; AdamW keeps its own count."""
     skipped_steps: int = 0
     """Updates skipped because a gradient was not finite, or nothing was left of the batch."""
-    quiet_steps: int = 0
-    """Training steps in a row in which the correction changed nothing."""
+    streaks: Mapping[str, int] = field(default_factory=dict)
+    """See `alarms.watch`."""
     ess: EssState = field(default_factory=EssState)
-    """What the ess schedule goes by."""
-
-
-def checkpoint(folder: RunFolder, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, keep: int) -> None:
-    """Save a run's state, and delete checkpoints older than the newest `keep`."""
-    path = folder.checkpoint_path(state.step)
-    if not path.exists():
-        save_checkpoint(path, policy, optimizer, state)
-    folder.prune_checkpoints(keep)
+    """What the ess schedule remembers."""
 
 
 def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState) -> None:
@@ -67,39 +57,33 @@ def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, stat
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint."""
     saved = read_json(path / _STATE_FILE)
-    return TrainState(**{**saved, "ess": EssState(**saved["ess"])})
+    quiet = {"correction": saved.pop("quiet_steps", 0)}  # what versions before `streaks` saved
+    return TrainState(**{"streaks": quiet, **saved, "ess": EssState(**saved["ess"])})
 
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
+    tensors = _load(path / _OPTIMIZER_FILE)
     if isinstance(optimizer, IVON):
-        Posterior.from_pretrained(path).load_into(optimizer)
-        load_momentum(path, optimizer)
-    else:
-        torch_state: dict[str, Any] = optimizer.state_dict()
-        order = {name: index for index, (name, _, _) in enumerate(named_in_groups(optimizer.param_groups))}
-        torch_state["state"] = {}
-        for key, value in _load(path / _OPTIMIZER_FILE).items():
-            kind, _, name = key.partition("/")
-            torch_state["state"].setdefault(order[name], {})[kind] = value
-        optimizer.load_state_dict(torch_state)
+        hessian = Posterior.from_pretrained(path).hessian
+        tensors |= {f"hessian/{name}": value for name, value in hessian.items()}
+    index = {name: i for i, (name, _, _) in enumerate(named_in_groups(optimizer.param_groups))}
+    restored = optimizer.state_dict() | {"state": {}}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        restored["state"].setdefault(index[name], {})[kind] = value
+    optimizer.load_state_dict(restored)
     for group in optimizer.param_groups:
         group["skipped_steps"] = state.skipped_steps
+        if "step" in group:
+            group["step"] = state.optimizer_steps
 
 
 def load_momentum(path: Path, optimizer: IVON) -> None:
-    """Put a checkpoint's momentum into an optimizer, with the count of updates that debiasing it needs."""
-    file = path / _OPTIMIZER_FILE
-    if not file.is_file():
+    """Put a checkpoint's posterior and momentum into a new optimizer, with the step count that debiasing needs."""
+    if not (path / _OPTIMIZER_FILE).is_file():
         raise UserError(f"{path}: holds no {_OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
-    tensors = _load(file)
-    for group in optimizer.param_groups:
-        group["step"] = load_train_state(path).optimizer_steps
-    for name, p, _ in optimizer.trainable():
-        keys = ("momentum", "missed_steps", "first_step")
-        saved = {key: tensors[f"{key}/{name}"] for key in keys if f"{key}/{name}" in tensors}
-        optimizer.state[p]["momentum"].copy_(saved["momentum"])
-        optimizer.state[p]["missed_steps"] = missed_steps(saved)
+    restore_optimizer(path, optimizer, replace(load_train_state(path), skipped_steps=0))
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:

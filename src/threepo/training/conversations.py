@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from threepo.config import ConversationConfig
 from threepo.data.digest import digest
-from threepo.data.finite import epoch_batch
 from threepo.data.published import CONVERSATIONS
 from threepo.data.rows import Batch, BrokenRow, Row
 from threepo.data.source import Conversations, open_conversations, split_copy
@@ -31,7 +30,7 @@ FORMAT = 3
 ROWS_AT_ONCE = 128
 """Rows that are read and tokenised together."""
 LINE_EVERY = 30.0
-"""Seconds between lines on the progress."""
+"""Seconds between lines about the progress."""
 NAMED = 3
 """Number of broken rows that are reported one by one; later ones are only counted."""
 COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
@@ -48,8 +47,6 @@ class PreparedConversations:
     """Their name in messages."""
     table: Any
     """A memory-mapped `datasets.Dataset` with `COLUMNS`; slices of a column are far faster than its iterator."""
-    batch_size: int
-    seed: int
 
     @cached_property
     def kept(self) -> list[int]:
@@ -76,17 +73,15 @@ class PreparedConversations:
             "digest": digest(self.digests),
         }
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch; the rest of it is dropped."""
-        return len(self.kept) // self.batch_size
-
-    def rows(self, step: int) -> list[SupervisedRow]:
-        """The conversations of one optimizer step: a function of (seed, step), so a resumed run needs no state."""
-        return self.batch(epoch_batch(len(self.kept), self.batch_size, self.seed, step))
+    def line(self) -> str:
+        """The counts in one line."""
+        rows, kept, tokens, counted = (f"{self.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.record["dropped"].items()))
+        counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
+        return f"conversations {self.source}: {counts}, {counted} of them to imitate"
 
     def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
-        """Conversations by their numbers among those kept."""
+        """The rows of one step: conversations by their numbers among those that are kept."""
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
@@ -111,39 +106,20 @@ def read_template(path: str) -> str:
         raise UserError(f"conversations.chat_template = {path!r}: cannot be read: {error}") from error
 
 
-def prepare(
-    policy: Policy, settings: ConversationConfig, part: Part, earlier: Mapping[str, Any] | None
-) -> PreparedConversations:
-    """The conversations of `settings.source` or `settings.eval` as tokens, from the cache where they are there.
+def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str) -> PreparedConversations:
+    """The tokens of `settings.source` or `settings.eval`: from the cache, or made now and cached.
 
-    `earlier` is the record of a run that is resumed: its file is used if it still exists, and other conversations are
-    refused. `UserError` too if the source has rows that its settings refuse, or if no row is left.
+    `file` is where a resumed run had them; it is used if it still exists. `UserError` if the settings refuse a row of
+    the source, or if no row is left.
     """
     import datasets
 
     name = getattr(settings, part)
-    if earlier and Path(earlier["file"]).is_file():
-        table = datasets.Dataset.from_file(earlier["file"])
-    else:
-        table = _tokenized(policy, settings, part)
-    prepared = PreparedConversations(name, table, settings.batch_size, settings.seed)
-    now = prepared.record
-    if earlier and earlier["digest"] != now["digest"]:
-        raise UserError(
-            f"conversations {name}: are not those that the run began with ({now['kept']:,} of {now['rows']:,} rows "
-            f"now, {earlier['kept']:,} of {earlier['rows']:,} then); restore the old ones, or start a new run"
-        )
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(now["dropped"].items()))
-    print(
-        f"threepo: conversations {name}: kept {now['kept']:,} of {now['rows']:,} rows"
-        f"{f' (left out: {reasons})' if reasons else ''}, {now['tokens']:,} tokens, {now['loss_tokens']:,} of them to "
-        f"imitate",
-        file=sys.stderr,
-    )
-    least, setting = (settings.batch_size, "conversations.batch_size = ") if part == "source" else (1, "")
-    if len(prepared.kept) < least:
-        few = f"{len(prepared.kept)} rows are left, fewer than {setting}{least}"
-        raise UserError(f"conversations {name}: {few}; see the counts above")
+    table = datasets.Dataset.from_file(file) if Path(file).is_file() else _tokenized(policy, settings, part)
+    prepared = PreparedConversations(name, table)
+    print(f"threepo: {prepared.line()}", file=sys.stderr)
+    if not prepared.kept:
+        raise UserError(f"conversations {name}: none is left; see the counts above")
     return prepared
 
 

@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from threepo.config import EssScheduleConfig
+from threepo.config import EssScheduleConfig, TrainConfig
+from threepo.errors import UserError
+from threepo.methods.method import rollouts_are_filtered
 
 MOST_AT_ONCE = 2.0
 """The controller changes ess by no more than this factor in one step."""
@@ -28,7 +30,7 @@ class EssState:
 def next_ess(
     settings: EssScheduleConfig, base: float, state: EssState, done: int, steps: int, metrics: Mapping[str, float]
 ) -> EssState:
-    """The state after `done` of `steps` training steps, of which the last logged `metrics`; `base` is optimizer.ess.
+    """The state after `done` of `steps` training steps; `metrics` are of the last one, and `base` is optimizer.ess.
 
     A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
@@ -50,6 +52,25 @@ def next_ess(
         # The product of all steps' ratios, so that a bound that was met once leaves no trace.
         factor = _within(settings, base, value / first if first else 1.0)
     return EssState(factor, first, highest)
+
+
+def refuse_unmeasured(config: TrainConfig) -> None:
+    """Raise `UserError` if the controller would steer by a metric that this run does not have."""
+    method, sampling = config.method, config.sampling
+    if config.ess_schedule.kind != "controller":
+        return
+    measured = f"ess_schedule.kind = 'controller': steers by correction/{config.ess_schedule.metric}, which"
+    if rollouts_are_filtered(method, sampling):
+        raise UserError(
+            f"{measured} is not computed for rollouts that are cut by sampling.top_p = {sampling.top_p:g} or "
+            f"sampling.top_k = {sampling.top_k}; set sampling.top_p = 1 and sampling.top_k = 0, or another "
+            f"ess_schedule.kind"
+        )
+    if method.draws == method.gradient_draws == 1:
+        raise UserError(
+            f"{measured} is constant with method.draws = 1, where the gradient is taken at the draw that generated "
+            f"the rollouts; set method.draws = 2 or more, or another ess_schedule.kind"
+        )
 
 
 def _correction(settings: EssScheduleConfig, value: float) -> float:

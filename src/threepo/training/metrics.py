@@ -14,10 +14,10 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
-    """What the rollouts earned, and how many prompts have something to teach."""
+    """Rewards, lengths, and how many prompts give no gradient."""
     completions = [completion for group in groups for completion in group.completions]
     _, flat = advantages(method, groups)
-    # A prompt teaches nothing when none of its advantage groups has any spread.
+    # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
     silent = flat.all(dim=1)
     solved = torch.tensor([all(_verdict(c).correct for c in group.completions) for group in groups])
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
@@ -36,7 +36,7 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
 
 
 def _outcome_shares(verdicts: list[Verdict]) -> Metrics:
-    """How often each detail was given, and how often the layout was kept where there is one to keep."""
+    """How often a verdict had each detail, and how often a completion kept the layout, where there is one."""
     details = {verdict.detail for verdict in verdicts if verdict.detail}
     shares = {_share_of(detail): _mean([v.detail == detail for v in verdicts]) for detail in sorted(details)}
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
@@ -83,7 +83,7 @@ def _kept_by_length(rows: list[RowRecord]) -> Metrics:
 
 
 def corrects_nothing(record: UpdateRecord) -> bool:
-    """Whether the update had a correction and rows, and the correction left every row as it was."""
+    """Whether the update had a correction and rows, and the correction changed no row."""
     active = record.correction is not None and record.correction.kind != "none"
     return active and bool(record.rows) and all(row.untouched for row in record.rows)
 

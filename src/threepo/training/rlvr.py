@@ -7,54 +7,40 @@ Every step is a function of the recipe and of what the last step left (weights a
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
 
-import warnings
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from threepo.config import IVONConfig, TrainConfig
+from threepo.config import DataConfig, IVONConfig, TrainConfig
+from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems, content, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.evaluation.evaluate import Examination
 from threepo.methods import method as lattice
-from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
-from threepo.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
-from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
-from threepo.training.checkpoint import TrainState, checkpoint
+from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
+from threepo.training.alarms import watch
+from threepo.training.build import build_engine, build_examination, fitting, with_grader
+from threepo.training.checkpoint import TrainState
 from threepo.training.clock import Clock, due
-from threepo.training.ess import next_ess
-from threepo.training.interrupt import polite_stop
-from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
-from threepo.training.problem_record import problem_record, refuse_changed
-from threepo.training.progress import progress
-from threepo.training.schedule import factor
-from threepo.training.trackers import TensorBoard
+from threepo.training.ess import next_ess, refuse_unmeasured
+from threepo.training.metrics import Metrics, rollout_metrics, update_metrics
+from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group
 
 
 @dataclass
-class Run:
-    """The parts of a training run; `state` is the only one that changes."""
+class Run(TrainingRun[TrainConfig]):
+    """The parts of a run of reinforcement learning."""
 
-    config: TrainConfig
-    folder: RunFolder
-    policy: Policy
-    optimizer: PolicyOptimizer
     engine: RolloutEngine
     source: ProblemSource
     grader: Grader
     examination: Examination | None
-    tensorboard: TensorBoard | None
-    state: TrainState = field(default_factory=TrainState)
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
@@ -66,18 +52,18 @@ def train(run: Run) -> None:
     steps = run.config.run.steps
     if run.state.step == 0 and run.examination:
         run.folder.log({"step": -1, **evaluate(run, 0)})
-    with polite_stop() as stop, progress(run.config.method.name, steps, run.state.step, run.folder.path) as reporter:
+    with run.ending_steps(run.config.method.name, steps, SHOWN) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             set_rates(run, step)
             try:
                 groups = rollout(run, step, clock)
-            except UserError:  # a reward function, or a problem: what was learnt until here is not lost with it
-                save(run)
+            except UserError:  # from a reward function or a problem: keep what was learnt until here
+                run.save()
                 raise
             record = learn(run, groups, step, clock)
             metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | optimizer_metrics(run)
-            run.state = advance(run, step, record, metrics)
+            run.state = advance(run, step, groups, record, metrics)
             if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= evaluate(run, step + 1)
                 clock.lap("time/eval")
@@ -88,34 +74,19 @@ def train(run: Run) -> None:
                 "time/step": sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update")),
                 "time/tokens_per_second": tokens / clock.times["time/rollout"],
             }
-            run.folder.log({"step": step, **metrics})
-            if run.tensorboard:
-                run.tensorboard.log(step, metrics)
-            stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
-            if stopping or due(step + 1, run.config.run.checkpoint_every, steps):
-                save(run)
-            reporter.update(step + 1, {short: metrics[name] for short, name in SHOWN.items() if name in metrics})
-            if stopping:
-                stop.obey(step + 1, steps, run.folder.path)
+            end_step(metrics)
 
 
 def set_rates(run: Run, step: int) -> None:
-    """Learning rate and effective sample size of a step; the rollouts' noise goes by the latter too."""
-    config = run.config
-    for group in run.optimizer.param_groups:
-        group["lr"] = config.optimizer.lr * factor(step, config.run.steps, config.schedule)
-        if isinstance(config.optimizer, IVONConfig):
-            group["ess"] = config.optimizer.ess * run.state.ess.factor
-
-
-def save(run: Run) -> None:
-    """A checkpoint of the run's state; nothing before the first step, which there would be nothing to keep of."""
-    if run.state.step:
-        checkpoint(run.folder, run.policy, run.optimizer, run.state, run.config.run.keep_checkpoints)
+    """Set the learning rate and effective sample size of a step; the noise of its rollouts follows from the latter."""
+    run.set_learning_rate(step, run.config.run.steps)
+    if isinstance(run.config.optimizer, IVONConfig):
+        for group in run.optimizer.param_groups:
+            group["ess"] = run.config.optimizer.ess * run.state.ess.factor
 
 
 def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
-    """Generate and grade the step's completions, under the draws that the method asks for."""
+    """Generate and grade the step's completions, under the draws that the method names."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
     sampling = replace(config.sampling, temperature=0.0) if method.greedy else config.sampling
     problems = run.source.batch(step, config.data.prompts_per_step)
@@ -139,41 +110,32 @@ def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecor
 
 
 def evaluate(run: Run, step: int) -> Metrics:
-    """Scores of the present weights on the held-out problems."""
+    """Scores of the current weights on the held-out problems."""
     assert run.examination is not None
     return run.examination.evaluate(run.policy, run.engine, run.optimizer, step).metrics()
 
 
 def optimizer_metrics(run: Run) -> Metrics:
-    """What the optimizer and its posterior have to say."""
+    """Metrics of the optimizer and its posterior."""
     metrics = run.optimizer.step_metrics() | {"optimizer/lr": run.optimizer.param_groups[0]["lr"]}
     return metrics | posterior_metrics(run.optimizer) if isinstance(run.optimizer, IVON) else metrics
 
 
-def advance(run: Run, step: int, record: UpdateRecord, metrics: Metrics) -> TrainState:
-    """The state after a step; warns when the correction has not acted for long (it may be wired to nothing)."""
-    quiet, correction = run.state.quiet_steps, record.correction
-    if record.rows:
-        quiet = quiet + 1 if corrects_nothing(record) else 0
-    if correction and quiet and quiet == correction.warn_after:
-        warnings.warn(
-            f"the {correction.kind} correction has masked or truncated nothing for {quiet} steps: the draws may be "
-            f"too close together to matter (lower optimizer.ess), or the log-probs of the rollouts are wrong",
-            ThreepoWarning,
-            stacklevel=2,
-        )
-    base = run.config.optimizer.ess if isinstance(run.config.optimizer, IVONConfig) else 1.0
+def advance(run: Run, step: int, groups: list[Group], record: UpdateRecord, metrics: Metrics) -> TrainState:
+    """The state after a step; warns of what has gone wrong for several steps."""
+    config = run.config
+    base = config.optimizer.ess if isinstance(config.optimizer, IVONConfig) else 1.0
     return TrainState(
         step=step + 1,
         optimizer_steps=run.optimizer.param_groups[0].get("step", 0),
         skipped_steps=run.optimizer.skipped_steps,
-        quiet_steps=quiet,
-        ess=next_ess(run.config.ess_schedule, base, run.state.ess, step + 1, run.config.run.steps, metrics),
+        streaks=watch(config, run.state.streaks, step, groups, record),
+        ess=next_ess(config.ess_schedule, base, run.state.ess, step + 1, config.run.steps, metrics),
     )
 
 
 def completion_rows(step: int, groups: list[Group], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update saw of it; the update knows nothing of dropped rows."""
+    """Every completion of the step with what the update saw of it: nothing where `zero_variance` dropped its group."""
     seen = {row.index: row for row in record.rows}
     rows = []
     for index, completion in enumerate(c for group in groups for c in group.completions):
@@ -190,23 +152,16 @@ def completion_rows(step: int, groups: list[Group], record: UpdateRecord) -> lis
 
 
 def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
-    """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are forgotten.
+    """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are deleted.
 
     All that can be refused is refused before a new run has a folder.
     """
-    if not folder:
-        refuse_in_use(Path(config.run.folder))
-        refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    refuse_early(config, folder)
+    refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
     training = with_grader(open_training(data), config.reward, data)
     heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
-    if config.run.tensorboard:
-        TensorBoard.require()
-    policy, optimizer, state = build_or_restore(
-        config.model, config.optimizer, config.run.seed, folder.path if folder else None
-    )
+    policy, optimizer, state = build_or_restore(config, folder)
     fitted = fitting(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in fitted.problems.batch(state.step, data.prompts_per_step)]
@@ -219,16 +174,32 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
             )
     problems = problem_record(data, fitted.problems, examination)
     if folder:
-        refuse_changed(folder.path, problems)
+        refuse_changed(folder.path, PROBLEMS, problems)
     engine = build_engine(config.engine, policy)
     engine.prepare(max(config.method.draws, 1), max(fitted.longest, *map(len, first)) + longest)
     if examination:
         examination.prepare(policy, engine)
-    if folder:
-        folder.forget_after(state.step or -1)
-    else:
-        folder = RunFolder.create(Path(config.run.folder), config, problems)
-    tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
+    folder, tensorboard = open_folder(config, folder, state.step, problems)
     return Run(
-        config, folder, policy, optimizer, engine, fitted.problems, training.grader, examination, tensorboard, state
+        config, folder, tensorboard, policy, optimizer, state, engine, fitted.problems, training.grader, examination
     )
+
+
+def problem_record(
+    data: DataConfig, training: ProblemSource, examination: Examination | None
+) -> dict[str, dict[str, Any]]:
+    """Source, number and digest of the problems to train on, and of those to evaluate on, for problems.json.
+
+    Endless problems are functions of the recipe, so one example shows whether the code that generates them has changed.
+    """
+    parts = {"train": (data.train, training.known())}
+    if examination:
+        parts["eval"] = (data.eval or data.train, examination.problems)
+    return {
+        part: {
+            "source": source,
+            "problems": len(problems),
+            "digest": problems_digest(problems, [problem.prompt for problem in problems]),
+        }
+        for part, (source, problems) in parts.items()
+    }

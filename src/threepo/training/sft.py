@@ -7,92 +7,63 @@ The loss is the next-token cross-entropy of the tokens to imitate, a mean over a
 IVON, one draw of the weights is held across all micro-batches of a step.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from threepo.config import DataConfig, SFTConfig
 from threepo.data.demonstrations import Demonstration, Demonstrations
-from threepo.data.finite import warn_of_shared
+from threepo.data.finite import epoch_batch, warn_of_shared
 from threepo.errors import UserError
-from threepo.files import read_json, write_text
+from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
-from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_in_use, refuse_taken
+from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
 from threepo.training.batching import flatten, pack
-from threepo.training.build import build_or_restore
-from threepo.training.checkpoint import TrainState, checkpoint
+from threepo.training.checkpoint import TrainState
 from threepo.training.clock import Clock, due
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
-from threepo.training.interrupt import polite_stop
-from threepo.training.progress import progress
-from threepo.training.schedule import factor
+from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.types import Draw, SupervisedRow
 
 SFT_DRAW = 1 << 21
 """Index of the draws of a warm start, so that reinforcement learning under the same seed meets other noise."""
 
 
-class RowSource(Protocol):
-    """What to imitate, by optimizer step."""
-
-    def rows(self, step: int) -> Sequence[SupervisedRow]:
-        """The rows of step `step`; the same for every resumed run."""
-
-
-@dataclass(frozen=True)
-class EncodedDemonstrations:
-    """Demonstrations as rows."""
-
-    policy: Policy
-    demonstrations: Demonstrations
-
-    def rows(self, step: int) -> list[SupervisedRow]:
-        """The demonstrations of one optimizer step."""
-        return encode(self.policy, self.demonstrations.batch(step))
-
-
 @dataclass(frozen=True)
 class Material:
     """What a run imitates, and for how long."""
 
-    source: RowSource
+    rows: Callable[[int], Sequence[SupervisedRow]]
+    """The rows of an optimizer step; the same for every resumed run."""
     steps: int
     heldout: Sequence[SupervisedRow] = ()
     """To measure the loss on; none: it is not measured."""
     eval_every: int = 0
     """Steps between those measurements; 0: only at the end."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """What the run folder keeps of the conversations, if that is what they are."""
+    """conversations.json; empty for demonstrations."""
 
 
 @dataclass
-class FineTuning:
-    """The parts of a fine-tuning run; `state` is the only one that changes."""
+class FineTuning(TrainingRun[SFTConfig]):
+    """The parts of a fine-tuning run."""
 
-    config: SFTConfig
-    folder: RunFolder
-    policy: Policy
-    optimizer: PolicyOptimizer
     material: Material
-    state: TrainState = field(default_factory=TrainState)
 
 
 def fine_tune(run: FineTuning) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
-    config, steps = run.config, run.material.steps
-    with polite_stop() as stop, progress("warm start", steps, run.state.step, run.folder.path) as reporter:
+    config, steps, heldout = run.config, run.material.steps, run.material.heldout
+    with run.ending_steps("warm start", steps, {"loss": "sft/loss"}) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
-            for group in run.optimizer.param_groups:
-                group["lr"] = config.optimizer.lr * factor(step, steps, config.schedule)
-            rows = run.material.source.rows(step)
+            run.set_learning_rate(step, steps)
+            rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
             with run.optimizer.at(draw):
@@ -105,19 +76,12 @@ def fine_tune(run: FineTuning) -> None:
             metrics["optimizer/lr"] = run.optimizer.param_groups[0]["lr"]
             if isinstance(run.optimizer, IVON) and due(step + 1, 10, steps):
                 metrics |= posterior_metrics(run.optimizer)
-            if run.material.heldout and due(step + 1, run.material.eval_every, steps):
-                heldout = run.material.heldout
+            if heldout and due(step + 1, run.material.eval_every, steps):
                 with torch.no_grad():
                     loss = cross_entropy(run.policy, heldout, config.batching.tokens)
                 metrics["sft/eval_loss"] = loss / loss_tokens(heldout)
                 clock.lap("time/eval")
-            run.folder.log({"step": step, **metrics, **clock.times})
-            stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
-            if stopping or due(step + 1, config.run.checkpoint_every, steps):
-                checkpoint(run.folder, run.policy, run.optimizer, run.state, config.run.keep_checkpoints)
-            reporter.update(step + 1, {"loss": metrics["sft/loss"]})
-            if stopping:
-                stop.obey(step + 1, steps, run.folder.path)
+            end_step(metrics | clock.times)
 
 
 def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[SupervisedRow]:
@@ -151,54 +115,50 @@ def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
 
 def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
     """A new run in a folder of its own; or that in `folder`, as its newest checkpoint left it."""
-    if not folder:
-        refuse_in_use(Path(config.run.folder))
-        refuse_taken(Path(config.run.folder), config)  # before minutes go into loading a model
-        if config.conversations:
-            refuse_unreadable(config.conversations)
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    refuse_early(config, folder)
+    if config.conversations and not folder:
+        refuse_unreadable(config.conversations)
     demonstrations = Demonstrations(config.demonstrations) if config.demonstrations else None
-    policy, optimizer, state = build_or_restore(
-        config.model, config.optimizer, config.run.seed, folder.path if folder else None
-    )
-    if config.conversations and config.conversations.chat_template and not state.step:  # a checkpoint brings its own
+    policy, optimizer, state = build_or_restore(config, folder)
+    if config.conversations and config.conversations.chat_template and not state.step:  # a checkpoint has its own
         policy.tokenizer.chat_template = read_template(config.conversations.chat_template)
     if demonstrations:
-        material = _demonstrations(config, demonstrations, policy)
+        if policy.tokenizer.eos_token_id is None:
+            raise UserError(f"model.path = {config.model.path!r}: its tokenizer has no end-of-sequence token to learn")
+        material = Material(lambda step: encode(policy, demonstrations.batch(step)), config.run.steps)
     else:
         material = _conversations(config, policy, folder)
-    material.source.rows(state.step)  # refuse what cannot be encoded now, not in the loop
-    if folder:
-        folder.forget_after(state.step)
-    else:
-        folder = RunFolder.create(Path(config.run.folder), config)
+    material.rows(state.step)  # refuse what cannot be encoded now, not in the loop
+    folder, tensorboard = open_folder(config, folder, state.step)
     if material.record:
-        write_text(folder.path / CONVERSATIONS, json.dumps(material.record, indent=2) + "\n")
-    return FineTuning(config, folder, policy, optimizer, material, state)
-
-
-def _demonstrations(config: SFTConfig, demonstrations: Demonstrations, policy: Policy) -> Material:
-    if policy.tokenizer.eos_token_id is None:
-        raise UserError(f"model.path = {config.model.path!r}: its tokenizer has no end-of-sequence token to teach")
-    return Material(EncodedDemonstrations(policy, demonstrations), config.run.steps)
+        write_json(folder.path / CONVERSATIONS, material.record)
+    return FineTuning(config, folder, tensorboard, policy, optimizer, state, material)
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:
     """The conversations of a recipe; a resumed run goes on with those it began with, or not at all."""
     settings = config.conversations
     assert settings is not None, "a recipe has demonstrations or conversations"
-    known = resumed.path / CONVERSATIONS if resumed else None
-    before = read_json(known) if known and known.is_file() else {}
+    saved = resumed.path / CONVERSATIONS if resumed else Path()
+    files = {part: record["file"] for part, record in read_json(saved).items()} if saved.is_file() else {}
     parts: tuple[Part, ...] = ("source", "eval") if settings.eval else ("source",)
-    prepared = {part: prepare(policy, settings, part, before.get(part)) for part in parts}
+    prepared = {part: prepare(policy, settings, part, files.get(part, "")) for part in parts}
+    record: dict[str, Any] = {part: conversations.record for part, conversations in prepared.items()}
+    if resumed:
+        refuse_changed(resumed.path, CONVERSATIONS, record)
     if "eval" in prepared:
         warn_of_shared("conversations.eval", *(prepared[part].digests for part in parts))
-    batches = prepared["source"]
+    training, heldout, size = prepared["source"], prepared.get("eval"), settings.batch_size
+    count = len(training.kept)
+    if count < size:
+        raise UserError(
+            f"conversations {settings.source}: {count} rows are left, fewer than conversations.batch_size = "
+            f"{size}; lower it"
+        )
     return Material(
-        batches,
-        config.run.steps or settings.epochs * batches.steps_per_epoch,
-        prepared["eval"].batch(range(len(prepared["eval"].kept))) if "eval" in prepared else (),
+        lambda step: training.batch(epoch_batch(count, size, settings.seed, step)),
+        config.run.steps or settings.epochs * (count // size),  # the rest of an epoch is left out
+        heldout.batch(range(len(heldout.kept))) if heldout else (),
         settings.eval_every,
-        {part: one.record for part, one in prepared.items()},
+        record,
     )

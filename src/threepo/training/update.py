@@ -1,7 +1,7 @@
 """One policy update from one training batch: forward, backward, observe, step.
 
-The code obeys the fields of the batch and never asks which method made it. Losses are summed over tokens and divided
-once, in the optimizer, by the count that the batch asks for: the result does not depend on the micro-batches.
+The code obeys the fields of the batch and does not know which method made it. Losses are summed over tokens and divided
+once, in the optimizer, by the count that the batch names: the result does not depend on the micro-batches.
 """
 
 import math
@@ -42,7 +42,7 @@ class UpdateRecord:
     """Sums over all tokens of an update."""
 
     correction: Correction | None
-    """That of the batch; None: the rollouts were cut, so `kl` and the rows' `rho` have no meaning."""
+    """That of the batch; None: rollouts under top-p or top-k, so `kl` and the rows' `rho` have no meaning."""
     minimised: list[float] = field(default_factory=list)
     """For each optimizer step, the loss as it was divided."""
     loss: float = 0.0
@@ -54,7 +54,7 @@ class UpdateRecord:
     rows: list[RowRecord] = field(default_factory=list)
 
     def add(self, micro: MicroBatch, inputs: LossInputs, corrected: Corrected, statistics: dict[str, float]) -> None:
-        """Add what the log says about a micro-batch."""
+        """Add the sums and rows of a micro-batch."""
         logprobs = inputs.old_logprobs
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():

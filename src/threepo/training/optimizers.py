@@ -1,0 +1,100 @@
+"""The optimizers that a recipe can name. To add one, add its settings to config/learning.py and a line to `OPTIMIZERS`.
+
+An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threepo.config import AdamWConfig, IVONConfig, ModelConfig, OptimizerConfig
+from threepo.errors import ThreepoWarning
+from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
+from threepo.posterior.statistics import posterior_metrics, sigma_growth
+from threepo.run_folder import model_folder
+from threepo.training.checkpoint import load_momentum
+
+LOUD_PRIOR = 2.0
+"""Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """How training makes an optimizer; each function gets the settings of its kind."""
+
+    build: Callable[[Any, torch.nn.Module, int], PolicyOptimizer]
+    """A new optimizer of all parameters of a model; the last argument is the noise seed."""
+    memory: Callable[[Any, int], dict[str, int]]
+    """What it holds besides weights and gradients: by label, how many float32 tensors of the size of the weights. The
+    last argument is the number of draws at which the gradient is taken."""
+    begin: Callable[[Any, PolicyOptimizer, ModelConfig], None] = lambda *_: None
+    """Load into a new optimizer what a new run starts from."""
+
+
+def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
+    """The optimizer that a recipe names, over all parameters of the model."""
+    return OPTIMIZERS[settings.kind].build(settings, model, seed)
+
+
+def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, seed: int) -> PointAdamW:
+    return PointAdamW(
+        model.named_parameters(),
+        max_grad_norm=settings.max_grad_norm,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _build_ivon(settings: IVONConfig, model: torch.nn.Module, seed: int) -> IVON:
+    others = ("kind", "load_hessian", "load_momentum")
+    arguments = {name: value for name, value in vars(settings).items() if name not in others}
+    return IVON(model.named_parameters(), seed=seed, **arguments)
+
+
+def _ivon_memory(settings: IVONConfig, gradient_draws: int) -> dict[str, int]:
+    held = {"momentum and Hessian": 2, "the mean while perturbed": 1}
+    return held | ({"running means over gradient draws": 2} if gradient_draws > 1 else {})
+
+
+def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelConfig) -> None:
+    """Load a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
+    assert isinstance(optimizer, IVON)
+    if not settings.load_hessian:
+        if (model_folder(Path(model.path)) / FILE_NAME).is_file():
+            print(
+                f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
+                f"optimizer.load_hessian={model.path} starts from its Hessian",
+                file=sys.stderr,
+            )
+        return
+    folder = model_folder(Path(settings.load_hessian))
+    Posterior.from_pretrained(folder).load_into(optimizer)
+    if settings.load_momentum:
+        load_momentum(folder, optimizer)
+    grown = {kind: ratio for kind, ratio in sigma_growth(optimizer).items() if ratio > LOUD_PRIOR}
+    if grown:
+        kinds = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in grown.items())
+        warnings.warn(
+            f"optimizer.load_hessian = {settings.load_hessian!r}: sigma has grown beyond what hess_init = "
+            f"{settings.hess_init:g} gives, by factors of: {kinds}; posterior/sigma_to_rms is now "
+            f"{posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f}, and optimizer.ess = "
+            f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth",
+            ThreepoWarning,
+            stacklevel=2,
+        )
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(_build_adamw, lambda *_: {"AdamW's moments": 2}),
+    "ivon": OptimizerKind(_build_ivon, _ivon_memory, begin_ivon),
+}
+"""By the `kind` of their settings."""

@@ -1,0 +1,117 @@
+"""Runs that go on without learning warn once, with what to do, whether they were interrupted or not."""
+
+import json
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factories import completion
+from runs import outcome, train_config
+from threepo import api
+from threepo.config import Correction
+from threepo.errors import ThreepoWarning
+from threepo.run_folder import RunFolder, checkpoints
+from threepo.training.alarms import CONSTANT_STEPS, FAILED_STEPS, watch
+from threepo.training.checkpoint import load_train_state
+from threepo.training.update import RowRecord, UpdateRecord
+from threepo.types import Completion, Group
+
+CONFIG = train_config(Path("unused"), "sampling.max_new_tokens=3")
+NO_CORRECTION = UpdateRecord(None)
+WRONG, RIGHT = completion(), completion(reward=1)
+FAILED = completion(status="error")
+CUT, CUT_RIGHT = (replace(one, finish_reason="length") for one in (WRONG, RIGHT))
+
+
+def warned(steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORRECTION) -> list[tuple[int, str]]:
+    """Step and text of each warning of a run whose steps have these completions."""
+    found, streaks = [], dict[str, int]()
+    for step, completions in enumerate(steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            streaks = watch(CONFIG, streaks, step, [Group(WRONG.problem, tuple(completions))], record)
+        found += [(step, str(warning.message)) for warning in caught]
+    return found
+
+
+def test_a_verifier_that_always_fails() -> None:
+    assert not warned([[FAILED, FAILED]] * (FAILED_STEPS - 1) + [[FAILED, RIGHT]] * CONSTANT_STEPS)
+    ((step, text),) = warned([[FAILED, RIGHT]] * 2 + [[FAILED, FAILED]] * 3 * CONSTANT_STEPS)
+    assert step == 1 + FAILED_STEPS
+    assert "for 5 steps in a row, the verifier has failed on every completion, so no reward means anything" in text
+    assert FAILED.verdict
+    slow = replace(FAILED, verdict=replace(FAILED.verdict, detail="time-out"))
+    assert "failed on every completion (time-out), so" in warned([[slow]] * FAILED_STEPS)[0][1]
+
+
+def test_completions_that_are_all_cut() -> None:
+    """From the first step on, the model may never end; later, it ends too late."""
+    assert not warned([[CUT, RIGHT]] * 3 * FAILED_STEPS)
+    ((step, text),) = warned([[CUT, CUT_RIGHT]] * 3 * FAILED_STEPS)
+    assert step == FAILED_STEPS - 1
+    assert "every completion was cut at sampling.max_new_tokens = 3" in text
+    assert "check that the eos_token of its tokenizer" in text
+    ((step, text),) = warned([[WRONG, RIGHT], *[[CUT, CUT_RIGHT]] * FAILED_STEPS, [WRONG, RIGHT]])
+    assert step == FAILED_STEPS
+    assert "answers are longer than that now" in text
+    assert "eos_token" not in text
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_rewards_that_are_all_equal(reward: float) -> None:
+    same = completion(reward=reward)
+    assert not warned([*[[same, same]] * (CONSTANT_STEPS - 1), [WRONG, RIGHT], [same, same]])
+    # A step in which the verifier failed says nothing about the rewards.
+    ((step, text),) = warned([[FAILED, FAILED], *[[same, same]] * 3 * CONSTANT_STEPS])
+    assert step == CONSTANT_STEPS
+    assert f"have earned the same reward (now {reward:g}), so every advantage is 0" in text
+
+
+def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
+    untouched = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True)
+    steps = [[WRONG, RIGHT]] * 7
+    for after, expected in ((3, [2]), (0, [])):
+        record = UpdateRecord(Correction(kind="seq_mis", warn_after=after), rows=[untouched])
+        assert [step for step, _ in warned(steps, record)] == expected
+        assert not warned(steps, replace(record, rows=[])), "a step without rows says nothing"
+
+
+def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward function that always returns None; stopped in the middle of the streak, and after the warning."""
+    monkeypatch.chdir(tmp_path)
+    Path("no_reward.py").write_text("def reward(completions): return [None] * len(completions)\n")
+    settings = ["reward.function=no_reward:reward", "schedule.warmup_share=0"]
+    with pytest.warns(ThreepoWarning, match="'no_reward:reward' returns None"):
+        api.train(train_config(tmp_path / "whole", *settings, "run.steps=7"))
+    config = train_config(tmp_path / "parts", *settings, "run.steps=3")
+    api.train(config)
+    for steps in (FAILED_STEPS, 7):
+        folder, _ = RunFolder.open(tmp_path / "parts")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            api.train(folder.extend(config, steps), folder)
+        assert sum(one.category is ThreepoWarning for one in caught) == (steps == FAILED_STEPS)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_model_that_never_ends_warns_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("any_reward.py").write_text("def reward(completions): return [float(len(c)) for c in completions]\n")
+    settings = ["reward.function=any_reward:reward", "sampling.max_new_tokens=1", f"run.steps={FAILED_STEPS}"]
+    config = train_config(tmp_path / "run", *settings, "data.prompts_per_step=1", "method.rollouts_per_prompt=2")
+    with pytest.warns(ThreepoWarning, match="the first ones of the run, every completion was cut"):
+        api.train(config)
+
+
+def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
+    api.train(train_config(tmp_path / "run", "run.steps=1"))
+    checkpoint = checkpoints(tmp_path / "run")[-1][1]
+    file = checkpoint / "train_state.json"
+    saved = json.loads(file.read_text())
+    del saved["streaks"]
+    file.write_text(json.dumps({**saved, "quiet_steps": 4}))
+    assert load_train_state(checkpoint).streaks == {"correction": 4}
+    assert load_train_state(checkpoint).step == 1
