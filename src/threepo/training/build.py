@@ -10,7 +10,6 @@ import torch
 from threepo.config import (
     AdamWConfig,
     DataConfig,
-    EngineConfig,
     EvalConfig,
     ModelConfig,
     OptimizerConfig,
@@ -27,9 +26,6 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.rewards.grading import Grader, lack, load_grader
-from threepo.rollout.engine import RolloutEngine
-from threepo.rollout.local import LocalEngine
-from threepo.rollout.vllm import VLLMEngine
 from threepo.run_folder import checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_momentum, load_train_state, restore_optimizer
 
@@ -116,13 +112,6 @@ def build_or_restore(
     state = load_train_state(path)
     restore_optimizer(path, optimizer, state)
     return policy, optimizer, state
-
-
-def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
-    """The rollout engine that the recipe names; the caller closes it."""
-    if settings.kind == "vllm":
-        return VLLMEngine(policy, settings)
-    return LocalEngine(policy, settings)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.engines import build_engine
 from threepo.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
-from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
+from threepo.training.build import build_examination, build_or_restore, fitting, with_grader
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess
