@@ -35,7 +35,7 @@ class Library:
             return library
         what = "is missing" if library is None else "was compiled from another version of its source"
         print(
-            f"threepo: {self._path.name} {what}: {self._slower}, with plain torch instead; install a C compiler (cc, "
+            f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; install a C compiler (cc, "
             f"gcc or clang), then threepo again",
             file=sys.stderr,
         )

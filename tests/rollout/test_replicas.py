@@ -70,13 +70,13 @@ def start_two(folder: Path, timeout: float) -> list[Replica]:
     return [Replica(f"replica {i}", PROGRAM, os.environ, folder / f"{i}.log", timeout) for i in range(2)]
 
 
-def ask(replica: Replica, request: str, *arguments: Any) -> Any:
+def answer_of(replica: Replica, request: str, *arguments: Any) -> Any:
     replica.send(request, *arguments)
     return gather([replica])[0]
 
 
 def close(started: list[Replica]) -> None:
-    """Nothing is left behind, whatever state the processes are in."""
+    """Nothing is left behind, in any state of the processes."""
     for replica in started:
         replica.close()
         assert gone(replica.pid)
@@ -95,7 +95,7 @@ def impatient(tmp_path: Path) -> Iterator[list[Replica]]:
     started = start_two(tmp_path, TIMEOUT)
     for replica in started:
         replica.timeout = PATIENCE
-        assert ask(replica, "double", 1) == 2
+        assert answer_of(replica, "double", 1) == 2
         replica.timeout = TIMEOUT
     yield started
     close(started)
@@ -109,8 +109,8 @@ def test_answers_come_in_the_order_of_the_replicas(replicas: list[Replica]) -> N
 
 def test_a_failure_has_its_traceback_and_the_process_goes_on(replicas: list[Replica]) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)replica 0 failed to double:.*in double\nTypeError"):
-        ask(replicas[0], "double", None)
-    assert ask(replicas[0], "double", 4) == 8
+        answer_of(replicas[0], "double", None)
+    assert answer_of(replicas[0], "double", 4) == 8
 
 
 def test_a_death_is_an_error_at_once_with_the_end_of_the_log(replicas: list[Replica]) -> None:
@@ -121,7 +121,7 @@ def test_a_death_is_an_error_at_once_with_the_end_of_the_log(replicas: list[Repl
         gather(replicas)
     replicas[1].request = ""
     with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 during 'double'"):
-        ask(replicas[1], "double", 1)
+        answer_of(replicas[1], "double", 1)
     assert time.monotonic() - began < 30
 
 
@@ -159,7 +159,7 @@ def test_a_start_that_is_stuck_is_an_error(replicas: list[Replica]) -> None:
     os.kill(replicas[0].pid, signal.SIGSTOP)
     replicas[0].timeout = TIMEOUT
     with pytest.raises(UserError, match=stuck(0, "double")):
-        ask(replicas[0], "double", 1)
+        answer_of(replicas[0], "double", 1)
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ print(gather([replica]))
 @pytest.mark.parametrize("busy", [False, True])
 def test_closing_ends_what_the_process_started_too(tmp_path: Path, busy: bool) -> None:
     replica = Replica("replica", PROGRAM, os.environ, tmp_path / "log", PATIENCE)
-    child = ask(replica, "child")
+    child = answer_of(replica, "child")
     assert Path(f"/proc/{child}").exists()
     if busy:
         replica.send("sleep", 60)

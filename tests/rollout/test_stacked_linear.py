@@ -138,7 +138,7 @@ def test_wrong_arguments_fail_before_the_kernel_reads_other_memory() -> None:
 
 
 def test_weights_that_do_not_lie_together_are_not_packed() -> None:
-    """Neighbours of theirs would be packed in their place."""
+    """Their neighbours would be packed instead."""
     memory = random(16, 32, dtype=torch.float32, seed=0)
     before = memory.clone()
     with pytest.raises(AssertionError, match=r"\(32, 1\)"):

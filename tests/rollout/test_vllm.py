@@ -1,4 +1,4 @@
-"""The vLLM engine, run for real: contract 4, decoding, both placements, and that a wrong engine is found out.
+"""The vLLM engine, run for real: contract 4, decoding, several replicas, and that a wrong engine is found out.
 
     make test-vllm
 
@@ -142,8 +142,8 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
         assert (difference < 0.15) == (draw == other), difference
 
 
-def test_both_placements_give_the_same_completions(untied: Setup) -> None:
-    """A draw's completions depend on neither its replica nor the rows and draws beside it."""
+def test_any_number_of_draws_gives_the_same_completions(untied: Setup) -> None:
+    """A draw's completions do not depend on its replica, other rows or other draws."""
     policy, optimizer, engine = untied
     requests = requests_for(policy, list(DRAWS))
     engine.load(optimizer, DRAWS, 3)  # draws 0 and 2 in turn in one replica, draw 1 in the other
@@ -253,9 +253,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_engine_goes_on(tied: Setup) -
     with pytest.raises(RuntimeError, match="is not loaded"):
         engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, 0)
     request = requests_for(policy, DRAWS[:1])[0]
-    with pytest.raises(
-        UserError, match=r"prompt of 1 tokens and max_new_tokens = 512 exceed engine.vllm.max_model_len"
-    ):
+    with pytest.raises(UserError, match=r"max_model_len = 512: problem a and its completion take 513"):
         engine.generate([request], replace(SAMPLING, max_new_tokens=512), 0)
     assert len(engine.generate([request], replace(SAMPLING, max_new_tokens=511), 0)) == 1
 
@@ -277,7 +275,7 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
-    """So that silence can be told from long work: here the first report is due at the first of its steps."""
+    """Reports tell long work from silence; here the first report is due at the first step."""
     policy, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
@@ -298,7 +296,7 @@ def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
 
 
 def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own flaw, on the CPU: told of the tie, and given the parameters alone, it does not repack the head."""
+    """vLLM's own bug, on the CPU: with tied weights in its configuration it does not repack the head."""
     policy = tiny("tiny-qwen2", tied=True)
     policy.model.config.architectures = ["Qwen2ForCausalLM"]
     monkeypatch.setattr(module, "_write_config", lambda model, folder: model.config.save_pretrained(folder))
@@ -350,7 +348,7 @@ replicas.serve_requests(Forgetful)
 
 
 def test_a_replica_that_is_stuck_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Already at its start. That a stuck replica is told from a slow one: test_replicas.py."""
+    """Already at its start. test_replicas.py tests that a slow replica is not taken for a stuck one."""
     pids = []
 
     def stopped(*arguments: Any) -> Replica:

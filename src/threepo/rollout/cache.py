@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from threepo.errors import UserError
+from threepo.models.attention import window_mask
 from threepo.rollout import native
 from threepo.rollout.native import LANES
 
@@ -110,11 +111,7 @@ class Prefill:
         sees, its own included (0: all).
         """
         self._keep(self.cache.layer(layer, k, v), k, v)
-        mask = None
-        if 0 < window < q.shape[2]:
-            near = torch.arange(q.shape[2], device=q.device)
-            distance = near.unsqueeze(1) - near
-            mask = (distance >= 0) & (distance < window)
+        mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -13,9 +13,8 @@ class EngineMemory(NamedTuple):
     """What an engine holds at the same time."""
 
     copies: int
-    """Copies of the weights."""
-    unit: str
-    """What has a copy each, in the plural."""
+    """Copies of the weights, one for each of `units`."""
+    units: str
     rows: int
     """Most rows that are decoded together."""
 
@@ -24,22 +23,22 @@ class EngineKind(NamedTuple):
     """An engine that `engine.kind` can name."""
 
     builder: str
-    """`module:function` that makes it from a policy and settings; imported only when it is used."""
+    """`module:function` that makes it from a policy and settings; only imported for use."""
     memory: Callable[[EngineConfig, int], EngineMemory]
     """What it holds with these settings and so many draws."""
 
 
+def _local(settings: EngineConfig, draws: int) -> EngineMemory:
+    return EngineMemory(draws, "draws", settings.max_batch_rows)
+
+
+def _vllm(settings: EngineConfig, draws: int) -> EngineMemory:
+    return EngineMemory(settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows)
+
+
 ENGINES = {
-    "local": EngineKind(
-        "threepo.rollout.local:LocalEngine",
-        lambda settings, draws: EngineMemory(draws, "draws", settings.max_batch_rows),
-    ),
-    "vllm": EngineKind(
-        "threepo.rollout.vllm:VLLMEngine",
-        lambda settings, draws: EngineMemory(
-            settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows
-        ),
-    ),
+    "local": EngineKind("threepo.rollout.local:LocalEngine", _local),
+    "vllm": EngineKind("threepo.rollout.vllm:VLLMEngine", _vllm),
 }
 
 

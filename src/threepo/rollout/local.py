@@ -44,10 +44,10 @@ class LocalEngine:
 
         Parameters that the posterior does not have are the model's. `UserError` if it has others than the model.
         """
-        self._draws = []  # none can be used until all are made
+        self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
         others = self._parameters_outside(posterior)
-        self._ensemble.resize(len(draws))
-        for index, draw in enumerate(draws):
+        self._ensemble.resize(len(distinct))
+        for index, draw in enumerate(distinct):
             mine = self._ensemble.views(index)
             for name, value in posterior.weights(draw, mine):
                 if value is not mine[name]:
@@ -55,8 +55,7 @@ class LocalEngine:
             for name, value in others.items():
                 mine[name].copy_(value)
             self._ensemble.pack(index)
-        self._draws = list(draws)
-        self._step = step
+        self._draws, self._step = distinct, step
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:

@@ -51,16 +51,16 @@ class VLLMEngine:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
         self._policy = policy
         self._dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        self._room = settings.vllm.max_model_len or policy.context
-        if self._room > policy.context:
+        self._max_length = settings.vllm.max_model_len or policy.context
+        if self._max_length > policy.context:
             raise UserError(
-                f"engine.vllm.max_model_len = {self._room}: the model's context is {policy.context}; lower it"
+                f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
         self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[self._dtype]
         self._sources = _sources(policy.model)
         state = policy.model.state_dict()
         self._layout = layout_of({name: state[name] for name in self._sources}, self._dtype)
-        self._probe = probe_tokens(policy, self._room - 1)
+        self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
         self._expected: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ class VLLMEngine:
                 name = f"engine.vllm: replica {i}"
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
             for replica in self._replicas:
-                replica.send("start", settings, str(folder), self._room, self._probe)
+                replica.send("start", settings, str(folder), self._max_length, self._probe)
             try:
                 gather(self._replicas)
             except RuntimeError as error:
@@ -88,13 +88,9 @@ class VLLMEngine:
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
-        if tokens > self._room:
-            raise UserError(
-                f"engine.vllm.max_model_len = {self._room}: the longest prompt and sampling.max_new_tokens are "
-                f"{tokens} tokens together; raise it, or lower that"
-            )
+        self._check_length("the longest prompt", tokens)
         with self._closed_on_error():
-            self._make_room(draws)
+            self._share(draws)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Copy the weights of every draw into shared memory, in the engine's dtype, and push a draw to each replica.
@@ -106,7 +102,7 @@ class VLLMEngine:
         pushed = self._replicas[: len(distinct)]
         with self._closed_on_error():
             self._draws, self._expected, self._step = [], [], step
-            self._make_room(len(distinct))
+            self._share(len(distinct))
             for index, draw in enumerate(distinct):
                 self._write(posterior, draw, self._shared[index])
                 own = {name: self._shared[index].tensors[name] for name, of in self._sources.items() if of == name}
@@ -120,12 +116,7 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:
-            if len(request.prompt_tokens) + sampling.max_new_tokens > self._room:
-                raise UserError(
-                    f"{request.problem.label}: prompt of {len(request.prompt_tokens)} tokens and max_new_tokens = "
-                    f"{sampling.max_new_tokens} exceed engine.vllm.max_model_len = {self._room}; raise it up to the "
-                    f"model's context of {self._policy.context}, or shorten them"
-                )
+            self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
         rows = {index: mine for index, mine in enumerate(rows_by_draw(requests, self._draws)) if mine}
         with self._closed_on_error():
             decoded = self._decode(requests, rows, sampling, seed)
@@ -158,7 +149,14 @@ class VLLMEngine:
                 decoded.update(zip(rows[index], completions, strict=True))
         return decoded
 
-    def _make_room(self, draws: int) -> None:
+    def _check_length(self, what: str, tokens: int) -> None:
+        if tokens > self._max_length:
+            raise UserError(
+                f"engine.vllm.max_model_len = {self._max_length}: {what} and its completion take {tokens} tokens; "
+                f"raise it up to the model's context of {self._policy.context}, or lower sampling.max_new_tokens"
+            )
+
+    def _share(self, draws: int) -> None:
         """Make shared memory for the weights of so many draws, and send each to the replica that will read it."""
         while len(self._shared) < draws:
             index = len(self._shared)
