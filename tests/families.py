@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from threepo.models.logprobs import has_plain_head
+from threepo.models.logprobs import has_linear_head
 from threepo.models.policy import Policy
 from threepo.models.tiny import make_tokenizer
 
@@ -56,4 +56,4 @@ def policy_of(config: PretrainedConfig) -> Policy:
             elif "embed" in name:
                 p.mul_(5)
     model.eval()
-    return Policy(model, make_tokenizer(), has_plain_head(model))
+    return Policy(model, make_tokenizer(), has_linear_head(model))

@@ -29,7 +29,7 @@ def test_a_missing_library_is_said_once_with_what_it_costs(
     for _ in range(2):
         assert torch.equal(normal(DRAW, "weight", 0, 5000), expected)
     assert capsys.readouterr().err == (
-        "threepo: _native.so is missing: everything takes twice as long, with plain torch instead; install a C "
+        "threepo: _native.so is missing: everything takes twice as long, with torch instead; install a C "
         "compiler (cc, gcc or clang), then threepo again\n"
     )
 

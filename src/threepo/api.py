@@ -28,9 +28,10 @@ from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.rewards.grading import load_grader
+from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, RunFolder, completion_row, model_folder, read_metrics
 from threepo.training import rlvr, sft
-from threepo.training.build import GradedProblems, build_engine, build_examination, with_grader
+from threepo.training.build import GradedProblems, build_examination, with_grader
 from threepo.training.interrupt import polite_stop
 from threepo.training.progress import progress
 from threepo.types import Completion, Problem

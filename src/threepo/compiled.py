@@ -1,7 +1,7 @@
-"""Compiled CPU kernels: how a library is loaded, and how its work is spread over torch's threads.
+"""Compiled CPU kernels: how a library is loaded, and how torch's threads share its work.
 
-The libraries are compiled when the package is built (hatch_build.py) and are optional: without a C compiler there, the
-same is done in torch, only slower.
+The libraries are compiled when the package is built (hatch_build.py). They are optional: without them, torch does the
+same, more slowly.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ import torch
 
 
 class Library:
-    """A compiled library, loaded when it is first asked for. If it is missing, one line on stderr says so, once.
+    """A compiled library, loaded at its first use. If it is missing, one line on stderr says so, once.
 
     Args:
         path: of the shared library.
         version: what its function `threepo_<name>_version` must return; `name` is the file's, without its underscore.
-        slower: what is slower without it, and how much.
+        slower: what is slower without it, and by how much.
     """
 
     def __init__(self, path: Path, version: int, slower: str) -> None:
@@ -35,17 +35,17 @@ class Library:
             return library
         what = "is missing" if library is None else "was compiled from another version of its source"
         print(
-            f"threepo: {self._path.name} {what}: {self._slower}, with plain torch instead; install a C compiler (cc, "
+            f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; install a C compiler (cc, "
             f"gcc or clang), then threepo again",
             file=sys.stderr,
         )
         return None
 
     def call(self, function: str, argument: ctypes.Structure, threads: int) -> None:
-        """Call `void function(argument)` in so many threads, which share out the work among themselves.
+        """Call `void function(argument)` in so many threads, which divide the work among themselves.
 
-        They are torch's own OpenMP team: awake between two operations, they begin within microseconds, and no second
-        team competes for the cores. Where torch has no such team, one thread does it all.
+        They are torch's own OpenMP team, which starts within microseconds and does not compete with a second team for
+        the cores. If torch has no such team, one thread does all the work.
         """
         assert self.loaded is not None
         work = getattr(self.loaded, function)
@@ -55,12 +55,17 @@ class Library:
             _openmp(work, ctypes.byref(argument), threads, 0)
 
 
+def fields(**names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a ctypes structure, names by C type: `fields(int64="rows heads", void_p="query")`."""
+    return tuple((name, getattr(ctypes, f"c_{kind}")) for kind, of in names.items() for name in of.split())
+
+
 def _find_openmp() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch runs on; None if torch has another one, or none."""
+    """`GOMP_parallel` of the OpenMP library that torch runs on; None if torch has another library, or none."""
     with_torch = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
     for path in (*map(str, with_torch), "libgomp.so.1"):
         try:
-            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel  # only what is in use already
+            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel  # only a library in use
         except (OSError, AttributeError):
             continue
         parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -77,4 +82,4 @@ def _forget_threads() -> None:
     _openmp = None
 
 
-os.register_at_fork(after_in_child=_forget_threads)  # no thread survives a fork, and a team would wait for its own
+os.register_at_fork(after_in_child=_forget_threads)  # threads do not survive a fork, so a team would wait for ever

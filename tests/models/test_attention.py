@@ -149,9 +149,9 @@ def test_a_pass_reads_no_token_after_the_last_prediction(packed_rows: bool) -> N
 
 def test_packed_rows_with_recomputed_activations() -> None:
     """The layers run again in the backward pass, where they must find the same rows."""
-    plain = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE), seed=1)
+    reference = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE), seed=1)
     again = load_policy(ModelConfig(path="tiny-qwen2", tiny=SHAPE, gradient_checkpointing=True), seed=1)
-    (expected, _), gradients = scored(plain.model, rows_of(LENGTHS), packed_rows=True)
+    (expected, _), gradients = scored(reference.model, rows_of(LENGTHS), packed_rows=True)
     (found, _), ours = scored(again.model, rows_of(LENGTHS), packed_rows=True)
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(ours, gradients, strict=True))

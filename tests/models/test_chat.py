@@ -1,4 +1,4 @@
-"""Conversations to tokens: against tokens worked out by hand, and against what the policy is asked at inference."""
+"""Conversations to tokens: against tokens worked out by hand, and against the prompts of the policy at inference."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Token log-probs in bounded memory equal the plain computation, in value and gradient."""
+"""Token log-probs in bounded memory equal the direct computation, in value and gradient."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from factories import packed
 from threepo.models import logprobs as module
-from threepo.models.logprobs import has_plain_head, token_logprobs
+from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.policy import Policy
 
 
@@ -21,7 +21,7 @@ def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, attention, mask
 
 
-def plain(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor, temperature: float):
+def direct(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor, temperature: float):
     """The textbook computation, with all logits at once; log-probs and entropies where `mask` is true, row by row."""
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
     all_logprobs = logits.log_softmax(-1)
@@ -63,7 +63,7 @@ def test_equals_the_plain_computation(
         return [p.grad.clone() for p in policy.model.parameters()]
 
     ours = token_logprobs(policy.model, packed(ids, mask), temperature, with_entropy_gradient=entropy_gradient)
-    expected = plain(policy.model, ids, attention, mask, temperature)
+    expected = direct(policy.model, ids, attention, mask, temperature)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     if not entropy_gradient:
         assert not ours[1].requires_grad
@@ -73,10 +73,10 @@ def test_equals_the_plain_computation(
 
 def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     model = gemma()
-    assert not has_plain_head(model)
+    assert not has_linear_head(model)
     ids, attention, mask = batch(60)
-    expected, _ = plain(model, ids, attention, mask, 1.0)
-    ours, _ = token_logprobs(model, packed(ids, mask), plain_head=False)
+    expected, _ = direct(model, ids, attention, mask, 1.0)
+    ours, _ = token_logprobs(model, packed(ids, mask), linear_head=False)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    wrong, _ = token_logprobs(model, packed(ids, mask), plain_head=True)
+    wrong, _ = token_logprobs(model, packed(ids, mask), linear_head=True)
     assert (wrong - expected).abs().max() > 1e-3, "the probe would be pointless"

@@ -72,7 +72,7 @@ def test_the_same_seed_makes_the_same_tiny_model_and_leaves_the_global_generator
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) -> None:
     rows = packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool())
     exact, _ = policy.logprobs(rows)
-    half = Policy(policy.model, policy.tokenizer, policy.plain_head, torch.bfloat16)
+    half = Policy(policy.model, policy.tokenizer, policy.linear_head, torch.bfloat16)
     rounded, _ = half.logprobs(rows)
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.05
@@ -80,8 +80,8 @@ def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) 
 
 def test_prompts_with_and_without_a_chat_template(policy: Policy) -> None:
     problem = Problem(id="p", prompt="2 + 2")
-    plain = policy.encode_prompt(problem, DataConfig(train="x", prompt_template="Q: {prompt}\nA:"), 10)
-    assert policy.tokenizer.decode(plain) == "Q: 2 + 2\nA:"
+    text = policy.encode_prompt(problem, DataConfig(train="x", prompt_template="Q: {prompt}\nA:"), 10)
+    assert policy.tokenizer.decode(text) == "Q: 2 + 2\nA:"
     policy.tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -173,7 +173,7 @@ def test_names_that_are_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     policy.save(tmp_path / "my-model")
-    with pytest.raises(UserError, match=r"model.path = 'runs/a/b': no such folder; if another run is to leave it"):
+    with pytest.raises(UserError, match=r"model.path = 'runs/a/b': no such folder; if another run writes it"):
         load_policy(ModelConfig(path="runs/a/b"))
     with pytest.raises(UserError, match=r"no such folder; did you mean tiny-qwen2\?"):
         load_policy(ModelConfig(path="tiny-qwen"))

@@ -33,8 +33,8 @@ def check(
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(dtype)
 
-    rows_cache = RowCache(rows + 1, length)  # one place more than is in use
-    places = torch.randperm(rows, generator=generator)
+    rows_cache = RowCache(rows + 1, length)  # one slot more than is in use
+    slots = torch.randperm(rows, generator=generator)
     q, k, v = (
         random(rows, heads, length, key),
         random(rows, key_heads, length, key),
@@ -43,13 +43,13 @@ def check(
     lengths = torch.randint(length, (rows,), generator=generator)
     lengths[0] = length - 1
     if length > 1:
-        reading = Prefill(rows_cache, list(range(rows)), places.tolist())
+        reading = Prefill(rows_cache, list(range(rows)), slots.tolist())
         out = reading.attend(0, q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], key**-0.5, window)
         for row in range(rows):
             expected = reference(q[row, :, -2], k[row, :, :-1], v[row, :, :-1], window)
             assert (out[row, -1].float() - expected).abs().max() < TOLERANCE[dtype]
     q, new_k, new_v = random(rows, heads, 1, key), random(rows, key_heads, 1, key), random(rows, key_heads, 1, value)
-    out = Decode(rows_cache, lengths, places, length - 1).attend(0, q, new_k, new_v, key**-0.5, window)
+    out = Decode(rows_cache, lengths, slots, length - 1).attend(0, q, new_k, new_v, key**-0.5, window)
     for row, before in enumerate(lengths.tolist()):
         keys = torch.cat([k[row, :, :before], new_k[row]], dim=1)
         values = torch.cat([v[row, :, :before], new_v[row]], dim=1)
@@ -116,10 +116,10 @@ def test_layers_may_have_heads_of_different_widths() -> None:
     for layer, x in enumerate((first, second)):
         Prefill(rows, [0, 0], [0, 1]).attend(layer, x, x, x, 0.25, 0)
     rows.move([1], [0], 5)
-    lengths, places = torch.tensor([5, 5]), torch.tensor([1, 0])
+    lengths, slots = torch.tensor([5, 5]), torch.tensor([1, 0])
     for layer, x in enumerate((first, second)):
         new = torch.randn(2, 1, 1, x.shape[-1])
-        out = Decode(rows, lengths, places, 5).attend(layer, new, new, new, x.shape[-1] ** -0.5, 0)
+        out = Decode(rows, lengths, slots, 5).attend(layer, new, new, new, x.shape[-1] ** -0.5, 0)
         for row in range(2):
             every = torch.cat([x[0], new[row]], dim=1)
             assert torch.allclose(out[row, 0], reference(new[row, :, 0], every, every, 0), atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Qwen2Config
 
 from families import FAMILIES, SHAPE, policy_of
-from rollout.asking import trainer_logprobs
+from rollout.requests import trainer_logprobs
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
@@ -252,7 +252,7 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_lengths_at_the_borders_of_blocks() -> None:
-    """Prompts of one token, of stop tokens, around multiples of 16, and up to the context, in places that change."""
+    """Prompts of one token, of stop tokens, around multiples of 16, and up to the context, in slots that change."""
     policy = policy_of(FAMILIES["qwen2 sliding"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
@@ -322,10 +322,10 @@ def test_less_memory_means_fewer_rows_at_a_time() -> None:
     row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4 + 9 * SHAPE["vocab_size"] * 4
     engine = LocalEngine(policy, EngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
     engine.load(optimizer, DRAWS[:2], 0)
-    assert engine._slots(2, 15, tokens) == 3
+    assert engine._rows_per_draw(2, 15, tokens) == 3
     roomy = LocalEngine(policy, EngineConfig())
     roomy.load(optimizer, DRAWS[:2], 0)
-    assert roomy._slots(2, 15, tokens) == 15
+    assert roomy._rows_per_draw(2, 15, tokens) == 15
     for one, other in zip(engine.generate(requests, SAMPLING, 0), roomy.generate(requests, SAMPLING, 0), strict=True):
         assert one.tokens == other.tokens
 
@@ -342,7 +342,7 @@ def test_a_policy_that_has_diverged_is_named() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_a_policy_that_has_diverged_is_not_mistaken_for_another() -> None:
-    """Rows of another take its places in the cache, short ones beside long ones."""
+    """Rows of another policy take its slots in the cache, short ones next to long ones."""
     policy = policy_of(FAMILIES["qwen2"])
     engine = LocalEngine(policy, EngineConfig(max_batch_rows=4))
     engine.load(IVON(policy.model.named_parameters(), ess=1e6, seed=1), DRAWS[:2], 0)
@@ -355,22 +355,22 @@ def test_a_policy_that_has_diverged_is_not_mistaken_for_another() -> None:
 
 
 def test_a_model_that_mixes_its_rows_is_found_out() -> None:
-    """Which policy they belong to is known by their place alone."""
+    """Only its position tells which policy a row belongs to."""
     if not stacked_linear.serves(64, torch.float32, torch.device("cpu")):
         pytest.skip("no compiled products here")
     ensemble = Ensemble(policy_of(FAMILIES["qwen2"]).model, torch.float32)
     ensemble.resize(2)
-    linear = ensemble.deal(Rows([1, 2], torch.device("cpu"))).model.layers[0].mlp.up_proj
+    linear = ensemble.model_for(Rows([1, 2], torch.device("cpu"))).model.layers[0].mlp.up_proj
     assert linear(torch.zeros(3, 5, 64)).shape == (3, 5, 96)
-    with pytest.raises(RuntimeError, match="equally many positions of 3 rows, got 7 in all"):
+    with pytest.raises(AssertionError, match="3 rows cannot have equally many of 7 positions"):
         linear(torch.zeros(7, 64))
 
 
 def test_what_cannot_be_stacked_is_refused() -> None:
     mpt = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1))
-    with pytest.raises(UserError, match="attention of MptForCausalLM cannot be exchanged"):
+    with pytest.raises(UserError, match="cannot replace the attention of MptForCausalLM"):
         Ensemble(mpt, torch.float32)
     model = policy_of(FAMILIES["qwen2"]).model
     model.model.layers[0].mlp.gate_proj = torch.nn.Bilinear(64, 64, 96)
-    with pytest.raises(UserError, match="weights of a Bilinear cannot be stacked"):
+    with pytest.raises(UserError, match="cannot stack the weights of a Bilinear"):
         Ensemble(model, torch.float32)

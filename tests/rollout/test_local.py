@@ -1,4 +1,4 @@
-"""Contract 4 for the local engine, and that a row's completion is its own."""
+"""The local engine's completions: text, random numbers and ends. Contract 4 is in test_ensemble.py."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chats import THINKING
-from rollout.asking import requests_for, trainer_logprobs
+from rollout.requests import requests_for, trainer_logprobs
 from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -26,23 +26,19 @@ def tiny(kind: str = "tiny-qwen2", tied: bool = True) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_engine_and_trainer_agree_for_every_draw(kind: str, tied: bool, temperature: float) -> None:
-    policy = tiny(kind, tied)
+def test_engine_and_trainer_agree_at_another_temperature(tied: bool) -> None:
+    policy = tiny(tied=tied)
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)  # sigma 0.03: draws differ visibly
     engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
     engine.load(optimizer, [*DRAWS, None], 0)
-    completions = engine.generate(
-        requests_for(policy, [*DRAWS, None]), replace(SAMPLING, temperature=temperature), seed=1
-    )
+    completions = engine.generate(requests_for(policy, [*DRAWS, None]), replace(SAMPLING, temperature=0.7), seed=1)
     differences = {}
     for draw in (*DRAWS, None):
         with optimizer.at(draw):
             for other in (*DRAWS, None):
                 differences[draw, other] = max(
-                    float((trainer_logprobs(policy, c, temperature) - torch.tensor(c.logprobs)).abs().max())
+                    float((trainer_logprobs(policy, c, 0.7) - torch.tensor(c.logprobs)).abs().max())
                     for c in completions
                     if c.draw == other
                 )
@@ -62,35 +58,6 @@ def test_a_completion_says_what_its_prompt_has_opened() -> None:
     engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 0)
     requests = [Request(problem, tokens, None, 0) for tokens in prompts]
     assert [c.opening for c in engine.generate(requests, SAMPLING, seed=1)] == ["<think>", ""]
-
-
-def test_bfloat16_engine_stays_close_to_the_trainer() -> None:
-    policy = tiny()
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
-    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
-    engine.load(optimizer, DRAWS[:1], 0)
-    for completion in engine.generate(requests_for(policy, DRAWS[:1]), SAMPLING, seed=1):
-        with optimizer.at(DRAWS[0]):
-            difference = trainer_logprobs(policy, completion, 1.0) - torch.tensor(completion.logprobs)
-        assert difference.abs().max() < 0.1
-
-
-@pytest.mark.parametrize("max_rows", [3, 7, 64])
-def test_a_completion_does_not_depend_on_its_neighbours(max_rows: int) -> None:
-    policy = tiny(tied=False)
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
-    requests = requests_for(policy, list(DRAWS))
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=64))
-    engine.load(optimizer, DRAWS, 3)
-    expected = {(c.problem.id, c.rollout): c for c in engine.generate(requests, SAMPLING, seed=1)}
-    assert {c.finish_reason for c in expected.values()} == {"stop", "length"}
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=max_rows))
-    engine.load(optimizer, DRAWS, 3)
-    for completion in engine.generate(requests[::-1][::2], SAMPLING, seed=1):
-        other = expected[completion.problem.id, completion.rollout]
-        assert completion.tokens == other.tokens
-        assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-        assert (completion.draw, completion.policy_step) == (other.draw, 3)
 
 
 def test_seed_step_problem_and_rollout_are_the_random_address() -> None:

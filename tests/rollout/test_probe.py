@@ -6,7 +6,7 @@ import torch
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.probe import LENGTH, check_probe, expected_logprobs, probe_tokens, ruin, ruined
+from threepo.rollout.probe import LENGTH, all_nan, check_probe, expected_logprobs, fill_with_nan, probe_tokens
 from threepo.types import Draw
 
 
@@ -43,9 +43,9 @@ def test_differences_are_refused() -> None:
         check_probe(torch.tensor([-1.0, float("nan")]), [-1.0, -2.0], 0.02, "x")
 
 
-def test_ruined_weights_have_no_numbers_in_them() -> None:
+def test_every_number_of_the_rehearsal_is_nan() -> None:
     weights = {"norm": torch.ones(4), "matrix": torch.randn(4, 4).bfloat16(), "count": torch.tensor(3)}
-    changed = dict(ruined(weights))
+    changed = dict(all_nan(weights))
     assert changed["norm"].isnan().all()
     assert changed["matrix"].isnan().all()
     assert changed["matrix"].shape == (4, 4)
@@ -53,11 +53,11 @@ def test_ruined_weights_have_no_numbers_in_them() -> None:
     assert torch.equal(changed["count"], weights["count"])
 
 
-def test_a_model_is_ruined_where_it_is() -> None:
+def test_parameters_are_filled_in_place() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     model.register_parameter("count", torch.nn.Parameter(torch.tensor(3), requires_grad=False))
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    ruin(model)
+    fill_with_nan(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert all(p.isnan().all() for name, p in model.named_parameters() if name != "count")
     assert model.get_parameter("count") == 3

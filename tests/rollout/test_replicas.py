@@ -1,4 +1,4 @@
-"""Processes that hold an engine, with small programs in its place; the vLLM engine's own tests are in test_vllm.py."""
+"""Replicas, with small programs instead of an engine; the tests of the vLLM engine are in test_vllm.py."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,15 @@ from threepo.errors import UserError
 from threepo.rollout import shared
 from threepo.rollout.memory import available_bytes
 from threepo.rollout.replicas import Replica, gather
-from threepo.rollout.shared import Layout, SharedTensors
+from threepo.rollout.shared import SharedTensors, layout_of
 
 PROGRAM = """
-import os, struct, subprocess, sys, time
-from threepo.rollout.replicas import answer
+import os, subprocess, sys, time
+from threepo.rollout.replicas import serve_requests
 
 class Server:
-    def __init__(self, line):
-        self.line = line
+    def __init__(self, caller):
+        self.caller = caller
     def double(self, x):
         return 2 * x
     def sleep(self, seconds):
@@ -33,11 +34,8 @@ class Server:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.05)
-            self.line.report()
+            self.caller.report()
         return seconds
-    def answer_in_part(self):
-        os.write(int(sys.argv[1]), struct.pack("!i", 100) + b"x")
-        time.sleep(100)
     def die(self, words):
         print(words, flush=True)
         os._exit(3)
@@ -45,10 +43,10 @@ class Server:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
     def total(self, layout):
         from threepo.rollout.shared import SharedTensors
-        tensors = SharedTensors(layout, self.line.descriptor()).tensors
+        tensors = SharedTensors(layout, self.caller.descriptor()).tensors
         return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
 
-answer(int(sys.argv[1]), int(sys.argv[2]), Server)
+serve_requests(Server)
 """
 
 
@@ -72,8 +70,13 @@ def start_two(folder: Path, timeout: float) -> list[Replica]:
     return [Replica(f"replica {i}", PROGRAM, os.environ, folder / f"{i}.log", timeout) for i in range(2)]
 
 
+def answer_of(replica: Replica, request: str, *arguments: Any) -> Any:
+    replica.send(request, *arguments)
+    return gather([replica])[0]
+
+
 def close(started: list[Replica]) -> None:
-    """Nothing is left behind, whatever state the processes are in."""
+    """Nothing is left behind, in any state of the processes."""
     for replica in started:
         replica.close()
         assert gone(replica.pid)
@@ -92,8 +95,7 @@ def impatient(tmp_path: Path) -> Iterator[list[Replica]]:
     started = start_two(tmp_path, TIMEOUT)
     for replica in started:
         replica.timeout = PATIENCE
-        replica.send("double", 1)
-        assert replica.receive() == 2
+        assert answer_of(replica, "double", 1) == 2
         replica.timeout = TIMEOUT
     yield started
     close(started)
@@ -106,38 +108,34 @@ def test_answers_come_in_the_order_of_the_replicas(replicas: list[Replica]) -> N
 
 
 def test_a_failure_has_its_traceback_and_the_process_goes_on(replicas: list[Replica]) -> None:
-    replicas[0].send("double", None)
     with pytest.raises(RuntimeError, match=r"(?s)replica 0 failed to double:.*in double\nTypeError"):
-        replicas[0].receive()
-    replicas[0].send("double", 4)
-    assert replicas[0].receive() == 8
+        answer_of(replicas[0], "double", None)
+    assert answer_of(replicas[0], "double", 4) == 8
 
 
-def test_a_death_is_told_at_once_with_how_and_the_last_words(replicas: list[Replica]) -> None:
+def test_a_death_is_an_error_at_once_with_the_end_of_the_log(replicas: list[Replica]) -> None:
     replicas[0].send("work", 60)
     replicas[1].send("die", "out of cheese")
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 while asked to die; .*out of cheese"):
+    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 during 'die'; .*out of cheese"):
         gather(replicas)
-    replicas[1].waiting_for = ""
-    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 while asked to double"):
-        for _ in range(2):  # the first may still go into the pipe
-            replicas[1].send("double", 1)
-            replicas[1].receive()
+    replicas[1].request = ""
+    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 during 'double'"):
+        answer_of(replicas[1], "double", 1)
     assert time.monotonic() - began < 30
 
 
-def test_a_kill_is_told_by_its_signal(replicas: list[Replica]) -> None:
+def test_a_kill_is_an_error_with_its_signal(replicas: list[Replica]) -> None:
     replicas[0].send("sleep", 60)
     os.kill(replicas[0].pid, signal.SIGKILL)
-    with pytest.raises(UserError, match=r"replica 0 was killed by SIGKILL while asked to sleep"):
+    with pytest.raises(UserError, match=r"replica 0 was killed by SIGKILL during 'sleep'"):
         gather(replicas[:1])
 
 
-def stuck(number: int, message: str) -> str:
+def stuck(number: int, request: str) -> str:
     return (
-        rf"^replica {number} \(process \d+\) has been silent for 3 seconds while asked to {message}: it is stopped or "
-        r"stuck; if it only needs longer, raise engine.vllm.timeout_s = 3"
+        rf"^replica {number} \(process \d+\) sent nothing for 3 seconds during '{request}': it is stopped or stuck; if "
+        r"it only needs longer, raise engine.vllm.timeout_s = 3"
     )
 
 
@@ -160,18 +158,8 @@ def test_a_start_that_is_stuck_is_an_error(replicas: list[Replica]) -> None:
     """Stopped before it has read anything, most likely before it has imported anything."""
     os.kill(replicas[0].pid, signal.SIGSTOP)
     replicas[0].timeout = TIMEOUT
-    replicas[0].send("double", 1)
     with pytest.raises(UserError, match=stuck(0, "double")):
-        replicas[0].receive()
-
-
-def test_a_question_that_nobody_reads_and_an_answer_that_breaks_off_are_errors(impatient: list[Replica]) -> None:
-    os.kill(impatient[0].pid, signal.SIGSTOP)
-    with pytest.raises(UserError, match=stuck(0, "double")):
-        impatient[0].send("double", bytes(1 << 24))
-    impatient[1].send("answer_in_part")
-    with pytest.raises(UserError, match=stuck(1, "answer_in_part")):
-        impatient[1].receive()
+        answer_of(replicas[0], "double", 1)
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -182,7 +170,7 @@ from pathlib import Path
 from threepo.rollout.replicas import Replica, gather
 replica = Replica("replica", {PROGRAM!r}, os.environ, Path({str(tmp_path / "log")!r}), {PATIENCE})
 replica.send("double", 1)
-replica.receive()
+gather([replica])
 replica.timeout = {TIMEOUT}
 replica.send("work", 1.5)
 print(replica.pid, flush=True)
@@ -202,9 +190,8 @@ print(gather([replica]))
 @pytest.mark.parametrize("busy", [False, True])
 def test_closing_ends_what_the_process_started_too(tmp_path: Path, busy: bool) -> None:
     replica = Replica("replica", PROGRAM, os.environ, tmp_path / "log", PATIENCE)
-    replica.send("child")
-    child = replica.receive()
-    assert not gone_now(child)
+    child = answer_of(replica, "child")
+    assert Path(f"/proc/{child}").exists()
     if busy:
         replica.send("sleep", 60)
     began = time.monotonic()
@@ -214,20 +201,16 @@ def test_closing_ends_what_the_process_started_too(tmp_path: Path, busy: bool) -
     assert gone(child)
 
 
-def gone_now(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "1 / 0", "pass"])
 def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, end: str) -> None:
     """Killed, failed or finished, without a word to its replica, which is busy."""
     program = f"""
 import os
 from pathlib import Path
-from threepo.rollout.replicas import Replica
+from threepo.rollout.replicas import Replica, gather
 replica = Replica("replica", {PROGRAM!r}, os.environ, Path({str(tmp_path / "log")!r}), {PATIENCE})
 replica.send("child")
-print(replica.pid, replica.receive(), flush=True)
+print(replica.pid, *gather([replica]), flush=True)
 replica.send("sleep", 100)
 {end}
 """
@@ -244,21 +227,21 @@ def test_tensors_are_shared_and_not_sent(replicas: list[Replica]) -> None:
         "steps": torch.tensor([1 << 40]),
         "none": torch.ones(0, 4),
     }
-    layout = Layout.of(tensors, torch.bfloat16)
+    layout = layout_of(tensors, torch.bfloat16)
     memory = SharedTensors(layout)
     assert {t.dtype for t in memory.tensors.values()} == {torch.bfloat16, torch.int64}
     for name, tensor in tensors.items():
         memory.tensors[name].copy_(tensor)
         assert memory.tensors[name].shape == tensor.shape
     replicas[0].send("total", layout, descriptor=memory.descriptor)
-    assert replicas[0].receive() == {"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}
+    assert gather(replicas[:1]) == [{"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}]
     memory.close()
 
 
 def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is made small, not the tensors large: if this failed in earnest, the machine would go down with it."""
     assert 0 < available_bytes(torch.device("cpu")) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    layout = Layout({"weight": (1000,)}, {"weight": torch.bfloat16})
+    layout = layout_of({"weight": torch.ones(1000)}, torch.bfloat16)
     SharedTensors(layout).close()
     monkeypatch.setattr(shared, "available_bytes", lambda device: 1999)
     with pytest.raises(UserError, match=r"no memory for a copy of the weights: 0\.0 GB, and 0\.0 GB are left"):

@@ -30,15 +30,15 @@ def test_frequencies_match_in_a_large_vocabulary() -> None:
     """Tokens are chosen in two steps there, a block first; blocks 1 and 3 of this one have no probability at all."""
     n, size = 40_000, 4 * BLOCK + 7
     p = torch.zeros(size, dtype=torch.float64)
-    places = torch.tensor([0, 1, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + BLOCK // 2, 3 * BLOCK - 1, 4 * BLOCK, size - 1])
-    p[places] = torch.tensor([0.05, 0.2, 0.1, 0.25, 0.1, 0.05, 0.15, 0.1], dtype=torch.float64)
+    tokens = torch.tensor([0, 1, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + BLOCK // 2, 3 * BLOCK - 1, 4 * BLOCK, size - 1])
+    p[tokens] = torch.tensor([0.05, 0.2, 0.1, 0.25, 0.1, 0.05, 0.15, 0.1], dtype=torch.float64)
     u = uniforms([address_key("chi", i) for i in range(n)], 0, 1)[:, 0]
     counts = torch.cat([choose(p.float().log().expand(len(part), -1), part) for part in u.split(1000)]).bincount(
         minlength=size
     )
     assert counts.sum() == n
     assert counts[p == 0].eq(0).all()
-    assert scipy.stats.chisquare(counts[places], n * p[places]).pvalue > 1e-3
+    assert scipy.stats.chisquare(counts[tokens], n * p[tokens]).pvalue > 1e-3
 
 
 def test_one_block_is_inverse_transform_by_hand() -> None:

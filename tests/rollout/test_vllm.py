@@ -1,4 +1,4 @@
-"""The vLLM engine, run for real: contract 4, decoding, both placements, and that a wrong engine is found out.
+"""The vLLM engine, run for real: contract 4, decoding, several replicas, and that a wrong engine is found out.
 
     make test-vllm
 
@@ -20,15 +20,15 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rollout.asking import requests_for, trainer_logprobs
+from rollout.requests import requests_for, trainer_logprobs
 from threepo.cli import main
 from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import vllm as module
-from threepo.rollout.probe import check_probe, ruined
-from threepo.rollout.replicas import TICK_SECONDS, Replica
+from threepo.rollout.probe import all_nan, check_probe
+from threepo.rollout.replicas import TICK_SECONDS, Replica, gather
 from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
 from threepo.run_folder import read_metrics
@@ -142,8 +142,8 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
         assert (difference < 0.15) == (draw == other), difference
 
 
-def test_both_placements_give_the_same_completions(untied: Setup) -> None:
-    """A draw's completions depend on neither its replica nor the rows and draws beside it."""
+def test_any_number_of_draws_gives_the_same_completions(untied: Setup) -> None:
+    """A draw's completions do not depend on its replica, other rows or other draws."""
     policy, optimizer, engine = untied
     requests = requests_for(policy, list(DRAWS))
     engine.load(optimizer, DRAWS, 3)  # draws 0 and 2 in turn in one replica, draw 1 in the other
@@ -253,7 +253,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_engine_goes_on(tied: Setup) -
     with pytest.raises(RuntimeError, match="is not loaded"):
         engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, 0)
     request = requests_for(policy, DRAWS[:1])[0]
-    with pytest.raises(UserError, match=r"prompt of 1 tokens and max_new_tokens = 512 exceed the engine's room of 512"):
+    with pytest.raises(UserError, match=r"max_model_len = 512: problem a and its completion take 513"):
         engine.generate([request], replace(SAMPLING, max_new_tokens=512), 0)
     assert len(engine.generate([request], replace(SAMPLING, max_new_tokens=511), 0)) == 1
 
@@ -262,27 +262,27 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
     """One tensor at a time is pushed as the rehearsal left it, which is what a reload that misses it comes to."""
     _, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
-    expected, shared, replica = engine._loaded[DRAWS[0]].expected, engine._shared[0].tensors, engine._replicas[0]
+    expected, shared, replica = engine._expected[0], engine._shared[0].tensors, engine._replicas[0]
     assert "lm_head.weight" in shared
-    for (name, wrong), right in zip(ruined(shared), [t.clone() for t in shared.values()], strict=True):
+    for (name, wrong), right in zip(all_nan(shared), [t.clone() for t in shared.values()], strict=True):
         shared[name].copy_(wrong)
         replica.send("push", 0)
         with pytest.raises(UserError, match=rf"does not compute with the weights of {name} .* off by nan on average"):
-            check_probe(expected, replica.receive(), 0.1, name)
+            check_probe(expected, gather([replica])[0], 0.1, name)
         shared[name].copy_(right)
     replica.send("push", 0)
-    check_probe(expected, replica.receive(), 1e-5, "all")
+    check_probe(expected, gather([replica])[0], 1e-5, "all")
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
-    """So that silence can be told from long work: here the first report is due at the first of its steps."""
+    """Reports tell long work from silence; here the first report is due at the first step."""
     policy, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
     replica = engine._replicas[0]
-    replica.send("generate", [(0, [((1, 2, 3), 0)])], SAMPLING, policy.stop_tokens)
-    assert replica.hear() == (False, None)
-    assert len(replica.receive()) == 1
+    replica.send("generate", {0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens)
+    assert replica.receive() == ("working", None)
+    assert len(gather([replica])[0]) == 1
 
 
 def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
@@ -296,7 +296,7 @@ def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
 
 
 def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own flaw, on the CPU: told of the tie, and given the parameters alone, it does not repack the head."""
+    """vLLM's own bug, on the CPU: with tied weights in its configuration it does not repack the head."""
     policy = tiny("tiny-qwen2", tied=True)
     policy.model.config.architectures = ["Qwen2ForCausalLM"]
     monkeypatch.setattr(module, "_write_config", lambda model, folder: model.config.save_pretrained(folder))
@@ -327,8 +327,7 @@ def test_a_tensor_that_pushes_do_not_reach_is_found_out_at_the_first_load(
     Without ruined weights at the start, and once more before the first push, the probe would agree in both cases.
     """
     program = f"""
-import sys
-from threepo.rollout import vllm_server
+from threepo.rollout import replicas, vllm_server
 
 class Forgetful(vllm_server.Server):
     reloads = 0
@@ -338,8 +337,7 @@ class Forgetful(vllm_server.Server):
         self.reloads += 1
         super()._reload((name, value) for name, value in weights if not (forget and name == {name!r}))
 
-vllm_server.Server = Forgetful
-vllm_server.serve(int(sys.argv[1]), int(sys.argv[2]))
+replicas.serve_requests(Forgetful)
 """
     monkeypatch.setattr(module, "_PROGRAM", program)
     policy = tiny("tiny-qwen2", tied=True)
@@ -350,7 +348,7 @@ vllm_server.serve(int(sys.argv[1]), int(sys.argv[2]))
 
 
 def test_a_replica_that_is_stuck_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Already at its start. That a stuck replica is told from a slow one: test_replicas.py."""
+    """Already at its start. test_replicas.py tests that a slow replica is not taken for a stuck one."""
     pids = []
 
     def stopped(*arguments: Any) -> Replica:
@@ -360,9 +358,7 @@ def test_a_replica_that_is_stuck_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         return replica
 
     monkeypatch.setattr(module, "Replica", stopped)
-    with pytest.raises(
-        UserError, match=r"replica 0 \(process \d+\) has been silent for 5 seconds while asked to start"
-    ):
+    with pytest.raises(UserError, match=r"replica 0 \(process \d+\) sent nothing for 5 seconds during 'start'"):
         engine_for(tiny("tiny-llama", tied=False), replicas=2, timeout_s=5.0)
     assert len(pids) == 2
     assert all(map(gone, pids))
@@ -377,7 +373,7 @@ def test_a_replica_that_dies_is_an_error_at_once() -> None:
     threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
     many = [replace(request, rollout=i) for i in range(2000) for request in requests_for(policy, DRAWS[:2], 1)]
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"replica 1 was killed by SIGKILL while asked to generate"):
+    with pytest.raises(UserError, match=r"replica 1 was killed by SIGKILL during 'generate'"):
         engine.generate(many, replace(SAMPLING, max_new_tokens=300), 0)
     assert time.monotonic() - began < 10
     assert all(map(gone, pids)), "the other replica lives on"

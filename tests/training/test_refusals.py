@@ -22,7 +22,7 @@ from threepo.models import policy
 from threepo.models.policy import load_policy
 from threepo.models.prompts import tokenized
 from threepo.rollout.ensemble import Ensemble
-from threepo.rollout.memory import GIB, bytes_per_token, choosing_bytes
+from threepo.rollout.memory import GIB, bytes_per_token, sampling_bytes
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.types import Problem
@@ -98,7 +98,7 @@ def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(wh
     model = load_policy(config().model, 0).model
     weights = Ensemble(model, torch.float32).numbers * 4
     row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
-    row += choosing_bytes(model.config.vocab_size)
+    row += sampling_bytes(model.config.vocab_size)
     memory = max(config().method.draws, 1) * (weights + row) + 1
     small = ("data.eval=heldout.jsonl", "eval.every=4", "eval.samples=4", f"engine.memory_gib={memory / GIB}")
     with pytest.raises(UserError, match="engine: . policies of .* need"):

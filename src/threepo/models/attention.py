@@ -1,15 +1,15 @@
 """Attention over packed rows: rows one after another, without padding between them.
 
-Most of a pass is the products of tokens and weights; these then see real tokens only, and rows of very different
-lengths share one pass. Attention alone needs rows side by side. It takes them in tiles of rows of similar length,
-padded on the right, where causal attention never looks from a real token.
+Most of a pass is products of tokens and weights. With packed rows these see real tokens only, and rows of very
+different lengths share one pass. Only attention needs rows side by side: it takes tiles of rows of similar length,
+padded on the right, where causal attention from a real token never looks.
 
 On a CPU under autocast to bfloat16, attention stays in float32. torch's fused CPU attention is slow in bfloat16 for
-sequences of a few hundred tokens, above all in the backward pass: at 70 tokens it takes two and a half times as long
+sequences of a few hundred tokens, most of all in the backward pass: at 70 tokens it takes two and a half times as long
 as in float32 (docs/performance.md), which is also more exact.
 
-The function is registered with transformers under a name of its own. A caller that passes no `rows` gets transformers'
-"sdpa" unchanged. Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a head.
+The function is registered with transformers under its own name. Without `rows` it is transformers' "sdpa" unchanged.
+Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,16 +26,16 @@ NAME = "threepo_sdpa"
 LONGEST = 512
 """Tokens up to which float32 is faster under autocast on a CPU."""
 TILE_PADDING = 1 / 3
-"""Most padding of a tile, as a share of its real tokens."""
+"""Largest share of padding in a tile, relative to its real tokens."""
 SMALL_TILE = 512
-"""Tokens, padding included, up to which a tile takes rows of any lengths: one more tile would cost as much."""
+"""Tokens, padding included, up to which a tile takes rows of any lengths: another tile would cost as much."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Names under which models and their configurations keep the number of tokens that one token sees."""
+"""Attributes of models and configurations with the number of tokens that one token sees."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive rows that attention takes side by side."""
+    """Consecutive rows that attention computes side by side."""
 
     begin: int
     """First of its tokens among all T."""
@@ -59,10 +59,10 @@ class Tile:
 
 
 class PackedRows:
-    """What a model needs to know of rows that lie one after another."""
+    """Positions and tiles of packed rows."""
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device) -> None:
-        """Rows of these lengths, each at least 1; sorted lengths give the least padding."""
+        """`row_lengths` are at least 1 each; sorted lengths give the least padding."""
         lengths = torch.tensor(row_lengths)
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
@@ -73,14 +73,14 @@ class PackedRows:
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
     ) -> torch.Tensor:
-        """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; every token sees its own row only."""
+        """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; a token sees only its own row."""
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
         window = settings.get("sliding_window") or 0
         outputs = []
         for tile in self.tiles:
             q, k, v = (tile.spread(x).transpose(1, 2) for x in tokens)
-            mask = _window_mask(tile.longest, window, query.device) if 0 < window < tile.longest else None
-            outputs.append(tile.gather(_sdpa(module, q, k, v, mask, **settings)))
+            mask = window_mask(tile.longest, window, query.device)
+            outputs.append(tile.gather(attend(module, q, k, v, mask, **settings)[0]))
         return torch.cat(outputs).unsqueeze(0)
 
 
@@ -95,16 +95,20 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' `sdpa_attention_forward`: [R, L, H, D] from query [R, H, L, D], key and value [R, Hkv, L, D].
 
-    With `rows`, which the caller of the model passes, it is `PackedRows.attend`, and the mask is not read.
+    If the caller of the model passes `rows`, it is `PackedRows.attend`, and the mask is ignored.
     """
     if rows is not None:
         return rows.attend(module, query, key, value, **settings), None
-    return _sdpa(module, query, key, value, attention_mask, **settings), None
+    short = query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and key.shape[2] <= LONGEST
+    with torch.autocast("cpu", enabled=False) if short else nullcontext():
+        if short:
+            query, key, value = query.float(), key.float(), value.float()
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
 
 
 def run_packed(model: Any, input_ids: torch.Tensor, rows: PackedRows) -> Any:
-    """The output of a model, for which `takes_packed_rows` is true, on tokens [T] of packed rows."""
-    # transformers passes a mask of four dimensions through and makes none of its own, which would be [T, T].
+    """The output of a model for tokens [T] of packed rows; `takes_packed_rows` must be true for it."""
+    # transformers passes a mask of four dimensions through, and would otherwise make one of [T, T].
     no_mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=input_ids.device)
     return model(
         input_ids=input_ids.unsqueeze(0),
@@ -117,11 +121,11 @@ def run_packed(model: Any, input_ids: torch.Tensor, rows: PackedRows) -> Any:
 
 @torch.no_grad()
 def takes_packed_rows(model: Any) -> bool:
-    """Switch the model to this attention if it can; return whether rows then stay apart, found by trying it.
+    """Switch the model to this attention if possible; return whether rows are then independent, found by a trial.
 
-    They do not where tokens also meet outside attention, as in convolutions and recurrent layers: there a row changes
-    with its neighbours. Rows are also scored wrongly if the model keeps a window in its masks alone and does not pass
-    it to attention. Such models, and models that raise an error, are run on padded rows, with the same results.
+    They are not if tokens also meet outside attention, as in convolutions and recurrent layers, or if the model has
+    windows in its masks only and does not pass them to attention. Such models, and models that raise an error in the
+    trial, run on padded rows with the same results.
     """
     if model.config._attn_implementation not in ("sdpa", NAME) or not getattr(
         model, "_supports_attention_backend", False
@@ -135,7 +139,7 @@ def takes_packed_rows(model: Any) -> bool:
     with _narrow_windows(model):
         try:
             first, second = (run_packed(model, torch.cat([x, row, x]), rows).logits[0, 4:8] for x in (row, row.flip(0)))
-        except Exception:  # anything that a model raises at a mask without content, or at an argument it does not know
+        except Exception:  # a model may raise anything at an empty mask or an unknown argument
             model.set_attn_implementation("sdpa")
             return False
         alone = model(input_ids=row.unsqueeze(0), use_cache=False).logits[0]
@@ -145,7 +149,7 @@ def takes_packed_rows(model: Any) -> bool:
 
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[None]:
-    """The model with windows of two tokens where it has any, so that a row of four tokens exceeds them."""
+    """Set the model's windows, if it has any, to two tokens, so that a row of four tokens exceeds them."""
     holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
     sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _WINDOWS]
     windows = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and size > 2]
@@ -156,21 +160,6 @@ def _narrow_windows(model: Any) -> Iterator[None]:
     finally:
         for holder, name, size in windows:
             setattr(holder, name, size)
-
-
-def _sdpa(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **settings: Any,
-) -> torch.Tensor:
-    short = query.device.type == "cpu" and torch.is_autocast_enabled("cpu") and key.shape[2] <= LONGEST
-    with torch.autocast("cpu", enabled=False) if short else nullcontext():
-        if short:
-            query, key, value = query.float(), key.float(), value.float()
-        return sdpa_attention_forward(module, query, key, value, mask, **settings)[0]  # type: ignore[no-any-return]
 
 
 def _tile_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -192,13 +181,15 @@ def _tile(lengths: Sequence[int], begin: int, device: torch.device) -> Tile:
 
 
 def padded_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[T]: where each token of rows of these lengths stands in [R * L], if the rows are padded on the right."""
+    """[T]: index of each token in [R * L], if rows of these lengths are padded on the right."""
     real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     return real.flatten().nonzero().squeeze(1).to(device)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[L, L], true where a token sees another: itself and the `window` - 1 before it."""
+def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """[L, L], true where a token sees another: itself and the `window` - 1 before it; None if it sees all before it."""
+    if not 0 < window < length:
+        return None
     position = torch.arange(length, device=device)
     distance = position.unsqueeze(1) - position
     return (distance >= 0) & (distance < window)

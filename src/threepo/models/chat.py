@@ -1,9 +1,9 @@
 """Conversations as tokens, with the ranges that the loss counts (sft.md 2).
 
-A conversation is rendered by the tokenizer's chat template and tokenised as one text. A template that marks the
-assistant's text with {% generation %} says itself where the turns are; elsewhere a turn is what its message adds to the
+The tokenizer's chat template renders a conversation, which is then tokenised as one text. If the template marks the
+assistant's text with {% generation %}, these marks give the turns; otherwise a turn is what its message adds to the
 prompt for it. `apply_chat_template(..., return_assistant_tokens_mask=True)` is not used: its mask includes a token that
-reaches over the end of a prompt into the turn, and gives no offsets to find and cut such a token by.
+starts before the end of a prompt, and it gives no offsets to find and cut such a token.
 """
 
 import re
@@ -19,13 +19,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from threepo.errors import UserError
 
 Span = tuple[int, int]
-"""From here to before there, in characters or tokens."""
+"""First and one past the last, in characters or tokens."""
 _START, _END = itemgetter(0), itemgetter(1)
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class UnrenderableChat(Exception):
-    """The chat template refuses a conversation, such as one with two messages of the user in a row."""
+    """The chat template refuses a conversation, such as one with two user messages in a row."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RenderedChat:
 
     text: str
     turns: list[Span]
-    """The characters of the assistant's turns to imitate."""
+    """The characters of each assistant turn to imitate."""
     location: str
-    """Where it comes from, for messages."""
+    """Its file and row, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EncodedChat:
 
     tokens: list[int]
     loss_ranges: list[Span]
-    """For each turn to imitate, its tokens up to the first stop token, that one included."""
+    """The tokens of each turn to imitate, up to its first stop token, included."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class ChatEncoder:
                 "conversations.chat_template to a file"
             )
         if not self.tokenizer.is_fast:
-            raise UserError("conversations: the tokenizer gives no offsets; use a fast tokenizer (tokenizer.json)")
+            raise UserError("conversations: the tokenizer has no offsets; use a fast tokenizer (tokenizer.json)")
 
     def render(self, messages: Sequence[Any], location: str) -> RenderedChat:
         """The text of a conversation; `UnrenderableChat` if the template refuses it."""
+        first = -1 if self.turns == "last" else 0
         if _MARKS_TURNS.search(self.tokenizer.get_chat_template()):
             text, turns = self._rendered(messages, return_assistant_tokens_mask=True)
-            return RenderedChat(text, turns[-1:] if self.turns == "last" else turns, location)
+            return RenderedChat(text, turns[first:], location)
         text, _ = self._rendered(messages)
-        indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        chosen = indices[-1:] if self.turns == "last" else indices
-        return RenderedChat(text, [self._turn(messages, i, text, location) for i in chosen], location)
+        indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"][first:]
+        return RenderedChat(text, [self._turn(messages, i, text, location) for i in indices], location)
 
     def _turn(self, messages: Sequence[Any], index: int, text: str, location: str) -> Span:
         """The characters of message `index`: what it adds to the prompt for it."""
@@ -83,7 +83,7 @@ class ChatEncoder:
         if not text.startswith(prompt) or not text.startswith(until):
             hint = "" if self.turns == "last" else "conversations.loss_on = 'last', or "
             raise UserError(
-                f"{location}: the chat template writes message {index + 1} differently as part of the conversation "
+                f"{location}: the chat template renders message {index + 1} differently as part of the conversation "
                 f"than when it is generated (templates of reasoning models drop thoughts), so its tokens are "
                 f"unknown; set {hint}conversations.chat_template to a template with {{% generation %}}"
             )
@@ -93,7 +93,7 @@ class ChatEncoder:
         template = {"chat_template": self.tokenizer.get_chat_template(), **self.tokenizer.special_tokens_map}
         try:
             texts, turns = render_jinja_template([list(messages)], **template, **options)
-        except Exception as error:  # a template is a program of the tokenizer's maker, and may raise anything
+        except Exception as error:  # a template is a program, and may raise anything
             raise UnrenderableChat(f"the chat template failed on it: {type(error).__name__}: {error}") from error
         return texts[0], turns[0] if turns else []
 
@@ -103,18 +103,21 @@ class ChatEncoder:
         whole = self._tokenize([chat.text for chat in chats]) if chats else []
         for chat, (tokens, offsets) in zip(chats, whole, strict=True):
             cuts = [start for start, _ in chat.turns if _is_inside_token(offsets, start)]
-            if cuts:  # tokenise the pieces between the cuts, so that no token reaches over one
+            if cuts:  # tokenise the pieces between the cuts, so that no token crosses one
                 begins = (0, *cuts)
                 pieces = self._tokenize([chat.text[begin:end] for begin, end in pairwise((*begins, len(chat.text)))])
-                placed = list(zip(begins, pieces, strict=True))
-                tokens = [token for _, (piece, _) in placed for token in piece]
-                offsets = [(begin + start, begin + end) for begin, (_, spans) in placed for start, end in spans]
+                tokens = [token for piece, _ in pieces for token in piece]
+                offsets = [
+                    (begin + start, begin + end)
+                    for begin, (_, spans) in zip(begins, pieces, strict=True)
+                    for start, end in spans
+                ]
             ranges = [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]
             encoded.append(EncodedChat(tokens, ranges))
         return encoded
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:
-        # The template writes special tokens itself; the caller deals with texts that are too long.
+        # The template writes special tokens itself; the caller checks the length.
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
@@ -124,18 +127,16 @@ class ChatEncoder:
             if tokens[position] in self.stop_tokens:
                 return max(first, 1), position + 1  # nothing predicts the very first token of a text
         ending = self.tokenizer.decode(tokens[max(first, last - 3) : last])
-        stops = (
-            ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there are none"
-        )
+        stops = ", ".join(repr(self.tokenizer.decode([token])) for token in sorted(self.stop_tokens)) or "there is none"
         raise UserError(
-            f"{location}: the assistant's turn ends in {ending!r} without a token that generation stops at "
-            f"({stops or 'there is none'}), so the policy would learn not to stop; set model.tokenizer to a tokenizer "
-            f"whose eos_token ends a turn, or fix conversations.chat_template"
+            f"{location}: the assistant's turn ends in {ending!r} without a token that stops generation ({stops}), so "
+            f"the policy would not learn to stop; set model.tokenizer to a tokenizer whose eos_token ends a turn, or "
+            f"fix conversations.chat_template"
         )
 
 
 def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:
-    """Whether character `cut` begins no token; blanks that belong to no token count as the next token's."""
+    """Whether no token begins at character `cut`; blanks outside tokens count as part of the next token."""
     following = bisect_right(offsets, cut, key=_END)
     before = offsets[following - 1][1] if following else 0
     return before != cut or (following < len(offsets) and offsets[following][0] < cut)

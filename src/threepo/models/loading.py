@@ -1,4 +1,4 @@
-"""Loading what others made: a Hugging Face model directory or hub id, checked to be whole, and the device for it."""
+"""Loading a Hugging Face model directory or hub id, with checks that it is complete, and choosing the device."""
 
 import difflib
 import logging
@@ -21,12 +21,12 @@ from threepo.run_folder import model_folder
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device for a `model.device` setting; `UserError` if it is not there."""
+    """The torch device for a `model.device` setting; `UserError` if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # the device "meta" has no numbers to give
+        torch.zeros(1, device=device).item()  # fails on the device "meta", too
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"model.device = {name!r}: not usable here ({str(error).splitlines()[0]}); set 'auto' or 'cpu'"
@@ -37,16 +37,14 @@ def pick_device(name: str) -> torch.device:
 def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
     """Model (float32) and tokenizer of a local directory or hub id; `UserError` if anything of them is missing.
 
-    The tokenizer is that of `other_tokenizer`, a directory or hub id too, where one is named.
+    `other_tokenizer`: another directory or hub id, for the tokenizer.
     """
     source = _found(path, with_tokenizer=not other_tokenizer)
-    if other_tokenizer:
-        place = Path(other_tokenizer).expanduser()
-        with _library_errors(other_tokenizer, "model.tokenizer"):
-            tokenizer = _load_tokenizer(str(model_folder(place)) if place.is_dir() else other_tokenizer)
+    folder = Path(other_tokenizer).expanduser()
+    other = str(model_folder(folder)) if other_tokenizer and folder.is_dir() else other_tokenizer
+    with _library_errors(other_tokenizer or path, "model.tokenizer" if other_tokenizer else "model.path"):
+        tokenizer = _load_tokenizer(other or source)
     with _library_errors(path):
-        if not other_tokenizer:
-            tokenizer = _load_tokenizer(source)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -76,21 +74,14 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _found(path: str, *, with_tokenizer: bool = True) -> str:
-    """What to load: a local model directory, checked to be one, or else the hub's id."""
+    """What to load: a local model directory, after a check, or a hub id."""
     folder = Path(path)
     if path.startswith((".", "/", "~")) or folder.exists():
         return str(_checked_folder(path, with_tokenizer))
-    near = difflib.get_close_matches(path, TINY_MODELS, n=1, cutoff=0.7)
-    if near and "/" not in path:
-        raise UserError(f"model.path = {path!r}: no such folder; did you mean {near[0]}?")
-    here = [str(file.parent) for file in folder.parent.glob("*/config.json")]
+    here = [*TINY_MODELS, *(str(file.parent) for file in folder.parent.glob("*/config.json"))]
     near = difflib.get_close_matches(path, here, n=1, cutoff=0.7)
-    if path.count("/") > 1:  # which no id of the hub has
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else "if another run is to leave it, such as a warm start, run that first"
-        )
+    if path.count("/") > 1 or (near and near[0] in TINY_MODELS):  # no id of the hub
+        hint = f"did you mean {near[0]}?" if near else "if another run writes it, such as a warm start, run that first"
         raise UserError(f"model.path = {path!r}: no such folder; {hint}")
     hint = f" (did you mean {near[0]}?)" if near else ""
     print(f"threepo: no folder {path} here{hint}; asking the Hugging Face hub for it", file=sys.stderr)
@@ -98,7 +89,7 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
 
 
 def _checked_folder(path: str, with_tokenizer: bool) -> Path:
-    """The local model directory that `path` stands for; `UserError` if it lacks what every such directory has."""
+    """The local model directory of `path`; `UserError` if it has no configuration or no tokenizer."""
     folder = model_folder(Path(path).expanduser())
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
@@ -112,7 +103,7 @@ def _checked_folder(path: str, with_tokenizer: bool) -> Path:
 
 
 def _refuse_incomplete(path: str, loaded: dict[str, Any]) -> None:
-    """transformers fills gaps with random weights; a policy with such a gap must not be trained or scored."""
+    """transformers gives missing tensors random values; such a policy must not be trained or scored."""
     for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
         names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
         if names:
@@ -125,33 +116,24 @@ def _refuse_incomplete(path: str, loaded: dict[str, Any]) -> None:
 
 @contextmanager
 def _library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
-    """Quiet, and with what the libraries raise where a model cannot be loaded as a `UserError`."""
-    try:
-        with _quiet_libraries():
-            yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Without the libraries' own lines about retries and weights: what goes wrong is said once, by us."""
+    """Turn the libraries' errors into a `UserError`, and silence their lines about retries and weights."""
     hub = logging.getLogger("huggingface_hub")
     hub_level, level = hub.level, transformers_logging.get_verbosity()
     hub.setLevel(logging.CRITICAL)
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
     finally:
         hub.setLevel(hub_level)
         transformers_logging.set_verbosity(level)
 
 
 def _load_tokenizer(path: str) -> Any:
-    # AutoTokenizer gives some model types (qwen2) their family's tokenizer whatever the folder says. A folder whose
-    # tokenizer was saved as the plain TokenizersBackend means what its tokenizer.json says, and another would encode
-    # the same text differently without a word.
+    # For some model types (qwen2), AutoTokenizer ignores the folder's class and makes their family's tokenizer. If the
+    # class is TokenizersBackend, that would silently encode the same text differently than tokenizer.json says.
     if get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend":
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of the tokens that a loss counts, in bounded memory.
 
-Only the positions that predict such a token go through the output head, a chunk at a time, and the backward pass
-computes each chunk's logits again: a [tokens, vocabulary] tensor never exists. Legend: R rows, L length of the longest,
-T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
+Only positions that predict such a token go through the output head, one chunk at a time, and the backward pass
+recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor. Legend: R rows, L length of the
+longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,23 +24,23 @@ def token_logprobs(
     packed: PackedTokens,
     temperature: float = 1.0,
     *,
-    plain_head: bool = True,
+    linear_head: bool = True,
     packed_rows: bool = False,
     with_entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [K] of `packed.targets`, and entropies [K] of the distributions they come from; nats, float32.
+    """Log-probs [K] of `packed.targets` and entropies [K] of their distributions; nats, float32.
 
     Args:
         model: a Hugging Face causal LM.
         packed: rows of tokens, on the model's device.
         temperature: divides the logits; above 0.
-        plain_head: what `has_plain_head` found for this model.
-        packed_rows: what `attention.takes_packed_rows` found for it.
+        linear_head: the result of `has_linear_head` for this model.
+        packed_rows: the result of `attention.takes_packed_rows` for it.
         with_entropy_gradient: let gradients flow through the entropy (for an entropy bonus).
     """
-    # A model that shapes its logits after the head (soft caps, scales) gives all of them at once, which costs memory.
-    inner: Any = model.base_model if plain_head else model
-    head: Any = model.get_output_embeddings() if plain_head else torch.nn.Identity()  # type: ignore[operator]
+    # A model that changes logits after the head (soft caps, scales) computes all of them at once, which costs memory.
+    inner: Any = model.base_model if linear_head else model
+    head: Any = model.get_output_embeddings() if linear_head else torch.nn.Identity()  # type: ignore[operator]
     states = _packed_states(inner, packed) if packed_rows else _padded_states(inner, packed)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     step = max(1, CHUNK_ELEMENTS // vocabulary)
@@ -59,9 +59,9 @@ def _packed_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
 
 
 def _padded_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
-    """The same of any other model, from its rows side by side [R, L].
+    """The same for other models, from rows side by side [R, L].
 
-    Padding is on the right, where a causal model never looks from a real token, so there is no mask.
+    Padding is on the right, where a causal model never looks from a real token, so no mask is needed.
     """
     slots = padded_slots(packed.row_lengths, packed.input_ids.device)
     padded = packed.input_ids.new_zeros(len(packed.row_lengths), max(packed.row_lengths))
@@ -92,8 +92,8 @@ def _score(
 
 
 @torch.no_grad()
-def has_plain_head(model: torch.nn.Module) -> bool:
-    """Whether the model's logits are its output embedding applied to its last hidden state, found by trying it."""
+def has_linear_head(model: torch.nn.Module) -> bool:
+    """Whether the model's logits are its output embedding applied to its last hidden state, found by a trial."""
     if model.base_model is model:
         return False
     probe = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0)

@@ -12,13 +12,13 @@ from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import load_pretrained, pick_device
-from threepo.models.logprobs import has_plain_head, token_logprobs
+from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
 from threepo.types import PackedTokens, Problem
 
 OPENING_TOKENS = 16
-"""More than any tokenizer needs for `<think>` and the blanks after it."""
+"""More tokens than any tokenizer needs for `<think>` and the blanks after it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Policy:
     """A Hugging Face causal LM (`PreTrainedModel`)."""
     tokenizer: Any
     """Its fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
-    plain_head: bool
+    linear_head: bool
     """See `models.logprobs`."""
     compute_dtype: torch.dtype = torch.float32
     packed_rows: bool = False
@@ -49,7 +49,7 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Most tokens, prompt and completion together, that the model was made for."""
+        """Most tokens of prompt and completion together."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
     def logprobs(
@@ -61,7 +61,7 @@ class Policy:
                 self.model,
                 packed,
                 temperature,
-                plain_head=self.plain_head,
+                linear_head=self.linear_head,
                 packed_rows=self.packed_rows,
                 with_entropy_gradient=with_entropy_gradient,
             )
@@ -78,28 +78,28 @@ class Policy:
         return tokens
 
     def prompt_tokens(self, problems: Sequence[Problem], settings: DataConfig) -> list[tuple[int, ...]]:
-        """Prompt tokens of many problems, whatever their length."""
+        """Prompt tokens of many problems, of any length."""
         tokens = tokenized(problems, self.tokenizer, settings)
         for problem, ids in zip(problems, tokens, strict=True):
             self.check_vocabulary(problem.label, ids)
         return tokens
 
     def check_vocabulary(self, label: str, tokens: Sequence[int]) -> None:
-        """Raise `UserError` for a token that the model has no embedding for; `label` says whose."""
+        """Raise `UserError` for a token that the model has no embedding for; `label` names its text."""
         rows = self.model.get_input_embeddings().weight.shape[0]
         if max(tokens) >= rows:
             raise UserError(
-                f"{label}: its text has token {max(tokens)}, but the model has {rows} embeddings; tokenizer "
-                f"and model do not belong together: see model.path and model.tokenizer"
+                f"{label}: its text has token {max(tokens)}, but the model has {rows} embeddings; the tokenizer "
+                f"belongs to another model: see model.path and model.tokenizer"
             )
 
     def opening(self, prompt_tokens: Sequence[int]) -> str:
-        """`<think>` where the prompt ends in it, as the chat templates of some reasoning models do; else nothing."""
+        """`<think>` if the prompt ends in it, as with the chat templates of some reasoning models; else empty."""
         ending = self.tokenizer.decode(list(prompt_tokens[-OPENING_TOKENS:])).rstrip()
         return THINK if ending.endswith(THINK) else ""
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether a prompt and a completion of these lengths fit into the model's context."""
+        """Whether prompt and completion fit into the model's context."""
         return prompt_tokens + max_new_tokens <= self.context
 
     def check_length(self, problem: Problem, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -107,8 +107,8 @@ class Policy:
         if not self.fits(prompt_tokens, max_new_tokens):
             raise UserError(
                 f"{problem.label}: prompt of {prompt_tokens} tokens and max_new_tokens = {max_new_tokens} exceed "
-                f"the model's context of {self.context}; shorten the prompt, lower max_new_tokens, or leave such "
-                f"problems of a data set out with data.too_long = 'drop'"
+                f"the model's context of {self.context}; shorten the prompt, lower max_new_tokens, or set "
+                f"data.too_long = 'drop' to leave such problems out"
             )
 
 
@@ -119,8 +119,7 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     if settings.path in TINY_MODELS:
         if settings.tokenizer:
             raise UserError(
-                f"model.tokenizer = {settings.tokenizer!r}: {settings.path} is made for a tokenizer of its own; leave "
-                f"it out"
+                f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
             )
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
@@ -129,11 +128,11 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     if settings.gradient_checkpointing:
         _recompute_activations(model)
     dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
-    return Policy(model, tokenizer, has_plain_head(model), dtype, takes_packed_rows(model))
+    return Policy(model, tokenizer, has_linear_head(model), dtype, takes_packed_rows(model))
 
 
 def _recompute_activations(model: Any) -> None:
-    """Switch activation checkpointing on; transformers only obeys in training mode, so there must be no dropout."""
+    """Switch activation checkpointing on; transformers needs training mode for it, so there must be no dropout."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
     if any(rates):
@@ -141,7 +140,7 @@ def _recompute_activations(model: Any) -> None:
             "model.gradient_checkpointing = true: this model has dropout, which would act in training mode and "
             "make its log-probs random; set the dropout rates in its config.json to 0"
         )
-    # The older name is deprecated since transformers 5.20 or so, and the only one before.
+    # Newer versions of transformers deprecate the second name; older ones have no other.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     model.train()

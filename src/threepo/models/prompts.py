@@ -1,4 +1,4 @@
-"""How a problem is put to a model: templates, chat messages, tokens. Needs its tokenizer only."""
+"""From a problem to prompt tokens: templates and chat messages. Needs a tokenizer but no model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from threepo.types import Problem
 
 
 def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig) -> list[tuple[int, ...]]:
-    """Prompt tokens of the problems; a tokenizer reads many texts at once much faster than one by one."""
+    """Prompt tokens of the problems, in one call per kind of prompt, which is much faster than one per problem."""
     texts = [prompt_text(problem, tokenizer, settings) for problem in problems]
     chats = [_uses_chat(problem, tokenizer, settings) for problem in problems]
     tokens: list[tuple[int, ...]] = [()] * len(problems)
@@ -25,12 +25,12 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
 
 
 def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
-    """The text that a model reads before it writes; `UserError` if the tokenizer cannot make it."""
+    """The text of the prompt; `UserError` if the tokenizer cannot render it."""
     if not _uses_chat(problem, tokenizer, settings):
         if settings.system_prompt:
             raise UserError(
-                f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template to put it "
-                f"into; use a tokenizer with one, or put the text into data.prompt_template"
+                f"data.system_prompt = {settings.system_prompt!r}: the tokenizer has no chat template for it; "
+                f"use a tokenizer with one, or write the text into data.prompt_template"
             )
         return problem.templated(settings.prompt_template)
     if not tokenizer.chat_template:
@@ -40,7 +40,7 @@ def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
         )
     try:
         text = tokenizer.apply_chat_template(messages(problem, settings), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the tokenizer's maker, and may raise anything
+    except Exception as error:  # a template is a program, and may raise anything
         raise UserError(
             f"{problem.label}: the tokenizer's chat template failed on it: {type(error).__name__}: {error}"
         ) from error
@@ -48,7 +48,7 @@ def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
 
 
 def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
-    """A problem as chat messages: its own, or one of the user after the system prompt, if there is one."""
+    """A problem as chat messages: its own, or a user message after the system prompt, if there is one."""
     if not isinstance(problem.prompt, str):
         return [dict(message) for message in problem.prompt]
     system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []

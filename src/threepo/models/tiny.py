@@ -1,5 +1,5 @@
-"""Tiny models made on the spot, for demonstrations, tests and studies on a CPU: a byte-level decoder of a real
-Hugging Face architecture, randomly initialised."""
+"""Tiny models for demonstrations, tests and studies on a CPU: randomly initialised byte-level decoders of real Hugging
+Face architectures."""
 
 import torch
 from tokenizers import AddedToken, pre_tokenizers
@@ -9,7 +9,7 @@ from threepo.config import TinyConfig
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TAGS = ("<think>", "</think>")
-"""One token each, and plain text when decoded."""
+"""One token each; they are decoded as text, unlike special tokens."""
 
 TINY_MODELS = {
     "tiny-qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -18,7 +18,7 @@ TINY_MODELS = {
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte, so any text can be written; plus the thinking tags, an end and a padding token."""
+    """One token per byte, which encodes any text, plus the thinking tags, an end and a padding token."""
     vocabulary = {token: i for i, token in enumerate((END, PAD, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary, merges=[], eos_token=END, unk_token=END, pad_token=PAD, padding_side="left"

@@ -1,31 +1,22 @@
 """Keys and values of the rows that are being decoded, and the attention over them.
 
-Every row has a place with its own length, so rows of any lengths stand side by side without padding between their
-tokens, and a place whose row has finished takes the next one.
+Every row has a slot of memory and its own length, so rows of different lengths need no padding, and the slot of a
+finished row takes the next one.
 
-Legend: S places, B rows, H heads, K heads of keys and values, D width of a head, T tokens, L positions of a prompt.
+Legend: S slots, B rows, H heads, K heads of keys and values, D width of a head, T tokens, L positions of a prompt.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from threepo.errors import UserError
+from threepo.models.attention import window_mask
 from threepo.rollout import native
 from threepo.rollout.native import LANES
-
-
-class Pass(Protocol):
-    """What attention has to do in a forward pass: reading prompts, or one token of every row."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-    ) -> torch.Tensor:
-        """Queries [B, H, L, D], keys and values [B, K, L, D] of the pass's tokens to outputs [B, L, H, D]; `window`
-        is how many keys a token sees, its own included (0: all)."""
 
 
 def attend(
@@ -35,15 +26,15 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    rows: Pass | None = None,
+    rows: "Prefill | Decode | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as the models of transformers call it; `rows` comes from the caller of the model."""
     assert rows is not None, "the model was not called by the engine"
-    assert attention_mask is None, "rows know their lengths"
+    assert attention_mask is None, "there are no masks: rows have lengths"
     for name in ("softcap", "s_aux", "position_bias", "sinks"):
         if options.get(name) is not None:
-            raise UserError(f"engine.kind = 'local': does not know attention with {name}; use engine.kind = 'vllm'")
+            raise UserError(f"engine.kind = 'local': does not support attention with {name}; use engine.kind = 'vllm'")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return rows.attend(module.layer_idx, query, key, value, scale, options.get("sliding_window") or 0), None
 
@@ -55,46 +46,46 @@ class _Layer:
     values: torch.Tensor
     """[S, K, T, D]."""
     blocked: bool
-    """Whether keys lie as the compiled kernel reads them: 16 tokens side by side."""
+    """Whether the order of keys is the compiled kernel's: 16 tokens side by side."""
 
 
-def room_for(tokens: int) -> int:
-    """Tokens that a place has memory for when it is to hold so many: whole blocks."""
+def whole_blocks(tokens: int) -> int:
+    """Tokens that a slot has memory for, if it must hold so many: whole blocks."""
     return -(-tokens // LANES) * LANES
 
 
 class RowCache:
     """The memory of S rows of at most `capacity` tokens."""
 
-    def __init__(self, places: int, capacity: int) -> None:
-        self.places = places
-        self.capacity = room_for(capacity)
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = whole_blocks(capacity)
         self.layers: dict[int, _Layer] = {}
 
     def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> _Layer:
-        """The memory of a layer, made when its first keys [B, K, L, D] and values come."""
+        """The memory of a layer, allocated for its first keys [B, K, L, D] and values."""
         if index not in self.layers:
             heads, width = k.shape[1], k.shape[-1]
             blocked = native.serves(k, v)
             tokens = (self.capacity // LANES, width, LANES) if blocked else (self.capacity, width)
-            # Torch multiplies what is masked by zero, so it must be a number; the compiled kernel never uses it.
+            # Torch multiplies masked values by zero, so they must be numbers; the compiled kernel does not read them.
             make = torch.empty if blocked else torch.zeros
             self.layers[index] = _Layer(
-                make(self.places, heads, *tokens, dtype=k.dtype, device=k.device),
-                make(self.places, heads, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
+                make(self.slots, heads, *tokens, dtype=k.dtype, device=k.device),
+                make(self.slots, heads, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
                 blocked,
             )
         return self.layers[index]
 
-    def clear(self, places: Sequence[int]) -> None:
-        """Make places ready for other rows: what one of a diverged policy left is no number, times zero neither."""
+    def clear(self, slots: Sequence[int]) -> None:
+        """Prepare slots for other rows: a diverged policy may leave NaN, and NaN times zero is NaN."""
         for layer in self.layers.values():
             if not layer.blocked:
-                layer.keys[places] = 0
-                layer.values[places] = 0
+                layer.keys[slots] = 0
+                layer.values[slots] = 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` tokens of some rows from their places to others."""
+        """Copy the first `tokens` tokens of some rows from their slots to others."""
         for layer in self.layers.values():
             blocks = -(-tokens // LANES) if layer.blocked else tokens
             layer.keys[targets, :, :blocks] = layer.keys[sources, :, :blocks]
@@ -103,23 +94,24 @@ class RowCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Read prompts, every different one of a draw once, into the places of all its rows."""
+    """Read each different prompt of a draw once, into the slots of all rows that start with it."""
 
     cache: RowCache
     sources: Sequence[int]
     """For each row that starts: which prompt of the pass it has."""
-    places: Sequence[int]
+    slots: Sequence[int]
+    """For each row that starts: its slot."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """See `Pass`. Prompts are padded on the right, where causal attention never looks from a real token."""
+        """Outputs [B, L, H, D] of queries [B, H, L, D] for keys and values [B, K, L, D] of padded prompts.
+
+        Padding is on the right, where causal attention from a real token never looks. `window`: how many keys a token
+        sees, its own included (0: all).
+        """
         self._keep(self.cache.layer(layer, k, v), k, v)
-        mask = None
-        if 0 < window < q.shape[2]:
-            near = torch.arange(q.shape[2], device=q.device)
-            distance = near.unsqueeze(1) - near
-            mask = (distance >= 0) & (distance < window)
+        mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -127,44 +119,39 @@ class Prefill:
 
     def _keep(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         length = k.shape[2]
-        layer.values[self.places, :, :length] = v[self.sources]
+        layer.values[self.slots, :, :length] = v[self.sources]
         if layer.blocked:
             blocks = -(-length // LANES)
             k = F.pad(k, (0, 0, 0, blocks * LANES - length))
             k = k.view(*k.shape[:2], blocks, LANES, -1).transpose(-1, -2)
-            layer.keys[self.places, :, :blocks] = k[self.sources]
+            layer.keys[self.slots, :, :blocks] = k[self.sources]
         else:
-            layer.keys[self.places, :, :length] = k[self.sources]
+            layer.keys[self.slots, :, :length] = k[self.sources]
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Take one more token of every row into the cache, and attend to all that the row has by then."""
+    """Add one token of every row to the cache, and attend to all tokens of the row."""
 
     cache: RowCache
     lengths: torch.Tensor
     """[B] tokens of each row in the cache before this one."""
-    places: torch.Tensor
-    """[B] where each row's memory is; together all places below B."""
+    slots: torch.Tensor
+    """[B] the slot of each row: a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """See `Pass`; L is 1."""
+        """As in `Prefill`, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
-            return native.attend(q, k, v, memory.keys, memory.values, self.lengths, self.places, scale, window)
-        return self._attend_in_torch(memory, q, k, v, scale, window)
-
-    def _attend_in_torch(
-        self, memory: _Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-    ) -> torch.Tensor:
+            return native.attend(q, k, v, memory.keys, memory.values, self.lengths, self.slots, scale, window)
         batch, heads, tokens = len(k), k.shape[1], self.longest + 1
-        memory.keys[self.places, :, self.lengths] = k[:, :, 0]
-        memory.values[self.places, :, self.lengths] = v[:, :, 0]
-        order = self.places.argsort()  # so that memory is read where it lies
+        memory.keys[self.slots, :, self.lengths] = k[:, :, 0]
+        memory.values[self.slots, :, self.lengths] = v[:, :, 0]
+        order = self.slots.argsort()  # the order of the memory
         lengths = self.lengths[order].unsqueeze(1)
         distance = lengths - torch.arange(tokens, device=q.device)
         seen = (distance >= 0) & (distance < window) if window else distance >= 0

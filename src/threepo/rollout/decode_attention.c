@@ -1,10 +1,10 @@
 /* Attention of one new token per row over that row's own cached keys and values; several query heads may share a key
  * head. It is bound by reading the cache, so each row reads no further than its own length, and heads that share keys
- * are served by one reading. Arithmetic is float32. A row's result depends on that row alone, whatever is beside it.
+ * are served by one reading. Arithmetic is float32. A row's result does not depend on other rows.
  *
  * Keys lie in blocks of 16 tokens, [T / 16, D, 16], so that the scores of 16 tokens are made side by side without sums
- * across a vector; values lie as they come, [T, D]. Compiled with GCC's vectors, which every processor's compiler
- * breaks down to what it has.
+ * across a vector; values lie as they come, [T, D]. Compiled with GCC's vectors, which the compiler splits into
+ * the processor's own.
  */
 #include <math.h>
 #include <stdint.h>
@@ -35,7 +35,7 @@ typedef struct {
     const void *query, *key, *value;
     char *key_cache, *value_cache, *out;
     const int64_t *lengths; /* [rows] tokens of each in the cache before this one */
-    const int64_t *places;  /* [rows] which memory of the cache is its own */
+    const int64_t *slots;   /* [rows] the slot of each row in the cache */
     int64_t next;           /* row to be taken */
     float scale;
     int32_t bfloat16;
@@ -174,18 +174,18 @@ INLINE void heads(const void *query, const void *keys, const void *values, void 
 typedef struct {
     int64_t row, head, begin, length;
     char *keys, *values;
-} Place;
+} Region;
 
-INLINE Place place_of(int64_t row, int64_t head, const Attention *s, int64_t kw, int64_t vw, int64_t size)
+INLINE Region region_of(int64_t row, int64_t head, const Attention *s, int64_t kw, int64_t vw, int64_t size)
 {
-    int64_t length = s->lengths[row], at = (s->places[row] * s->key_heads + head) * s->capacity * size;
+    int64_t length = s->lengths[row], at = (s->slots[row] * s->key_heads + head) * s->capacity * size;
     int64_t begin = s->window > 0 && length + 1 > s->window ? length + 1 - s->window : 0;
-    return (Place){row, head, begin, length, s->key_cache + at * kw, s->value_cache + at * vw};
+    return (Region){row, head, begin, length, s->key_cache + at * kw, s->value_cache + at * vw};
 }
 
-/* Places lie apart in memory, where the processor's own prefetching starts anew each time: ask for the next one while
- * this one is worked on. */
-INLINE void fetch(Place p, int64_t kw, int64_t vw, int64_t size)
+/* Regions are apart in memory, where the processor's own prefetching starts again each time: load the next one while
+ * this one is in use. */
+INLINE void fetch(Region p, int64_t kw, int64_t vw, int64_t size)
 {
     int64_t first = p.begin / LANES * LANES, last = p.length / LANES * LANES + LANES;
     for (int64_t at = first * kw * size; at < last * kw * size; at += 64)
@@ -194,7 +194,7 @@ INLINE void fetch(Place p, int64_t kw, int64_t vw, int64_t size)
         __builtin_prefetch(p.values + at, 0, 2);
 }
 
-INLINE void keep(Place p, const Attention *s, int64_t kw, int64_t vw, int64_t size)
+INLINE void keep(Region p, const Attention *s, int64_t kw, int64_t vw, int64_t size)
 {
     const char *key = (const char *)s->key + (p.row * s->key_heads + p.head) * kw * size;
     const char *value = (const char *)s->value + (p.row * s->key_heads + p.head) * vw * size;
@@ -208,11 +208,11 @@ INLINE void rows(int64_t first, int64_t count, float *scores, const Attention *s
                  const int half)
 {
     int64_t group = s->heads / s->key_heads, size = half ? 2 : 4;
-    Place next = place_of(first, 0, s, kw, vw, size);
+    Region next = region_of(first, 0, s, kw, vw, size);
     for (int64_t unit = 0; unit < count * s->key_heads; unit++) {
-        Place p = next;
+        Region p = next;
         if (unit + 1 < count * s->key_heads) {
-            next = place_of(first + (unit + 1) / s->key_heads, (unit + 1) % s->key_heads, s, kw, vw, size);
+            next = region_of(first + (unit + 1) / s->key_heads, (unit + 1) % s->key_heads, s, kw, vw, size);
             fetch(next, kw, vw, size);
         }
         keep(p, s, kw, vw, size);

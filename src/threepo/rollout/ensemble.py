@@ -1,16 +1,15 @@
-"""N policies as one model: a Hugging Face decoder whose every weight is a stack, one value for each draw.
+"""N policies as one model: a Hugging Face decoder with a stack of values, one for each draw, for every weight.
 
-The decoder's own code runs, so whatever is special about a family (norms of queries and keys, positions, sliding
-windows, scaled logits) stays as its authors wrote it. Exchanged are the modules that own weights, whose matrix products
-become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw. The
-compiled products (stacked_linear.py) take any number of rows of each draw, torch's take equally many.
+The decoder's own code runs, so everything special about a family (norms of queries and keys, positions, sliding
+windows, scaled logits) stays as its authors wrote it. Two things are replaced: modules that own weights, whose matrix
+products become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw.
+Compiled products (stacked_linear.py) take any number of rows of each draw; torch's need equally many.
 
 Legend: N draws, B rows of all draws, L positions of each row in a pass, D width.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from threepo.rollout import stacked_linear
 from threepo.rollout.cache import attend
 
 ATTENTION = "threepo_rows"
-"""What the engine's attention is called among those of transformers."""
+"""Name under which the engine's attention is registered with transformers."""
 
 
 class Stack:
@@ -31,30 +30,30 @@ class Stack:
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.order: Literal["plain", "turned", "packed"] = "plain"
-        """How [out, in] lies in memory: "turned" is [in, out], which makes torch's batched products faster (in bfloat16
-        by a tenth on a CPU); "packed" is for the compiled ones, once `pack` has been called."""
+        self.order: Literal["as written", "transposed", "packed"] = "as written"
+        """Order of [out, in] in memory. "transposed" is [in, out], which makes torch's batched products faster (in
+        bfloat16 by a tenth on a CPU); "packed" is the order of compiled products, after `pack`."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
     def numbers(self) -> int:
-        """What the memory of one draw holds."""
+        """Elements in memory for one draw."""
         if self.order == "packed":
             return stacked_linear.padded(self.shape[0]) * self.shape[1]
         return self.shape.numel()
 
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make room for the values of so many draws; what was there is gone."""
-        self.memory = self.values = torch.empty(0)  # before the new memory is asked for
+        """Allocate memory for the values of so many draws; old values are lost."""
+        self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
         self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
-        if self.order == "turned":
+        if self.order == "transposed":
             self.values = self.memory.view(draws, *self.shape[::-1]).transpose(-1, -2)
         else:
             self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
-        """[N, *shape], to be written into; no longer the values once they are packed."""
+        """[N, *shape], for writing; after packing it no longer shows the values."""
 
     def pack(self, index: int) -> None:
-        """Bring what was written for one draw into the order that products read, if there is a special one."""
+        """Reorder the values of one draw, after writing, if products read them in a special order."""
         if self.order == "packed":
             stacked_linear.pack(self.memory[index].view(-1, self.shape[1]))
 
@@ -65,25 +64,19 @@ class Stack:
 
 
 class Rows:
-    """How many rows of each draw a pass has, and what follows from it; as long as no weights are loaded."""
+    """How many rows of each draw a pass has, and what follows from it while the loaded weights stay."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.count = sum(counts)
         numbers = torch.tensor(counts)
         self.draws = torch.arange(len(counts)).repeat_interleave(numbers).to(device)
         """[B] the draw of each row."""
-        self._starts = F.pad(numbers.cumsum(0), (1, 0))
-        self._starts_of: dict[int, torch.Tensor] = {}
+        self.starts = F.pad(numbers.cumsum(0), (1, 0))
+        """[N + 1] where the rows of each draw begin, and B."""
         self._vectors: dict[Stack, torch.Tensor] = {}
 
-    def starts(self, positions: int) -> torch.Tensor:
-        """[N + 1] where the positions of each draw begin among those of all rows, so many of each."""
-        if positions not in self._starts_of:
-            self._starts_of[positions] = self._starts * positions
-        return self._starts_of[positions]
-
     def vectors(self, stack: Stack, dimensions: int) -> torch.Tensor:
-        """The vector of each row's draw, [B, 1, ..., D] of so many dimensions; of a single draw [1, ..., D]."""
+        """The vector of each row's draw, [B, 1, ..., D] with so many dimensions; [1, ..., D] if there is one draw."""
         if stack not in self._vectors:
             one = len(stack.values) == 1
             self._vectors[stack] = stack.values if one else stack.values.index_select(0, self.draws)
@@ -91,33 +84,27 @@ class Rows:
         return found.view(len(found), *(1,) * (dimensions - 2), -1)
 
 
-@dataclass
-class Dealt:
-    """The rows of the pass that is made, which all modules of an ensemble look at."""
+class Pass:
+    """The present pass, which all modules of an ensemble share."""
 
-    rows: Rows | None = None
-
-    def __call__(self) -> Rows:
-        assert self.rows is not None, "the rows of the pass have not been set"
-        return self.rows
+    rows: Rows
 
 
 class StackedLinear(nn.Module):
     """nn.Linear with weights [N, out, in]."""
 
-    def __init__(self, dealt: Dealt, weight: Stack, bias: Stack | None) -> None:
+    def __init__(self, current: Pass, weight: Stack, bias: Stack | None) -> None:
         super().__init__()
-        self.dealt, self.weight, self.bias = dealt, weight, bias
+        self.current, self.weight, self.bias = current, weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
         bias = None if self.bias is None else self.bias.values
         if self.weight.order == "packed":
-            x2, rows = x.reshape(-1, x.shape[-1]), self.dealt()
-            positions, more = divmod(len(x2), rows.count)
-            if more:
-                raise RuntimeError(f"expected equally many positions of {rows.count} rows, got {len(x2)} in all")
-            starts = rows.starts(positions)
+            x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
+            positions, rest = divmod(len(x2), rows.count)
+            assert not rest, f"{rows.count} rows cannot have equally many of {len(x2)} positions"
+            starts = rows.starts if positions == 1 else rows.starts * positions
             out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
             return out.view(*x.shape[:-1], out.shape[-1])
         x3 = x.reshape(len(self.weight.values), -1, x.shape[-1])
@@ -129,36 +116,36 @@ class StackedLinear(nn.Module):
 class StackedEmbedding(nn.Module):
     """nn.Embedding with weights [N, V, D]."""
 
-    def __init__(self, dealt: Dealt, weight: Stack) -> None:
+    def __init__(self, current: Pass, weight: Stack) -> None:
         super().__init__()
-        self.dealt, self.weight = dealt, weight
+        self.current, self.weight = current, weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, L] to [B, L, D]."""
-        table, draws = self.weight.values, self.dealt().draws.unsqueeze(1)
-        if self.weight.order == "packed":  # it is the head, too
+        table, draws = self.weight.values, self.current.rows.draws.unsqueeze(1)
+        if self.weight.order == "packed":  # tied to the head
             words = stacked_linear.panels(self.weight.packed)
-            panel, place = ids // stacked_linear.LANES, ids % stacked_linear.LANES
-            return words[draws, panel, :, place].view(table.dtype)
+            panel, lane = ids // stacked_linear.LANES, ids % stacked_linear.LANES
+            return words[draws, panel, :, lane].view(table.dtype)
         return F.embedding(ids + draws * table.shape[1], table.flatten(0, 1))
 
 
 class StackedElementwise(nn.Module):
     """A module that multiplies or adds vectors over the last dimension (RMSNorm of any family), with vectors [N, D].
 
-    The module's own code runs, with a vector for each row in place of one for all.
+    The module's own code runs, with a vector for each row instead of one for all rows.
     """
 
-    def __init__(self, dealt: Dealt, inner: nn.Module, vectors: Mapping[str, Stack]) -> None:
+    def __init__(self, current: Pass, inner: nn.Module, vectors: Mapping[str, Stack]) -> None:
         super().__init__()
-        self.dealt, self.inner, self.vectors = dealt, inner, dict(vectors)
+        self.current, self.inner, self.vectors = current, inner, dict(vectors)
         for name in vectors:
             delattr(inner, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
         for name, stack in self.vectors.items():
-            setattr(self.inner, name, self.dealt().vectors(stack, x.dim()))
+            setattr(self.inner, name, self.current.rows.vectors(stack, x.dim()))
         out: torch.Tensor = self.inner(x)
         return out
 
@@ -166,23 +153,23 @@ class StackedElementwise(nn.Module):
 class StackedLayerNorm(nn.Module):
     """nn.LayerNorm over the last dimension, with vectors [N, D]."""
 
-    def __init__(self, dealt: Dealt, inner: nn.LayerNorm, weight: Stack, bias: Stack | None) -> None:
+    def __init__(self, current: Pass, inner: nn.LayerNorm, weight: Stack, bias: Stack | None) -> None:
         super().__init__()
-        self.dealt, self.eps, self.weight, self.bias = dealt, inner.eps, weight, bias
+        self.current, self.eps, self.weight, self.bias = current, inner.eps, weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
-        out = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.dealt().vectors(self.weight, x.dim())
-        return out if self.bias is None else out + self.dealt().vectors(self.bias, x.dim())
+        out = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.current.rows.vectors(self.weight, x.dim())
+        return out if self.bias is None else out + self.current.rows.vectors(self.bias, x.dim())
 
 
 class Ensemble:
-    """A decoder with stacked weights; it has none until `resize` and the filling of `views`."""
+    """A decoder with stacked weights. They have values after `resize`, writing into `views` and `pack`."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """Take the architecture of a Hugging Face causal LM, and nothing of its weights.
+        """Copy the architecture of a Hugging Face causal LM without its weights.
 
-        `UserError` if it has a module whose weights cannot be stacked, or no exchangeable attention.
+        `UserError` if weights of a module cannot be stacked, or its attention cannot be replaced.
         """
         self.dtype = dtype
         self.device = next(model.parameters()).device
@@ -191,20 +178,19 @@ class Ensemble:
         _use_our_attention(self.model)
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
         self.stacks = {name: by_parameter[p] for name, p in self.model.named_parameters()}
-        """By the name that a parameter has, of several the first."""
+        """By a parameter's first name."""
         self.by_any_name = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
-        """A tied parameter's stack by each of its names."""
-        owners = [module for module in self.model.modules() if _owns_weights(module)]
-        self._dealt = Dealt()
-        replaced = {module: _stacked(module, by_parameter, self._dealt) for module in owners}
-        looked_up = {id(module.weight) for module in replaced.values() if isinstance(module, StackedEmbedding)}
-        for module in replaced.values():
-            if isinstance(module, StackedLinear):
-                if stacked_linear.serves(module.weight.shape[1], dtype, self.device):
-                    module.weight.order = "packed"
-                elif id(module.weight) not in looked_up:
-                    module.weight.order = "turned"
+        """A tied parameter's stack under each of its names."""
+        owners = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
+        self._pass = Pass()
+        replaced = {module: _stacked(module, by_parameter, self._pass) for module in owners}
+        embeddings = {module.weight for module in replaced.values() if isinstance(module, StackedEmbedding)}
         linear = [module for module in replaced.values() if isinstance(module, StackedLinear)]
+        for module in linear:
+            if stacked_linear.serves(module.weight.shape[1], dtype, self.device):
+                module.weight.order = "packed"
+            elif module.weight not in embeddings:
+                module.weight.order = "transposed"
         self.ragged = all(module.weight.order == "packed" for module in linear)
         """Whether draws may have different numbers of rows in a pass."""
         for parent in list(self.model.modules()):
@@ -213,32 +199,32 @@ class Ensemble:
                     setattr(parent, name, replaced[child])
 
     @property
-    def numbers(self) -> int:
-        """What the memory of one draw holds: its weights, and padding to whole panels."""
-        return sum(stack.numbers for stack in self.stacks.values())
+    def bytes_per_draw(self) -> int:
+        """Memory for the weights of one draw, with padding to whole panels."""
+        return sum(stack.numbers for stack in self.stacks.values()) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        """Memory that the weights of all draws take now."""
+        """Memory that the weights of all loaded draws take now."""
         return sum(stack.memory.nbytes for stack in self.stacks.values())
 
-    def deal(self, rows: Rows) -> Any:
+    def model_for(self, rows: Rows) -> Any:
         """The model, for a pass with these rows."""
-        self._dealt.rows = rows
+        self._pass.rows = rows
         return self.model
 
     def resize(self, draws: int) -> None:
-        """Make room for `draws` weights of every parameter, in one allocation each; what was there is gone."""
+        """Allocate memory for the weights of `draws` draws, one block for each parameter; old values are lost."""
         for stack in self.stacks.values():
             if len(stack.values) != draws:
                 stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """Where the weights of one draw are to be written, before `pack`; a tied parameter's by each of its names."""
+        """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names."""
         return {name: stack.values[index] for name, stack in self.by_any_name.items()}
 
     def pack(self, index: int) -> None:
-        """Bring the weights of one draw, all written, into the order in which they are used."""
+        """Finish the weights of one draw after all are written."""
         for stack in self.stacks.values():
             stack.pack(index)
 
@@ -246,54 +232,44 @@ class Ensemble:
 def _use_our_attention(model: Any) -> None:
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(
-            f"engine.kind = 'local': the attention of {type(model).__name__} cannot be exchanged, which decoding "
-            f"with a cache for several policies needs; use engine.kind = 'vllm'"
+            f"engine.kind = 'local': cannot replace the attention of {type(model).__name__}, which decoding with a "
+            f"cache for several policies needs; use engine.kind = 'vllm'"
         )
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
 
 
 def check_positions(config: Any, tokens: int) -> None:
-    """`UserError` if the frequencies of a model's positions change where a pass has rows of so many tokens.
+    """`UserError` if the frequencies of a model's positions change in a pass whose rows have so many tokens.
 
-    A row would depend on those beside it, and what is in the cache would have other frequencies than what comes.
+    Then a row would depend on the other rows, and cached keys would have other frequencies than new ones.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for part in (rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))):
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one by layer type
         kind = part.get("rope_type", "default")
         if kind == "longrope":
             most = part["original_max_position_embeddings"]
-        elif "dynamic" in kind:
-            most = text.max_position_embeddings
         else:
-            continue
+            most = text.max_position_embeddings if "dynamic" in kind else tokens
         if tokens > most:
             raise UserError(
-                f"engine.kind = 'local': the model's rope_type = {kind!r} has other frequencies for rows above "
-                f"{most} tokens; prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
+                f"engine.kind = 'local': the model's rope_type = {kind!r} changes frequencies above {most} tokens; "
+                f"prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
             )
 
 
-def _owns_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
-def _stacked(module: nn.Module, stacks: Mapping[nn.Parameter, Stack], dealt: Dealt) -> nn.Module:
+def _stacked(module: nn.Module, stacks: Mapping[nn.Parameter, Stack], current: Pass) -> nn.Module:
     own = {name: stacks[p] for name, p in module.named_parameters(recurse=False)}
     if type(module) is nn.Linear:
-        return StackedLinear(dealt, own["weight"], own.get("bias"))
+        return StackedLinear(current, own["weight"], own.get("bias"))
     if type(module) is nn.Embedding and module.max_norm is None:
-        return StackedEmbedding(dealt, own["weight"])
+        return StackedEmbedding(current, own["weight"])
     if type(module) is nn.LayerNorm and len(own["weight"].shape) == 1:
-        return StackedLayerNorm(dealt, module, own["weight"], own.get("bias"))
-    if type(module).__name__.endswith("RMSNorm") and _all_vectors(own.values()):
-        return StackedElementwise(dealt, module, own)
+        return StackedLayerNorm(current, module, own["weight"], own.get("bias"))
+    if type(module).__name__.endswith("RMSNorm") and all(len(stack.shape) == 1 for stack in own.values()):
+        return StackedElementwise(current, module, own)
     raise UserError(
-        f"engine.kind = 'local': the weights of a {type(module).__name__} cannot be stacked, only those of Linear, "
+        f"engine.kind = 'local': cannot stack the weights of a {type(module).__name__}, only those of Linear, "
         f"Embedding, LayerNorm and RMSNorm modules; use engine.kind = 'vllm'"
     )
-
-
-def _all_vectors(stacks: Iterable[Stack]) -> bool:
-    return all(len(stack.shape) == 1 for stack in stacks)

@@ -1,6 +1,6 @@
-"""The compiled attention of one new token per row (decode_attention.c), in as many threads as torch uses.
+"""Compiled attention of one new token per row (decode_attention.c), in torch's own threads.
 
-Optional, as all compiled parts: without it `serves` is False, and cache.py does the same in torch, only slower.
+Optional, like all compiled kernels: where `serves` is False, cache.py does the same in torch, more slowly.
 """
 
 import ctypes
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from threepo.compiled import Library
+from threepo.compiled import Library, fields
 
 LANES = 16
 """Tokens whose keys lie side by side in memory."""
@@ -16,24 +16,14 @@ LIBRARY = Library(Path(__file__).with_name("_decode_attention.so"), version=2, s
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_WIDTH = 256
 _SERIAL = 1 << 16
-"""Cached elements below which a second thread costs more than it brings."""
+"""Cached elements below which a second thread does not pay."""
 
 
 class _Attention(ctypes.Structure):
-    _fields_ = (
-        *(
-            (n, ctypes.c_int64)
-            for n in ("rows", "heads", "key_heads", "key_width", "value_width", "capacity", "window")
-        ),
-        *(
-            (n, ctypes.c_void_p)
-            for n in ("query", "key", "value", "key_cache", "value_cache", "out", "lengths", "places")
-        ),
-        ("next", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("bfloat16", ctypes.c_int32),
-        ("failed", ctypes.c_int32),
-    )
+    _fields_ = fields(
+        int64="rows heads key_heads key_width value_width capacity window",
+        void_p="query key value key_cache value_cache out lengths slots",
+    ) + fields(int64="next", float="scale", int32="bfloat16 failed")
 
 
 def serves(k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -54,27 +44,26 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
-    places: torch.Tensor,
+    slots: torch.Tensor,
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Put new keys and values [B, K, 1, D] into the cache, and attend to it with queries [B, H, 1, D].
+    """Write new keys and values [B, K, 1, D] into the cache, and attend to it: [B, 1, H, D].
 
     Args:
-        q, k, v: of one token a row.
-        keys: [places, K, T / 16, D, 16], values: [places, K, T, D].
+        q: queries [B, H, 1, D].
+        k, v: keys and values of the new tokens.
+        keys, values: the cache, [S, K, T / 16, D, 16] and [S, K, T, D].
         lengths: [B] int64, tokens of each row in the cache before this one.
-        places: [B] int64, which memory of the cache is its own.
+        slots: [B] int64, the slot of each row in the cache.
         scale: factor of the scores.
         window: keys that a token sees, its own included; 0: all.
-
-    Returns [B, 1, H, D].
     """
-    q, k, v, lengths, places = (x.contiguous() for x in (q, k, v, lengths, places))
+    q, k, v, lengths, slots = (x.contiguous() for x in (q, k, v, lengths, slots))
     batch, heads = q.shape[:2]
     out = q.new_empty(batch, 1, heads, v.shape[-1])
     sizes = (batch, heads, k.shape[1], k.shape[-1], v.shape[-1], values.shape[-2], window)
-    pointers = (x.data_ptr() for x in (q, k, v, keys, values, out, lengths, places))
+    pointers = (x.data_ptr() for x in (q, k, v, keys, values, out, lengths, slots))
     work = _Attention(*sizes, *pointers, scale=scale, bfloat16=q.dtype == torch.bfloat16)
     elements = int(lengths.sum()) * k.shape[1] * k.shape[-1]
     LIBRARY.call("threepo_decode_attention_work", work, torch.get_num_threads() if elements > _SERIAL else 1)

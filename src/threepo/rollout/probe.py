@@ -1,15 +1,14 @@
-"""Whether an engine holds the weights it was given: log-probs of a fixed prompt, there and in the trainer.
+"""Check that an engine computes with the weights it was given: log-probs of a fixed prompt, there and in the trainer.
 
-A comparison of the weights themselves would prove little. vLLM fuses and repacks them after loading, so the tensors
-that its kernels read are not those that can be read back; the failure that was seen (an output head that kept its old
-weights) was in just such a packed copy. What the model computes cannot be wrong in secret: every weight but the
-embeddings of other tokens takes part in the log-probs of the probe.
+A comparison of the weights themselves would prove little: vLLM fuses and repacks them after loading, so the tensors
+that its kernels read cannot be read back. The failure that was seen, an output head that kept its old weights, was in
+such a packed copy. Every weight takes part in the log-probs of the probe, except the embeddings of other tokens.
 
-Log-probs that agree say little where old and new weights are close, as they are from one training step to the next.
-So an engine begins with weights that are not numbers, and whatever keeps some of them gives a probe that is none. First
-every parameter is overwritten where it is: a tensor that no push reaches keeps that. (What vLLM makes up at its start
-is about zero, and would pass for a bias.) Then comes a rehearsal, a push of such weights: what only the first push
-reaches keeps those. What is left is a packed copy that no push reaches, as the stale head was: that keeps the start's.
+Old and new weights are close from one training step to the next, and so are their log-probs. Therefore an engine starts
+with weights that are not numbers: a tensor that keeps some of them gives a probe that is not a number. First every
+parameter is overwritten in place, which finds tensors that no push reaches. (vLLM's own initial values are about zero,
+and would pass for a bias.) Then such weights are pushed, which finds tensors that only the first push reaches. A packed
+copy that no push reaches keeps the start's values, and differs.
 """
 
 import math
@@ -38,8 +37,8 @@ def probe_tokens(policy: Policy, room: int) -> tuple[int, ...]:
 def expected_logprobs(policy: Policy, weights: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
     """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by the trainer's model under `weights`.
 
-    The model itself, its weights and their gradients are left alone. `weights`: a tensor for every parameter, in the
-    engine's dtype; the pass runs in that dtype.
+    The model itself does not change. `weights` has a tensor for every parameter, in the engine's dtype, in which the
+    forward pass runs.
     """
     ids = torch.tensor([tokens], device=policy.device)
     on_device = {name: value.to(policy.device) for name, value in weights.items()}
@@ -63,15 +62,15 @@ def check_probe(expected: torch.Tensor, measured: Sequence[float], tolerance: fl
         )
 
 
-def ruined(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of their shapes without a number in them, one at a time; integers are as they are."""
+def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors like these, one at a time, in which every floating-point number is NaN."""
     for name, value in weights.items():
         yield name, torch.full_like(value, math.nan) if value.is_floating_point() else value
 
 
 @torch.no_grad()
-def ruin(model: torch.nn.Module) -> None:
-    """Do that to the parameters of a model, where they are."""
+def fill_with_nan(model: torch.nn.Module) -> None:
+    """Overwrite the floating-point parameters of a model in place."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.fill_(math.nan)

@@ -5,8 +5,8 @@
  * Here weights lie in that order from the time they are loaded: panels of 16 outputs, [out / 16, K, 16] words of 32
  * bits, where a word is one float32 or two consecutive bfloat16 inputs of one output, and K is the words of a row.
  *
- * A sum runs over the inputs in their order, whatever else is in the batch: the result of a row, to the last bit, does
- * not depend on how many rows or policies there are, on its place among them, or on the number of threads.
+ * A sum runs over the inputs in their order: the result of a row, to the last bit, does not depend on how many rows or
+ * policies there are, on its position among them, or on the number of threads.
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define KERNELS 1 /* for several levels of processors, chosen at run time; elsewhere torch does the products */
-/* What follows goes into the kernels of every level, so it must not be for a higher one, whatever -march says. */
+/* All levels use what follows, so it must be for the lowest one, with any -march. */
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64")
 #include <cpuid.h>
@@ -257,7 +257,7 @@ __attribute__((visibility("default"))) void threepo_stacked_linear_work(Product 
 /* Pack panels until none is left; any number of threads may call it with the same weights. */
 __attribute__((visibility("default"))) void threepo_stacked_linear_pack(Packing *p)
 {
-    int64_t stride = p->words + LANES; /* outputs a power of two apart would meet in the same places of the cache */
+    int64_t stride = p->words + LANES; /* at a distance of a power of two, outputs would share sets of the cache */
     uint32_t *copy = (uint32_t *)scratch(stride * LANES * WORD);
     if (!copy) {
         __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);

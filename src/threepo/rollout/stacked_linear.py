@@ -1,8 +1,8 @@
-"""The compiled products of rows with the weights of several policies (stacked_linear.c), in torch's own threads.
+"""Compiled products of rows with the weights of several policies (stacked_linear.c), in torch's own threads.
 
-Optional, as all compiled parts: where `serves` is False, ensemble.py multiplies by torch's batched products.
+Optional, like all compiled kernels: where `serves` is False, ensemble.py uses torch's batched products.
 
-Legend: N draws, R rows of all, P panels of 16 outputs.
+Legend: N draws, R rows in all, P panels of 16 outputs.
 """
 
 import ctypes
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from threepo.compiled import Library
+from threepo.compiled import Library, fields
 
 LANES = 16
-"""Outputs in a panel, and words of 32 bits that are read at a time."""
+"""Outputs in a panel, and 32-bit words that are read at a time."""
 LIBRARY = Library(
     Path(__file__).with_name("_stacked_linear.so"),
     version=2,
@@ -22,57 +22,49 @@ LIBRARY = Library(
 )
 _WORD = 4
 _SERIAL = 1 << 18
-"""Multiplications below which a second thread costs more than it brings."""
+"""Multiplications below which a second thread does not pay."""
 _SERIAL_PACKING = 1 << 14
-"""The same, in words to be packed."""
+"""The same for packing, in words."""
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("draws", "inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("starts", "x", "weights", "bias", "y")),
-        ("next", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("bfloat16", "level", "threads", "failed")),
+    _fields_ = fields(int64="draws inputs outputs", void_p="starts x weights bias y") + fields(
+        int64="next", int32="bfloat16 level threads failed"
     )
 
 
 class _Packing(ctypes.Structure):
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("words", "panels", "next")),
-        ("failed", ctypes.c_int32),
-    )
+    _fields_ = fields(void_p="weights", int64="words panels next", int32="failed")
 
 
 @cache
 def level(dtype: torch.dtype) -> int:
-    """Which instructions of this processor the library multiplies with; 0: none, torch is the better choice."""
+    """Which instructions of this processor the library uses; 0: none, torch is faster or the library is missing."""
     if LIBRARY.loaded is None or dtype not in (torch.float32, torch.bfloat16):
         return 0
     return int(LIBRARY.loaded.threepo_stacked_linear_level(dtype == torch.bfloat16))
 
 
 def serves(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library multiplies weights with so many inputs, and is the better choice on this processor."""
+    """Whether the library multiplies weights with so many inputs, and is faster than torch on this processor."""
     whole = inputs > 0 and inputs * dtype.itemsize % (LANES * _WORD) == 0
     return device.type == "cpu" and whole and level(dtype) != 0
 
 
 def padded(outputs: int) -> int:
-    """Outputs that packed weights have memory for: whole panels."""
+    """Outputs that packed weights have memory for: a whole number of panels."""
     return -(-outputs // LANES) * LANES
 
 
 def panels(weights: torch.Tensor) -> torch.Tensor:
-    """Packed weights [..., P * 16, in] as what they are: words [..., P, words of a row, 16] (int32)."""
+    """A view of packed weights [..., P * 16, in]: words [..., P, words of a row, 16] (int32)."""
     words = weights.view(torch.int32)
     return words.view(*words.shape[:-2], -1, words.shape[-1], LANES)
 
 
 def pack(weights: torch.Tensor) -> None:
-    """Bring weights [P * 16, in] of one draw into the order that products read, where they are."""
-    if not weights.is_contiguous():
-        raise RuntimeError(f"weights are packed where they are, in one piece; these have strides {weights.stride()}")
+    """Reorder contiguous weights [P * 16, in] of one draw in place, as `product` reads them."""
+    assert weights.is_contiguous(), weights.stride()
     found = panels(weights)
     work = _Packing(weights=found.data_ptr(), words=found.shape[1], panels=len(found))
     threads = torch.get_num_threads() if found.numel() > _SERIAL_PACKING else 1
@@ -87,18 +79,11 @@ def product(
     """Rows [R, in] times the packed weights [N, P * 16, in] of their draws, plus a bias [N, outputs]: [R, outputs].
 
     Rows `starts[n]` to `starts[n + 1]` (int64 [N + 1]) are those of draw n. Sums are float32, in the order of the
-    inputs; a row's result does not depend on what is beside it, to the last bit.
+    inputs; a row's result does not depend on the other rows, to the last bit.
     """
-    if not level(x.dtype):
-        raise RuntimeError(f"no compiled products of {x.dtype} here; `serves` says so")
-    for other in (weights, bias):
-        if other is not None and other.dtype != x.dtype:
-            raise RuntimeError(f"expected rows and weights of one dtype, got {x.dtype} and {other.dtype}")
-    if x.shape[1] != weights.shape[2] or len(starts) != len(weights) + 1:
-        raise RuntimeError(
-            f"expected rows of {weights.shape[2]} inputs for {len(weights)} draws, got {x.shape[1]} for "
-            f"{len(starts) - 1}"
-        )
+    assert level(x.dtype), f"no compiled products of {x.dtype} here"
+    assert all(other is None or other.dtype == x.dtype for other in (weights, bias)), "rows and weights of two dtypes"
+    assert (x.shape[1], len(starts) - 1) == (weights.shape[2], len(weights)), (x.shape, weights.shape, starts.shape)
     x = x.contiguous()
     y = x.new_empty(len(x), outputs)
     threads = torch.get_num_threads() if x.numel() * outputs > _SERIAL else 1

@@ -27,8 +27,8 @@ INLINE KERNEL(Floats) KERNEL(multiply)(KERNEL(Floats) sum, const char *x, KERNEL
     return sum + value * (KERNEL(Floats))w;
 }
 
-/* `tile` rows, of which `rows` exist, with `panels` panels from number `panel` of this draw on. `ahead`: memory shall
- * begin to bring the panels after them. */
+/* `tile` rows, of which `rows` exist, with `panels` panels from number `panel` of this draw on. `ahead`: prefetch
+ * the panels after them. */
 INLINE void KERNEL(block)(const Product *p, const char *x, const char *weights, int64_t row, int64_t rows,
                           int64_t draw, int64_t panel, int64_t words, int ahead, const int tile, const int panels,
                           const int half)

@@ -1,97 +1,91 @@
-"""In a replica's process: a vLLM engine that is asked by messages. The only file that imports vLLM.
+"""A vLLM engine in a replica's process, which answers the trainer's requests. The only file that imports vLLM.
 
-vLLM only warns when a reload misses tensors. So it begins with ruined weights, and gets such ones once more before its
-first: rollout.probe says why.
+vLLM only warns when a reload misses tensors. Therefore the engine starts with weights that are not numbers, and loads
+such weights once more before the first real ones: rollout.probe says why.
 
-vLLM decodes step by step here, and not by `LLM.generate`, which says nothing until all is done: a report follows every
-step and every reload.
+vLLM decodes step by step here, with a report after every step and every reload. `LLM.generate` would be silent until
+all is done.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from threepo.config import EngineConfig, SamplingConfig
-from threepo.rollout.probe import ruin, ruined
-from threepo.rollout.replicas import Line, answer
+from threepo.rollout.probe import all_nan, fill_with_nan
+from threepo.rollout.replicas import Caller
 from threepo.rollout.shared import Layout, SharedTensors
 
 _CPU_CACHE_BYTES = 1 << 30
 
 Row = tuple[tuple[int, ...], int]
 """Prompt tokens and seed."""
-Decoded = tuple[list[int], list[float], str]
-"""Tokens, their log-probs, and vLLM's finish reason."""
-
-
-def serve(connection: int, ended: int) -> NoReturn:
-    """The program of a replica; the arguments are file descriptors (`replicas.answer`)."""
-    answer(connection, ended, Server)
+Decoded = tuple[list[int], list[float]]
+"""New tokens and their log-probs."""
 
 
 class Server:
-    """A vLLM engine, by messages; weights are named by the index of the shared memory they are in."""
+    """Its methods are the requests. Weights are named by the index of the shared memory that they are in."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
         self._shared: dict[int, SharedTensors] = {}
         self._probe: Sequence[int] = ()
         self._held: int | None = None
         self._engine: Any = None
 
     def start(self, settings: EngineConfig, folder: str, room: int, probe: Sequence[int]) -> None:
-        """Start vLLM for the model whose config.json is in `folder`, with weights that stand for nothing."""
+        """Start vLLM for the model whose config.json is in `folder`, with weights that are not numbers."""
         import vllm
 
         self._engine = vllm.LLM(**_options(settings, folder, room))
-        self._engine.apply_model(ruin)
+        self._engine.apply_model(fill_with_nan)
         self._probe = probe
 
     def share(self, index: int, layout: Layout) -> None:
-        """Take the shared memory that weights `index` will be in."""
-        self._shared[index] = SharedTensors(layout, self._line.descriptor())
+        """Map the shared memory that weights `index` will be in."""
+        self._shared[index] = SharedTensors(layout, self._caller.descriptor())
 
     def push(self, index: int) -> list[float]:
-        """Put weights `index` into vLLM; returns the log-probs of the probe under what it holds then."""
+        """Load weights `index` into vLLM; returns the log-probs of the probe under what it holds then."""
         weights = self._shared[index].tensors
         if self._held is None:
-            self._reload(ruined(weights))  # the rehearsal
+            self._reload(all_nan(weights))  # the rehearsal
         self._reload(iter(weights.items()))
         self._held = index
         return self._probe_logprobs()
 
     def generate(
-        self, jobs: Sequence[tuple[int, Sequence[Row]]], sampling: SamplingConfig, stop_tokens: Sequence[int]
+        self, rows_of: Mapping[int, Sequence[Row]], sampling: SamplingConfig, stop_tokens: Sequence[int]
     ) -> list[tuple[list[float] | None, list[Decoded]]]:
-        """Decode rows under each of several weights in turn; with what `push` returned where one was needed."""
+        """Decode the rows of each of several weights in turn, with the result of `push` where one was needed."""
         decoding = _decoding(sampling, stop_tokens)
         return [
-            (None if index == self._held else self.push(index), self._decode(rows, decoding)) for index, rows in jobs
+            (None if index == self._held else self.push(index), self._decode(rows, decoding))
+            for index, rows in rows_of.items()
         ]
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
-        self._line.report()
+        self._caller.report()
 
     def _probe_logprobs(self) -> list[float]:
         # Prompt log-probs are never served from the prefix cache.
-        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        found = self._run([self._probe], [asked])[0].prompt_logprobs
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        found = self._run([self._probe], [parameters])[0].prompt_logprobs
         return [of[token].logprob for of, token in zip(found[1:], self._probe[1:], strict=True)]
 
     def _decode(self, rows: Sequence[Row], decoding: dict[str, Any]) -> list[Decoded]:
         found = self._run([prompt for prompt, _ in rows], [{**decoding, "seed": seed} for _, seed in rows])
-        return [
-            (
-                list(output.token_ids),
-                [of[token].logprob for of, token in zip(output.logprobs, output.token_ids, strict=True)],
-                output.finish_reason,
-            )
-            for (output,) in (row.outputs for row in found)
-        ]
+        decoded = []
+        for (output,) in (row.outputs for row in found):
+            assert output.finish_reason in ("stop", "length"), output.finish_reason
+            logprobs = [of[token].logprob for of, token in zip(output.logprobs, output.token_ids, strict=True)]
+            decoded.append((list(output.token_ids), logprobs))
+        return decoded
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]) -> list[Any]:
         """A vLLM `RequestOutput` per prompt; `parameters` are arguments of vllm.SamplingParams."""
@@ -105,7 +99,7 @@ class Server:
         engine, finished = self._engine.llm_engine, []
         while engine.has_unfinished_requests():
             finished += [output for output in engine.step() if output.finished]
-            self._line.report()
+            self._caller.report()
         assert len(finished) == len(prompts)
         return sorted(finished, key=lambda output: int(output.request_id))  # numbered as they were enqueued
 
@@ -139,7 +133,7 @@ def _decoding(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str,
         "top_k": sampling.top_k if sampling.temperature else 0,
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(stop_tokens),
-        "ignore_eos": True,  # the stop tokens are the policy's; vLLM is to know no others
+        "ignore_eos": True,  # only the policy's stop tokens end a row
         "detokenize": False,
-        "logprobs": 0,  # of the token that was drawn, and of no others
+        "logprobs": 0,  # of the sampled token only
     }

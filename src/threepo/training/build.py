@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from threepo.config import (
     DataConfig,
-    EngineConfig,
     EvalConfig,
     RewardConfig,
     SamplingConfig,
@@ -16,16 +15,6 @@ from threepo.errors import UserError
 from threepo.evaluation.evaluate import Examination
 from threepo.models.policy import Policy
 from threepo.rewards.grading import Grader, lack, load_grader
-from threepo.rollout.engine import RolloutEngine
-from threepo.rollout.local import LocalEngine
-from threepo.rollout.vllm import VLLMEngine
-
-
-def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
-    """The rollout engine that the recipe names; the caller closes it."""
-    if settings.kind == "vllm":
-        return VLLMEngine(policy, settings)
-    return LocalEngine(policy, settings)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from threepo.config import OptimizerConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.models.loading import model_shape
+from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.optimizers import OPTIMIZERS
 
@@ -119,8 +120,8 @@ def _engine_memory(config: TrainConfig, shape: Any, weights: int, rows: int, dra
     import torch
 
     engine = config.engine
-    copies, what = (draws, "draws") if engine.kind == "local" else (engine.vllm.replicas, "replicas")
-    together = min(rows, engine.max_batch_rows * (1 if engine.kind == "local" else engine.vllm.replicas))
+    copies, what, most = ENGINES[engine.kind].memory(engine, draws)
+    together = min(rows, most)
     cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype))
     return [
         (

@@ -21,9 +21,10 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.engines import build_engine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
-from threepo.training.build import build_engine, build_examination, fitting, with_grader
+from threepo.training.build import build_examination, fitting, with_grader
 from threepo.training.checkpoint import TrainState
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess, refuse_unmeasured
