@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from threepo.errors import UserError
@@ -24,6 +24,19 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 Record = TypeVar("Record")
+
+
+def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
+    """A check for `Annotated`: the field is refused with the text `fix` unless `holds(value)`."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(fix)
+        return value
+
+    return AfterValidator(check)
+
+
 _adapter: Any = cache(TypeAdapter)
 RECORDS: dict[str, dict[str, Any]] = {}
 """The records of each table by kind; those of tables without a kind under ""."""
@@ -96,7 +109,7 @@ def _explain(error: ValidationError, table: str) -> str:
 
 def _unknown(name: str) -> str:
     table, _, key = name.rpartition(".")
-    tables = [other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table]
+    tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
     records = RECORDS.get(table, {}).values()
     known = list(dict.fromkeys([f.name for record in records for f in dataclasses.fields(record)] or tables))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
