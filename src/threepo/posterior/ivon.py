@@ -309,7 +309,7 @@ class IVON(torch.optim.Optimizer):
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
-        """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it is used."""
+        """Every parameter's step."""
         shared: dict[tuple[int, int], Scalars] = {}
         first = seen.draws[0]
         for name, p, group in entries:
