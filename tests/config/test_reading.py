@@ -368,8 +368,8 @@ def test_an_evaluation_takes_what_it_knows_from_a_training_recipe() -> None:
         ("model.path=x", "the model is the command's first argument"),
         ("eval.every=2", "it belongs to training"),
         ("data.prompts_per_step=2", "it belongs to training"),
-        ("run.steps=5", r"of \[run\] it reads seed and threads only"),
-        ("sampling.top_p=0.5", r"of \[sampling\] it reads max_new_tokens only"),
+        ("run.steps=5", r"it reads only seed and threads of \[run\]"),
+        ("sampling.top_p=0.5", r"it reads only max_new_tokens of \[sampling\]"),
     ],
 )
 def test_an_evaluation_refuses_what_it_would_not_read(override: str, reason: str) -> None:

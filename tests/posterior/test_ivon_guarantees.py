@@ -172,9 +172,9 @@ def test_loading_state_makes_masters_checks_names_and_forgets_what_was_observed(
     assert torch.equal(into.state[low]["hessian"], optimizer.state[p]["hessian"])
     with pytest.raises(RuntimeError, match="without a gradient"):
         into.step()
-    with pytest.raises(UserError, match="holds 'p' where this optimizer has 'q'"):
+    with pytest.raises(UserError, match="has 'p' where this optimizer has 'q'"):
         IVON([("q", nn.Parameter(torch.ones(10)))]).load_state_dict(state)
-    with pytest.raises(UserError, match=r"'p' has shape \[10\] there, \[9\] here"):
+    with pytest.raises(UserError, match=r"'p' has shape \[10\] in it and \[9\] here"):
         IVON([("p", nn.Parameter(torch.ones(9)))]).load_state_dict(state)
     with pytest.raises(UserError, match="saved by another optimizer"):
         optimizer.load_state_dict(torch.optim.AdamW([("p", p)]).state_dict())

@@ -147,7 +147,7 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
 
 
 def _with_preset(table: Table) -> Table:
-    """The tables with the axes of `method.preset` in its place, under the axes that the recipe sets itself."""
+    """The tables with `method.preset` replaced by its axes, under the axes that the recipe sets itself."""
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
@@ -165,10 +165,10 @@ def _with_preset(table: Table) -> Table:
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:
-    """The model; or, while a run of a shipped recipe has yet to make it, the model that this run starts from."""
-    place = Path(model.path)
-    name = str(place.relative_to(RUNS)) if place.is_relative_to(RUNS) else ""
-    if place.exists() or name not in shipped_recipes():
+    """The model; if a run of a shipped recipe has yet to make it, the model that this run starts from."""
+    path = Path(model.path)
+    name = str(path.relative_to(RUNS)) if path.is_relative_to(RUNS) else ""
+    if path.exists() or name not in shipped_recipes():
         return model
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
 
@@ -181,8 +181,8 @@ def load_evaluation(
 ) -> EvaluationConfig:
     """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
 
-    Of a training recipe the tables are taken that an evaluation has; with benchmarks, which are evaluated like the
-    paper's whatever the training was, only those that say how to run the model. `benchmarks` overrides that table.
+    A training recipe gives the tables that an evaluation has; for benchmarks, which are evaluated as in the paper, it
+    gives [model] and [engine] only. `benchmarks` are overrides of that table.
     """
     table: Table = {}
     if recipe:
@@ -208,7 +208,7 @@ def load_evaluation(
 
 
 def _as_in_the_paper(table: Table) -> Table:
-    """An evaluation on benchmarks: [data] only says how prompts are put, and completions may be long."""
+    """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
     unread = [f"data.{key}" for key in data if key not in _WITH_BENCHMARKS]
     unread += ["eval.problems"] if "problems" in evaluation else []
@@ -220,11 +220,11 @@ def _as_in_the_paper(table: Table) -> Table:
 
 
 def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` for an override that an evaluation would not read: silence would look like obedience."""
+    """`UserError` for an override that an evaluation would ignore."""
     for table, keys in given.items():
         for key, value in keys.items():
             reason = _NOT_FOR_EVALUATION.get(f"{table}.{key}", "")
             if key not in _ONLY_FOR_EVALUATION.get(table, (key,)):
-                reason = f"of [{table}] it reads {' and '.join(_ONLY_FOR_EVALUATION[table])} only"
+                reason = f"it reads only {' and '.join(_ONLY_FOR_EVALUATION[table])} of [{table}]"
             if reason:
                 raise UserError(f"{table}.{key} = {shown(value)}: `threepo eval` does not read it; {reason}")

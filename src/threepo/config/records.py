@@ -1,7 +1,7 @@
 """What every settings record is made of: checked types, the decorator, and errors of one line.
 
-A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number where a
-number is expected. Of all that pydantic finds wrong, a user gets one line about the first: field, value and fix.
+A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number to a
+number. A user gets one line about the first mistake that pydantic finds: field, value and fix.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def settings(table: str) -> Callable[[type[Record]], type[Record]]:
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
-    """Make a record from plain values; `name` is the table's own for messages, empty for a whole recipe."""
+    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""
     try:
         return _adapter(record).validate_json(json.dumps(table, default=str), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
@@ -135,7 +135,7 @@ def require(condition: bool, name: str, value: Any, fix: str) -> None:
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two plain configurations differ: the dotted key, and the value in each."""
+    """Where two configurations, as dictionaries, differ: the dotted key, and the value in each."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in (*old, *(key for key in new if key not in old)):
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)

@@ -188,7 +188,7 @@ def _update(
     tl.store(mean + at, m, mask=(at >= 0) & (at < count))
     if out is not None:
         _store(out, at, count, _wide(m))
-    # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
+    # A sum of integers is the same in any order. Most programs clip nothing and add nothing.
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
 
 
