@@ -224,7 +224,7 @@ def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 8])
 def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
-    """In any memory order; what has no noise comes as it is, and its place stays the caller's."""
+    """In any memory order; a value without noise is yielded as it is, and its tensor in `into` is not written."""
     torch.set_num_threads(threads)
     shapes = {"a": (300, 700), "none": (0,), "large": (1100, 1000), "frozen": (5,), "b": (7,)}
     model = {name: nn.Parameter(torch.randn(shape), requires_grad=name != "frozen") for name, shape in shapes.items()}
