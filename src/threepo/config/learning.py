@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Share, must, require, settings
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    must,
+    require,
+    settings,
+)
 from threepo.config.sources import LocalPath
 
 
@@ -111,7 +121,7 @@ class EssScheduleConfig:
 
     kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
     """Constant; falling over the run; low while entropy is low; following entropy; or steered to `target`."""
-    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    floor: PositiveShare = 0.1
     """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
     entropy_share: Share = 0.75
     """entropy_switch: entropy is low at or below this share of its highest value so far."""
@@ -119,7 +129,7 @@ class EssScheduleConfig:
     """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7
     """controller: the value to hold."""
-    gain: Annotated[float, Field(gt=0, le=1)] = 0.3
+    gain: PositiveShare = 0.3
     """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
     lowest: Positive = 1e6
     """controller, entropy_ratio: ess never falls below this."""

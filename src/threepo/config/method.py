@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, Positive, require, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, require, settings
 
 
 @settings("method.advantage")
@@ -29,7 +29,7 @@ class Correction:
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
     """Truncated (tis) or masked (mis) importance sampling per token or per sequence; `geometric_mis` masks by the mean
     log-ratio of a sequence."""
-    low: Annotated[float, Field(ge=0)] = 0.5
+    low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
     high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
     """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
@@ -74,9 +74,7 @@ class Method:
     optimizer: Literal["adamw", "ivon"] = "adamw"
     """Optimizer of the preset, used when [optimizer] names no kind."""
     advantage: Advantage = field(default_factory=Advantage)
-    """How rewards become advantages."""
     correction: Correction = field(default_factory=Correction)
-    """How rows that other weights generated are corrected."""
 
     def __post_init__(self) -> None:
         g, n = self.rollouts_per_prompt, self.draws

@@ -6,10 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Seed, must, require, settings
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Seed,
+    must,
+    require,
+    settings,
+)
 from threepo.config.sources import LocalPath
 
-TopP = Annotated[float, Field(gt=0, le=1)]
 VLLM_TEMPERATURES = (0.01, 2.0)
 """vLLM raises a lower temperature to the first and refuses one above the second (sampling_params.py of 0.32)."""
 
@@ -75,7 +84,6 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
-    """Shape of a `tiny-...` model."""
 
 
 @settings("sampling")
@@ -84,7 +92,7 @@ class SamplingConfig:
 
     temperature: NotNegative = 1.0
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
-    top_p: TopP = 1.0
+    top_p: PositiveShare = 1.0
     """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
     top_k: CountOrZero = 0
     """Keep this many most probable tokens; 0 keeps all."""
@@ -101,7 +109,7 @@ class VLLMConfig:
     decode at the same time; a replica with several draws decodes one after another."""
     gpus: tuple[CountOrZero, ...] = ()
     """The GPU of each replica, numbered as in torch; empty: 0, 1, 2, ..."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: PositiveShare = 0.9
     """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
     kv_cache_memory_bytes: CountOrZero = 0
     """Bytes of a replica's key-value cache. 0: what gpu_memory_utilization leaves on a GPU; 1 GiB on a CPU, where every
@@ -137,7 +145,6 @@ class EngineConfig:
     decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
     bitwise only with a number here, because the batch size changes the last bits of log-probs."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    """The vLLM engine."""
 
     def __post_init__(self) -> None:
         fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
@@ -198,7 +205,6 @@ class RewardConfig:
     workers: CountOrZero = 0
     """Processes of the mathematics verifier; 0: one per processor core."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """Where programs run."""
 
 
 @settings("eval")
@@ -213,7 +219,7 @@ class EvalConfig:
     """Completions per problem, K; pass@k is reported for k from 1 to K, and for 1, 2, 4, ..., K while training."""
     temperature: NotNegative = 0.6
     """As in [sampling]."""
-    top_p: TopP = 0.95
+    top_p: PositiveShare = 0.95
     """As in [sampling]."""
     top_k: CountOrZero = 50
     """As in [sampling]."""
