@@ -114,10 +114,10 @@ def test_rows_that_are_none_of_its(rows: list[dict[str, Any]], message: str, tmp
 
 def test_names() -> None:
     chosen = choices(
-        BenchmarksConfig(names=("aime24", "math500=my=file.jsonl", "livecodebench:2025-02..2025-03=l.jsonl"))
+        BenchmarksConfig(names=("aime24", "math500=/my=file.jsonl", "livecodebench:2025-02..2025-03=/l.jsonl"))
     )
     assert [choice.label for choice in chosen] == ["aime24", "math500", "livecodebench:2025-02..2025-03"]
-    assert [choice.copy for choice in chosen] == ["", "my=file.jsonl", "l.jsonl"]
+    assert [choice.copy for choice in chosen] == ["", "/my=file.jsonl", "/l.jsonl"]
     assert set(BENCHMARKS) == {
         "aime24",
         "aime25",

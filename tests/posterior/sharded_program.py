@@ -52,7 +52,7 @@ def make_model() -> nn.Module:
 
 
 def lay_out(model: nn.Module, layout: str) -> nn.Module:
-    """The model over the ranks, as asked."""
+    """The model, distributed over the ranks in this layout."""
     if layout == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if layout in ("fsdp", "hsdp"):

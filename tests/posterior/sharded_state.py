@@ -94,7 +94,7 @@ def metrics() -> None:
         expected.state[p]["hessian"].copy_(given(1, shapes[name]).exp())
     for lay_out in (lambda tensor: spread(tensor, Shard(0)), last_dimension, second_dimension):
         ours = {name: nn.Parameter(lay_out(p.detach())) for name, p in named.items()}
-        ours["norm"] = nn.Parameter(named["norm"].detach().clone())  # one that is not spread, beside those that are
+        ours["norm"] = nn.Parameter(named["norm"].detach().clone())  # not sharded, unlike the others
         optimizer = IVON(ours.items(), hess_init=0.5, model=nn.Module())
         for name, p in ours.items():
             optimizer.state[p]["hessian"].copy_(like_parameter(expected.state[named[name]]["hessian"], p))

@@ -172,9 +172,9 @@ def test_loading_state_makes_masters_checks_names_and_forgets_what_was_observed(
     assert torch.equal(into.state[low]["hessian"], optimizer.state[p]["hessian"])
     with pytest.raises(RuntimeError, match="without a gradient"):
         into.step()
-    with pytest.raises(UserError, match="holds 'p' where this optimizer has 'q'"):
+    with pytest.raises(UserError, match="has 'p' where this optimizer has 'q'"):
         IVON([("q", nn.Parameter(torch.ones(10)))]).load_state_dict(state)
-    with pytest.raises(UserError, match=r"'p' has shape \[10\] there, \[9\] here"):
+    with pytest.raises(UserError, match=r"'p' has shape \[10\] in it and \[9\] here"):
         IVON([("p", nn.Parameter(torch.ones(9)))]).load_state_dict(state)
     with pytest.raises(UserError, match="saved by another optimizer"):
         optimizer.load_state_dict(torch.optim.AdamW([("p", p)]).state_dict())
@@ -224,7 +224,7 @@ def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 8])
 def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
-    """In any memory order; what has no noise comes as it is, and its place stays the caller's."""
+    """In any memory order; a value without noise is yielded as it is, and its tensor in `into` is not written."""
     torch.set_num_threads(threads)
     shapes = {"a": (300, 700), "none": (0,), "large": (1100, 1000), "frozen": (5,), "b": (7,)}
     model = {name: nn.Parameter(torch.randn(shape), requires_grad=name != "frozen") for name, shape in shapes.items()}

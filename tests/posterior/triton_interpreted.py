@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posterior.test_kernels import KEY, SCALARS, noise, regions, sigma, step
+from posterior.test_kernels import KEY, SCALARS, in_blocks, noise, regions, sigma, step
 from threepo.posterior import torch_kernels, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Perturb, Region, Scalars, Update
@@ -15,16 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = st.one_of(st.integers(1, 2 * BLOCK), st.sampled_from([1, BLOCK // 2, BLOCK, 3 * BLOCK]))
 STARTS = st.one_of(st.integers(0, 3000), st.sampled_from([0, 1, BLOCK - 1, BLOCK, 2**31 - 700, 2**41 + 5]))
-CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_few_blocks(*case), case[1]))
+CASES = st.tuples(SIZES, regions(STARTS)).map(lambda case: (in_blocks(*case, most=64), case[1]))  # 10 ms for each block
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 some = settings(max_examples=12)
-
-
-def in_few_blocks(size: int, region: Region) -> int:
-    """The size, or as much of it as lies in some 64 blocks: the interpreter takes 10 ms for each."""
-    if region.row == region.stride:
-        return size
-    return min(size, region.row * max(1, 64 * BLOCK // region.stride))
 
 
 def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
@@ -66,7 +59,7 @@ def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
     assert_same_bits(ours, defined)
     radius = defined[0].hypot(defined[BLOCK // 2])
     if high == 0 and sign == 0:
-        assert radius > 6.5  # u is below 2^-30: the key is the one that was asked for
+        assert radius > 6.5  # u is below 2^-30: the key is the one that was wanted
     if high == (0x7FFFFFFF if sign == 0 else 0):
         assert radius == 0
 

@@ -2,10 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Share, require, settings
-from threepo.errors import UserError
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    must,
+    require,
+    settings,
+)
+from threepo.config.sources import LocalPath
 
 
 @settings("objective")
@@ -15,8 +25,8 @@ class ObjectiveConfig:
     clip_low: Share = 0.2
     """The ratio to the old policy is clipped from below at 1 - clip_low."""
     clip_high: NotNegative = 0.2
-    """And from above at 1 + clip_high (clip-higher: 0.28). Without effect while each batch gives one update."""
-    dual_clip: NotNegative = 3.0
+    """And from above at 1 + clip_high (clip-higher: 0.28). Neither has an effect with mini_batches = 1."""
+    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
     """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
     entropy_coefficient: NotNegative = 0.0
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
@@ -24,19 +34,12 @@ class ObjectiveConfig:
     """Mean over all tokens of the update; over each prompt's tokens, then prompts; or over each completion's tokens,
     then completions."""
     mini_batches: Count = 1
-    """Optimizer steps per batch of prompts; with several, old log-probs are taken before the first."""
-
-    def __post_init__(self) -> None:
-        fix = "must be 0 (off) or above 1"
-        require(self.dual_clip == 0 or self.dual_clip > 1, "objective.dual_clip", self.dual_clip, fix)
+    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
 
 
-def _check_betas(betas: tuple[float, float]) -> tuple[float, float]:
-    require(all(0 <= beta < 1 for beta in betas), "optimizer.betas", betas, "both must lie in [0, 1)")
-    return betas
-
-
-Betas = Annotated[tuple[float, float], AfterValidator(_check_betas)]
+Betas = Annotated[
+    tuple[float, float], must(lambda betas: all(0 <= beta < 1 for beta in betas), "both must lie in [0, 1)")
+]
 
 
 @settings("optimizer")
@@ -86,15 +89,15 @@ class IVONConfig:
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
     learn_hessian: bool = True
-    """false: the Hessian stays as it began; with noise_shape = "isotropic" that is the paper's isotropic ablation."""
-    load_hessian: str = ""
+    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
+    load_hessian: LocalPath = ""
     """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
     load_momentum: bool = False
     """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
 
     def __post_init__(self) -> None:
-        if self.load_momentum and not self.load_hessian:
-            raise UserError("optimizer.load_momentum = true: name the folder to load from in optimizer.load_hessian")
+        fix = "name the folder to load from in optimizer.load_hessian"
+        require(bool(self.load_hessian) or not self.load_momentum, "optimizer.load_momentum", self.load_momentum, fix)
 
 
 OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]
@@ -117,8 +120,8 @@ class EssScheduleConfig:
     """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
 
     kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
-    """Constant; falling over the run; low while entropy is low; in step with entropy; or steered to a target."""
-    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Constant; falling over the run; low while entropy is low; following entropy; or steered to `target`."""
+    floor: PositiveShare = 0.1
     """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
     entropy_share: Share = 0.75
     """entropy_switch: entropy is low at or below this share of its highest value so far."""
@@ -126,7 +129,7 @@ class EssScheduleConfig:
     """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7
     """controller: the value to hold."""
-    gain: Annotated[float, Field(gt=0, le=1)] = 0.3
+    gain: PositiveShare = 0.3
     """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
     lowest: Positive = 1e6
     """controller, entropy_ratio: ess never falls below this."""

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, Positive, require, settings
-from threepo.errors import UserError
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, require, settings
 
 
 @settings("method.advantage")
@@ -30,10 +29,10 @@ class Correction:
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
     """Truncated (tis) or masked (mis) importance sampling per token or per sequence; `geometric_mis` masks by the mean
     log-ratio of a sequence."""
-    low: Annotated[float, Field(ge=0)] = 0.5
+    low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
     high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
-    """The highest ratio: above it, masking kinds drop and truncating kinds clamp. `inf`: no bound."""
+    """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
     weight: Literal["ratio", "one"] = "ratio"
     """Masking kinds: weight what is kept by its ratio, or by 1 (the paper does not say; method.md 7)."""
     normalizer: Literal["kept", "all"] = "kept"
@@ -75,37 +74,31 @@ class Method:
     optimizer: Literal["adamw", "ivon"] = "adamw"
     """Optimizer of the preset, used when [optimizer] names no kind."""
     advantage: Advantage = field(default_factory=Advantage)
-    """How rewards become advantages."""
     correction: Correction = field(default_factory=Correction)
-    """How rows are corrected that other weights generated."""
 
     def __post_init__(self) -> None:
         g, n = self.rollouts_per_prompt, self.draws
         if n and g % n:
             divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
             fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-            raise UserError(f"method.draws = {n}: {fix}")
+            require(False, "method.draws", n, fix)
         for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
             value = getattr(self, axis)
             fix = "needs draws of the weights; set method.draws to 1 or more"
             require(n > 0 or value == without, f"method.{axis}", value, fix)
-        if self.group_size == 1:
-            raise UserError(
-                f"method.rollouts_per_prompt = {g}: leaves one completion in each advantage group (draws = {n}, "
-                f"advantages = {self.advantages!r}), which cannot be compared with anything, so nothing can be learnt; "
-                f"set at least {2 * g}"
-            )
-        if self.gradient_draws > 1 and self.gradient_at != "fresh":
-            raise UserError(
-                f"method.gradient_draws = {self.gradient_draws}: only gradient_at = 'fresh' takes several; "
-                f"set gradient_draws = 1 or gradient_at = 'fresh'"
-            )
-        if self.greedy and (n != g or self.correction.kind != "none"):
-            raise UserError(
-                f"method.greedy = true: rollouts of one draw would be identical and have no ratio to correct by; "
-                f"set draws = rollouts_per_prompt (now {n} and {g}) and correction.kind = 'none' "
-                f"(now {self.correction.kind!r})"
-            )
+        fix = (
+            f"leaves one completion in each advantage group (draws = {n}, advantages = {self.advantages!r}), with "
+            f"nothing to compare it to; set at least {2 * g}"
+        )
+        require(self.group_size > 1, "method.rollouts_per_prompt", g, fix)
+        several, fresh = self.gradient_draws > 1, self.gradient_at == "fresh"
+        fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
+        require(fresh or not several, "method.gradient_draws", self.gradient_draws, fix)
+        fix = (
+            f"rollouts of one draw would be identical and have no ratio to correct by; set draws = rollouts_per_prompt "
+            f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
+        )
+        require(not self.greedy or (n == g and self.correction.kind == "none"), "method.greedy", self.greedy, fix)
 
     @property
     def group_size(self) -> int:

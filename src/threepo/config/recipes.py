@@ -6,9 +6,8 @@ A recipe is a TOML file; `extends` names another one underneath it, `method.pres
 
 import dataclasses
 import difflib
-import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.records import RECORDS, build, require, shown, to_plain
 from threepo.config.sections import ModelConfig
-from threepo.config.sources import absolute
 from threepo.errors import UserError
 from threepo.files import read_json
 from threepo.run_folder import CHECKPOINTS, CONFIG
@@ -29,11 +27,11 @@ RUNS = Path("runs")
 """Where the runs of recipes go that name no folder."""
 MAX_NEW_TOKENS = 3072
 """Longest completion of an evaluation on benchmarks, as in the released code, where nothing else is set."""
-_SOURCES = ("data.train", "data.eval", "conversations.source", "conversations.eval")
-_PATHS = (
-    *("model.path", "model.tokenizer", "optimizer.load_hessian", "benchmarks.folder"),
-    *("conversations.chat_template", "conversations.cache"),
-)
+_BASE: dict[type, Table] = {
+    TrainConfig: {"model": {}, "data": {}},
+    SFTConfig: {"model": {}, "optimizer": {"kind": "ivon"}},
+}
+"""What lies under a recipe: tables that must be there, so that an error names the key that is missing in them."""
 _WITH_BENCHMARKS = ("system_prompt", "chat_template", "too_long")
 """Keys of [data] that an evaluation on benchmarks reads."""
 _NOT_FOR_EVALUATION = {
@@ -138,56 +136,18 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
         raise UserError(f"recipe {recipe}: is a warm start; `threepo sft` takes it, with these arguments")
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
-    table = merge(table, parse_overrides(overrides))
+    table = merge(merge(_BASE[record], table), parse_overrides(overrides))
     if record is TrainConfig:
         table = _with_preset(table)
     if path:
         shipped, file = recipes_folder().resolve(), path.resolve()
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
         table = merge({"run": {"folder": str(RUNS / name.with_suffix(""))}}, table)
-    return complete(record, table)
-
-
-def complete(record: type[Config], table: Mapping[str, Any]) -> Config:
-    """The record of a recipe's tables, with the default optimizer and paths that mean the same in any directory."""
-    table = dict(table)
-    for f in dataclasses.fields(record):
-        if f.name in ("model", "data"):
-            table.setdefault(f.name, {})  # so that the error names the key that is missing in it
-        elif f.name == "optimizer" and isinstance(table.setdefault(f.name, {}), Mapping):
-            assert callable(f.default_factory)
-            table[f.name] = {"kind": f.default_factory().kind, **table[f.name]}
-    for name in _SOURCES + _PATHS:
-        section, _, key = name.partition(".")
-        if isinstance(keys := table.get(section), Mapping) and key in keys:
-            table[section] = {**keys, key: _anywhere(keys[key], absolute if name in _SOURCES else _absolute_path)}
-    if isinstance(keys := table.get("benchmarks"), Mapping) and "names" in keys:
-        table["benchmarks"] = {**keys, "names": _anywhere(keys["names"], _absolute_copy)}
-    if isinstance(run := table.get("run"), Mapping) and isinstance(run.get("folder"), str):
-        table["run"] = {**run, "folder": os.path.expanduser(run["folder"])}
     return build(record, table)
 
 
-def _anywhere(value: Any, absolute: Callable[[str], str]) -> Any:
-    """The path or the paths of a setting, absolute; `build` refuses what is no text."""
-    if isinstance(value, list):
-        return [_anywhere(one, absolute) for one in value]
-    return absolute(value) if isinstance(value, str) else value
-
-
-def _absolute_copy(benchmark: str) -> str:
-    name, equals, copy = benchmark.partition("=")
-    return f"{name}={absolute(copy)}" if equals else benchmark
-
-
-def _absolute_path(path: str) -> str:
-    """A path on this machine, absolute; names of shipped models and ids of the hub stay as they are."""
-    local = path and (path.startswith(("~", ".", "/")) or Path(path).exists())
-    return os.path.abspath(os.path.expanduser(path)) if local else path
-
-
 def _with_preset(table: Table) -> Table:
-    """The tables with the axes of `method.preset` in its place, under the axes that the recipe sets itself."""
+    """The tables with `method.preset` replaced by its axes, under the axes that the recipe sets itself."""
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
@@ -205,10 +165,10 @@ def _with_preset(table: Table) -> Table:
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:
-    """The model; or, while a run of a shipped recipe has yet to make it, the model that this run starts from."""
-    place = Path(model.path)
-    name = str(place.relative_to(RUNS)) if place.is_relative_to(RUNS) else ""
-    if place.exists() or name not in shipped_recipes():
+    """The model; if a run of a shipped recipe has yet to make it, the model that this run starts from."""
+    path = Path(model.path)
+    name = str(path.relative_to(RUNS)) if path.is_relative_to(RUNS) else ""
+    if path.exists() or name not in shipped_recipes():
         return model
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
 
@@ -221,8 +181,8 @@ def load_evaluation(
 ) -> EvaluationConfig:
     """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
 
-    Of a training recipe the tables are taken that an evaluation has; with benchmarks, which are evaluated like the
-    paper's whatever the training was, only those that say how to run the model. `benchmarks` overrides that table.
+    A training recipe gives the tables that an evaluation has; for benchmarks, which are evaluated as in the paper, it
+    gives [model] and [engine] only. `benchmarks` are overrides of that table.
     """
     table: Table = {}
     if recipe:
@@ -244,11 +204,11 @@ def load_evaluation(
         if not data.get("eval"):
             raise UserError(f"{missing} is missing: name --benchmarks, held-out problems, or a task in data.train")
         table["data"] = {**data, "train": data["eval"]}
-    return complete(EvaluationConfig, table)
+    return build(EvaluationConfig, table)
 
 
 def _as_in_the_paper(table: Table) -> Table:
-    """An evaluation on benchmarks: [data] only says how prompts are put, and completions may be long."""
+    """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
     unread = [f"data.{key}" for key in data if key not in _WITH_BENCHMARKS]
     unread += ["eval.problems"] if "problems" in evaluation else []
@@ -260,11 +220,11 @@ def _as_in_the_paper(table: Table) -> Table:
 
 
 def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` for an override that an evaluation would not read: silence would look like obedience."""
+    """`UserError` for an override that an evaluation would ignore."""
     for table, keys in given.items():
         for key, value in keys.items():
             reason = _NOT_FOR_EVALUATION.get(f"{table}.{key}", "")
             if key not in _ONLY_FOR_EVALUATION.get(table, (key,)):
-                reason = f"of [{table}] it reads {' and '.join(_ONLY_FOR_EVALUATION[table])} only"
+                reason = f"it reads only {' and '.join(_ONLY_FOR_EVALUATION[table])} of [{table}]"
             if reason:
                 raise UserError(f"{table}.{key} = {shown(value)}: `threepo eval` does not read it; {reason}")

@@ -1,7 +1,7 @@
 """What every settings record is made of: checked types, the decorator, and errors of one line.
 
-A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number where a
-number is expected. Of all that pydantic finds wrong, a user gets one line about the first: field, value and fix.
+A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number to a
+number. A user gets one line about the first mistake that pydantic finds: field, value and fix.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from threepo.errors import UserError
@@ -19,11 +19,25 @@ from threepo.errors import UserError
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 Record = TypeVar("Record")
+
+
+def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
+    """A check for `Annotated`: the field is refused with the text `fix` unless `holds(value)`."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(fix)
+        return value
+
+    return AfterValidator(check)
+
+
 _adapter: Any = cache(TypeAdapter)
 RECORDS: dict[str, dict[str, Any]] = {}
 """The records of each table by kind; those of tables without a kind under ""."""
@@ -56,7 +70,7 @@ def settings(table: str) -> Callable[[type[Record]], type[Record]]:
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
-    """Make a record from plain values; `name` is the table's own for messages, empty for a whole recipe."""
+    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""
     try:
         return _adapter(record).validate_json(json.dumps(table, default=str), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
@@ -96,7 +110,7 @@ def _explain(error: ValidationError, table: str) -> str:
 
 def _unknown(name: str) -> str:
     table, _, key = name.rpartition(".")
-    tables = [other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table]
+    tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
     records = RECORDS.get(table, {}).values()
     known = list(dict.fromkeys([f.name for record in records for f in dataclasses.fields(record)] or tables))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -122,7 +136,7 @@ def require(condition: bool, name: str, value: Any, fix: str) -> None:
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two plain configurations differ: the dotted key, and the value in each."""
+    """Where two configurations, as dictionaries, differ: the dotted key, and the value in each."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in (*old, *(key for key in new if key not in old)):
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from threepo.config.records import Count, CountOrZero, NotNegative, require, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, must, require, settings
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
@@ -53,25 +53,34 @@ def absolute(source: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) + source.removeprefix(path) if is_local(path) else source
 
 
-def _check_template(template: str) -> str:
-    if template and "{prompt}" not in template:
-        raise ValueError("must contain {prompt}, where the problem's text goes")
-    return template
+def _absolute_path(path: str) -> str:
+    """A path on this machine, absolute; names of shipped models and ids of the hub stay as they are."""
+    local = path and (path.startswith(("~", ".", "/")) or Path(path).exists())
+    return os.path.abspath(os.path.expanduser(path)) if local else path
 
 
-Template = Annotated[str, AfterValidator(_check_template)]
+def _absolute_copy(benchmark: str) -> str:
+    name, equals, copy = benchmark.partition("=")
+    return f"{name}={absolute(copy)}" if equals else benchmark
+
+
+Source = Annotated[str, AfterValidator(absolute)]
+LocalPath = Annotated[str, AfterValidator(_absolute_path)]
+Template = Annotated[
+    str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, where the problem's text goes")
+]
 
 
 @settings("data")
 class DataConfig:
-    """[data]: the problems, and how they are put to the policy."""
+    """[data]: the problems, and how prompts are made of them."""
 
-    train: str
+    train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
     """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., `gsm8k:COPY`), or a
     source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
     Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
-    `threepo eval` does without where `eval` is set."""
-    eval: str = ""
+    `threepo eval` does not need it if `eval` is set."""
+    eval: Source = ""
     """The same for held-out problems; empty: the held-out problems of the task in `train`, or the test split of the
     published data set."""
     levels: tuple[int, ...] = ()
@@ -79,22 +88,22 @@ class DataConfig:
     prompts_per_step: Count = 32
     """Prompts per step, P."""
     seed: int = 0
-    """Seed of the problems' order, apart from all other seeds: equal seeds give equal prompts at equal steps."""
+    """Seed of the problems' order; equal seeds give equal prompts at equal steps, whatever the other seeds are."""
     prompt_column: str = "prompt"
     """Column of your own source that holds the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column of your own source that holds the reference answer; only a reward function of your own can do without. It
-    reaches such a function as `answer` too, unless another column has that name."""
+    """Column of your own source that holds the reference answer; only your own reward function can do without it, and
+    gets it as `answer` too, unless another column has that name."""
     tests_column: str = "tests"
-    """Column of your own source that holds the tests of a program, for reward.function = 'code'; it reaches reward
-    functions as `tests`."""
+    """Column of your own source that holds the tests of a program, for reward.function = 'code'; your own reward
+    function gets it as `tests`."""
     prompt_template: Template = ""
-    """Text put around a plain prompt; `{prompt}` marks its place. Empty: what belongs to the published data set, and
-    nothing around prompts of tasks and files."""
+    """Text around a prompt that is text; `{prompt}` stands for the prompt. Empty: that of the published data set; tasks
+    and files have none."""
     system_prompt: str = ""
-    """System message put before a plain prompt; needs a tokenizer with a chat template."""
+    """System message before a prompt that is text; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
-    """`auto`: a plain prompt becomes a user message wherever the tokenizer has a chat template."""
+    """`auto`: a prompt that is text becomes a user message if the tokenizer has a chat template."""
     too_long: Literal["error", "drop"] = "error"
     """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
     the data before anything runs; `drop` leaves them out and says how many."""
@@ -102,12 +111,10 @@ class DataConfig:
     """Training problems of a finite data set with longer prompts, in tokens with the chat template, are left out and
     counted; 0: no limit. Held-out problems are not limited."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows of a finite data set that are not as they should be, or lack what the reward needs: `error` refuses the
-    data and names the first; `skip` leaves them out, says how many, and names a few."""
+    """Malformed rows of a finite data set, and rows that lack what the reward needs: `error` refuses the data and names
+    the first; `skip` leaves them out, says how many, and names a few."""
 
     def __post_init__(self) -> None:
-        name = "name the problems; `threepo data list` shows what there is"
-        require(bool(self.train), "data.train", self.train, name)
         require(
             not self.system_prompt or self.chat_template == "auto",
             "data.system_prompt",
@@ -121,28 +128,26 @@ class DataConfig:
 class DemonstrationConfig:
     """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
 
-    tasks: tuple[str, ...]
+    tasks: Annotated[tuple[str, ...], must(bool, 'name at least one task, such as ["sorting"]')]
     """Procedural tasks, mixed evenly."""
     levels: tuple[int, ...] = ()
     """Difficulty levels; empty: each task's own default."""
-    behaviours: Mapping[str, NotNegative] = field(default_factory=lambda: {"worked": 1.0})
-    """How the texts solve a problem, with their shares: `worked`, `direct`, ... (each task lists its own)."""
+    behaviours: Annotated[
+        Mapping[str, NotNegative],
+        must(lambda shares: sum(shares.values()) > 0, "give at least one behaviour a share above 0"),
+    ] = field(default_factory=lambda: {"worked": 1.0})
+    """Share of each way to solve a problem: `worked`, `direct`, ... (each task lists its own)."""
     batch_size: Count = 64
     """Demonstrations per optimizer step."""
     seed: int = 0
     """Seed of the demonstrations' order."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.tasks), "demonstrations.tasks", self.tasks, 'name at least one task, such as ["sorting"]')
-        fix = "give at least one behaviour a share above 0"
-        require(sum(self.behaviours.values()) > 0, "demonstrations.behaviours", dict(self.behaviours), fix)
 
 
 @settings("conversations")
 class ConversationConfig:
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
-    source: str
+    source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
     """A source of your own as in `data.train`, with a column `messages`, or with `prompt` and `completion`; or
     `llama-nemotron`, the paper's answers of DeepSeek-R1, or `llama-nemotron-any`, those of all generators, both also
     with `:COPY`."""
@@ -157,44 +162,40 @@ class ConversationConfig:
     too_long: Literal["error", "drop"] = "error"
     """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are no conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves them
-    out and counts them."""
+    """Rows that are not a conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves
+    them out and counts them."""
     loss_on: Literal["all", "last"] = "all"
-    """The assistant's turns that the loss counts: `all`, or only the `last`."""
-    chat_template: str = ""
-    """A file with a chat template (Jinja) to use in place of the tokenizer's own; it is saved with the model."""
-    cache: str = ""
+    """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
+    chat_template: LocalPath = ""
+    """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
+    cache: LocalPath = ""
     """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
     (HF_DATASETS_CACHE)."""
-    eval: str = ""
+    eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512
     """Number of held-out rows that are read, from the first; 0: all."""
     eval_every: CountOrZero = 100
     """Steps between measurements of the held-out loss at the mean; 0: only at the end."""
 
-    def __post_init__(self) -> None:
-        fix = "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron"
-        require(bool(self.source), "conversations.source", self.source, fix)
-
 
 @settings("benchmarks")
 class BenchmarksConfig:
-    """[benchmarks]: published problem sets to evaluate on, in place of those of [data] (docs/evaluation.md)."""
+    """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
-    names: tuple[str, ...] = ()
+    names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
     """Such as `aime24`; `aime24=COPY` reads a file, a folder or another data set on the hub, and
     `livecodebench:2025-02..2025-04` takes the problems of these months."""
-    folder: str = ""
+    folder: LocalPath = ""
     """Folder with a file or a folder for each benchmark, such as aime24.jsonl; empty: the hub."""
     problems: CountOrZero = 0
     """Number of problems of each, from the first; 0: all."""
     math_prompt: Template = ""
-    """How problems of mathematics are put; `{prompt}` marks the problem's place. Empty: as the paper puts them."""
+    """Template of mathematics problems; `{prompt}` stands for the problem. Empty: the paper's template."""
     code_prompt: Template = ""
-    """The same for programming."""
+    """The same for programming problems."""
 
     def __post_init__(self) -> None:
-        fix = "the rest of [benchmarks] is read with benchmarks only; name some, such as --benchmarks aime24,math500"
+        fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"
         alone = not self.names and any(getattr(self, f.name) for f in fields(self))
         require(not alone, "benchmarks.names", self.names, fix)

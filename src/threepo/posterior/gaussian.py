@@ -41,7 +41,7 @@ class GroupSettings:
     hess_init: float
     parameters: tuple[str, ...]
     noise_shape: Literal["learned", "isotropic"] = "learned"
-    """`isotropic`: hess_init takes the Hessian's place in sigma."""
+    """`isotropic`: sigma is made of hess_init instead of the Hessian."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Posterior:
 
     @classmethod
     def of(cls, optimizer: IVON) -> "Posterior":
-        """The posterior that an optimizer holds now. Tensors are shared with it, or gathered where they are sharded,
-        which every rank must take part in."""
+        """The posterior that an optimizer holds now. Tensors are shared with it; sharded ones are gathered, so every
+        rank must call."""
         named = named_in_groups(optimizer.param_groups)
         groups = tuple(
             GroupSettings(
@@ -146,16 +146,16 @@ class Posterior:
 
     @torch.no_grad()
     def weights(self, means: Weights, draw: Draw, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and weights of a model with these means under `draw`; `into` as of WeightSource.weights.
+        """Names and weights of a model with these means under `draw`; for `into` see WeightSource.weights.
 
         `UserError` if this is the posterior of another model.
         """
         for name, h in self.hessian.items():
-            found = "is missing there" if name not in means else f"has shape {list(means[name].shape)} there"
+            found = "is missing in the model" if name not in means else f"has shape {list(means[name].shape)} in it"
             if name not in means or h.shape != means[name].shape:
                 raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
         for name, mean in means.items():
-            if name not in self.hessian:  # what was frozen in training has no posterior, and gets no noise
+            if name not in self.hessian:  # was frozen in training: no posterior, no noise
                 yield name, mean
                 continue
             out = into[name] if into else torch.empty_like(mean)

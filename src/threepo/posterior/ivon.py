@@ -24,7 +24,7 @@ from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, w
 from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import Observations
-from threepo.posterior.operations import Perturb, Scalars, Update
+from threepo.posterior.operations import Perturb, Update
 from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
 from threepo.types import Draw
 
@@ -226,10 +226,9 @@ class IVON(torch.optim.Optimizer):
 
     def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw) -> None:
         """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
-        scalars = {id(group): sigma_scalars(group) for *_, group in entries}
         states = (self.state[p] for _, p, _ in entries)
         kernels.run(
-            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), scalars[id(group)])
+            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), sigma_scalars(group))
             for out, (name, p, group), state in zip(outs, entries, states, strict=True)
         )
 
@@ -240,8 +239,8 @@ class IVON(torch.optim.Optimizer):
         """Take the parameters' gradients, divided by `divisor`, as the gradient at `draw` (None: at the mean).
 
         The gradients are moved out of the parameters, not copied. With `cumulative`, the gradients of earlier draws are
-        added to each one (method.md 7). Returns False if the gradient is not finite or its norm is MOST_NORM or more;
-        the next `step` is then skipped.
+        added to each (method.md 7). Returns False if the gradient is not finite or its norm is MOST_NORM or more; the
+        next `step` is then skipped.
         """
         self._refuse_while_perturbed("gradients are observed")
         if not divisor > 0:
@@ -309,19 +308,16 @@ class IVON(torch.optim.Optimizer):
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
-        """Every parameter's step, made when it is asked for, so that its gradient is freed soon after it is used."""
-        shared: dict[tuple[int, int], Scalars] = {}
+        """Every parameter's step."""
         first = seen.draws[0]
         for name, p, group in entries:
             state = self.state[p]
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
-            which = (id(group), updates)
-            if which not in shared:
-                shared[which] = step_scalars(group, updates, seen.draws, factor)
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
             sums = (seen.grad.pop(p), seen.second.pop(p, None))
             key = None if first is None else noise_key(first, name)
-            yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, shared[which])
+            scalars = step_scalars(group, updates, seen.draws, factor)
+            yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, scalars)
 
     # State
 
@@ -342,7 +338,7 @@ class IVON(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, and keep it in float32 whatever the parameters' dtype (torch would cast it to theirs).
+        """Load state, and keep it in float32 for parameters of any dtype (torch would cast it to theirs).
 
         Gradients observed before are forgotten. `UserError` if the parameters' names (where both sides have them) or
         shapes differ.

@@ -1,4 +1,4 @@
-"""Where the elements that a rank holds lie in the whole parameter; the one place that knows of DTensor."""
+"""Which elements of the whole parameter a rank holds; no other file knows of DTensor."""
 
 import math
 from collections import defaultdict
@@ -33,14 +33,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drop_gathered_copies(model: torch.nn.Module) -> None:
-    """Reshard FSDP2 modules that a forward pass left gathered: their copies do not see what is written into shards."""
+    """Reshard FSDP2 modules that a forward pass left gathered: their copies would miss what is written into shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A tensor of the parameter's shape, whole on every rank or spread in another way, spread as the parameter is."""
+    """A tensor of the parameter's shape, whole on every rank or sharded otherwise, sharded as the parameter is."""
     if not is_dtensor(p):
         return tensor
     if not is_dtensor(tensor):
@@ -127,7 +127,7 @@ def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def pieces(tensor: torch.Tensor) -> list[Piece]:
-    """What this rank holds of a tensor, in local order: one piece, unless it is cut along several dimensions."""
+    """The elements of a tensor that this rank holds, in local order: one piece, unless several dimensions are cut."""
     if not is_dtensor(tensor):
         return [Piece(None, WHOLE, tensor.numel())] if tensor.numel() else []
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

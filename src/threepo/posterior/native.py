@@ -6,8 +6,8 @@ Optional (see threepo.compiled): without the library `takes` declines everything
 import ctypes
 import struct
 from collections.abc import Sequence
-from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,19 +54,19 @@ def takes(*tensors: torch.Tensor | None) -> bool:
 
 def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
     """See torch_kernels.run; all operations are of one kind."""
-    kind, fields = type(operations[0]), operations[0]._fields
-    pick = itemgetter(*(fields.index(name) if name in fields else -1 for name in (*_TENSORS, "scalars")))
-    made: dict[int, _Scalars] = {}  # many operations have the same
+    kind = type(operations[0])
+    made: dict[Scalars, _Scalars] = {}  # many operations have the same
     packed, total = [], 0
     for operation in operations:
-        *tensors, scalars = pick((*operation, None))
+        tensors: list[Any] = [getattr(operation, name, None) for name in _TENSORS]
+        scalars = getattr(operation, "scalars", None)
         mean, out, _, _, grad, _ = tensors
         count = (mean if grad is None else grad).numel()
         total += count
-        if scalars is not None and id(scalars) not in made:
-            made[id(scalars)] = _Scalars(*scalars[:-1], _ESTIMATORS[scalars.estimator])
+        if scalars is not None and scalars not in made:
+            made[scalars] = _Scalars(*scalars[:-1], _ESTIMATORS[scalars.estimator])
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        address = 0 if scalars is None else ctypes.addressof(made[id(scalars)])
+        address = 0 if scalars is None else ctypes.addressof(made[scalars])
         dtypes = [0 if tensor is None else _DTYPES[tensor.dtype] for tensor in (mean, out, grad)]
         key = operation.key or (0, 0)
         packed.append(_OPERATION.pack(*key, *operation.region, count, *pointers, address, *dtypes, 0))

@@ -15,7 +15,7 @@ Box-Muller maps those to the two normals:
 
 The logarithm, sine and cosine are polynomials in float32, evaluated with IEEE additions and multiplications in a fixed
 order and no fused ones. So the numbers are the same, bit for bit, on every processor, with any number of threads,
-in the compiled kernels (native.c, triton_kernels.py) and in the plain torch of this file, which defines them.
+in the compiled kernels (native.c, triton_kernels.py) and in the torch code of this file, which defines them.
 """
 
 import hashlib

@@ -33,23 +33,23 @@ class Observations:
     """A gradient was not finite, so there will be no step."""
 
     def add(self, found: Iterable[tuple[Entry, torch.Tensor]], draw: Draw | None, cumulative: bool) -> None:
-        """Take in the gradients of parameters at `draw`."""
+        """Add the gradients of parameters at `draw`."""
         products = [self._add(entry, grad, draw, cumulative) for entry, grad in found]
         kernels.run([product for product in products if product is not None])
         self.draws.append(draw)
 
     def _add(self, entry: Entry, grad: torch.Tensor, draw: Draw | None, cumulative: bool) -> AddNoiseTimes | None:
-        """Take in one gradient. Returns what is still to be added up: for all parameters together that is faster."""
+        """Add one gradient. Returns the operation that is left, because one call for all parameters is faster."""
         p = entry[1]
         if local(grad)._is_view() or local(grad).untyped_storage().nbytes() > local(grad).nbytes:
-            grad = grad.clone()  # of a buffer, such as DDP's, that the next backward writes into
+            grad = grad.clone()  # a view of a buffer, such as DDP's, that the next backward writes into
         if cumulative:
             grad = self.carried[p] = self.carried[p] + grad if p in self.carried else grad
         earlier = self.grad.get(p)
         if earlier is None and not self.draws:
             self.grad[p] = grad
             return None
-        owned = p in self.second  # then self.grad[p] is our sum, and not what backward left
+        owned = p in self.second  # then self.grad[p] is our own sum, not the tensor that backward left
         if not owned:
             self.second[p] = torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
             product = None if earlier is None else self._add_second(entry, earlier, self.draws[0])
@@ -59,7 +59,7 @@ class Observations:
             self.grad[p] = grad.to(torch.float32, copy=True)
         elif owned:
             earlier.add_(grad)
-        else:  # whoever made the gradients may hold on to them
+        else:  # the caller may still use the first gradient
             self.grad[p] = earlier.float() + grad
         return self._add_second(entry, grad, draw)
 

@@ -1,4 +1,4 @@
-"""What IVON's kernels compute: a record for each operation, in which the same name is always the same thing.
+"""What IVON's kernels compute: a record for each operation.
 
 Symbols as in method.md 1: m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius,
 z standard normal noise. All tensors of a record have one shape, and every backend computes in float32.
@@ -43,7 +43,7 @@ class Scalars(NamedTuple):
     noise_scale: float
     beta1: float = 0.0
     grad_weight: float = 0.0
-    """What the sum of the gradients is multiplied by on its way into the momentum."""
+    """Factor of the sum of the gradients in the momentum: (1 - beta1) / draws."""
     beta2: float = 0.0
     estimate_weight: float = 0.0
     """1 - beta2."""
@@ -60,7 +60,7 @@ class Scalars(NamedTuple):
     hessian_low: float = HESSIAN_RANGE[0]
     hessian_high: float = HESSIAN_RANGE[1]
     estimator: Literal["none", "price", "gradsq"] = "none"
-    """`none`: keep the Hessian, because no noise was there to learn it from."""
+    """`none`: keep the Hessian, because there was no noise to learn it from."""
 
     def precision_root(self, hessian: torch.Tensor) -> torch.Tensor:
         """sqrt(ess * (h + delta)): 1 / sigma without noise_scale. Same shape as `hessian`."""
@@ -108,7 +108,7 @@ class Update(NamedTuple):
     grad: torch.Tensor
     """Sum over the draws since the last step."""
     second: torch.Tensor | None
-    """Sum of z * grad (price) or grad^2 (gradsq), float32; None: of one draw, so it is made from `grad`."""
+    """Sum of z * grad (price) or grad^2 (gradsq), float32. None: there was one draw, so it is made from `grad`."""
     key: Key | None
     """Noise key of that one draw."""
     scalars: Scalars

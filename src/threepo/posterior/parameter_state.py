@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from threepo.errors import UserError
-from threepo.posterior.policy_optimizer import named_in_groups, plain_name
+from threepo.posterior.policy_optimizer import model_name, named_in_groups
 
 
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
-    """Make what is missing of a parameter's state; tensors have its shape and placement and are float32."""
+    """Make the missing tensors of a parameter's state: float32, in its shape and on its devices."""
     if "hessian" not in state:
         zeros = torch.zeros_like(p, dtype=torch.float32, requires_grad=False, memory_format=torch.contiguous_format)
         state["hessian"], state["momentum"] = torch.full_like(zeros, group["hess_init"]), zeros
@@ -31,14 +31,14 @@ def missed_steps(saved: Mapping[str, Any]) -> torch.Tensor:
 
 
 def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A copy of a parameter's saved state, in float32 whatever its dtype is (torch would cast it to that)."""
+    """A copy of a parameter's saved state, in float32 for a parameter of any dtype (torch would cast it to that)."""
     tensors = {name: value.detach() for name, value in saved.items() if name not in ("missed_steps", "first_step")}
     copies = {name: value.to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
     return copies | {"missed_steps": missed_steps(saved)}
 
 
 def saved_in_order(state_dict: dict[str, Any]) -> list[tuple[str | None, dict[str, torch.Tensor]]]:
-    """Every parameter's name, where there are names, and state in an optimizer's `state_dict`; empty where none."""
+    """Name (None: saved without names) and state (empty: none saved) of every parameter in a `state_dict`."""
     found: list[tuple[str | None, dict[str, torch.Tensor]]] = []
     for group in state_dict["param_groups"]:
         names = group.get("param_names") or [None] * len(group["params"])
@@ -47,15 +47,15 @@ def saved_in_order(state_dict: dict[str, Any]) -> list[tuple[str | None, dict[st
 
 
 def check_saved(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
-    """Raise `UserError` if saved state is not IVON's, or of other parameters or another order of them."""
+    """`UserError` if saved state is not IVON's, or belongs to other parameters or another order of them."""
     if any("hess_init" not in group for group in state_dict["param_groups"]):
         raise UserError("IVON state: was saved by another optimizer; load one of an IVON")
-    # Where they differ in number, torch says so.
+    # Torch refuses another number of parameters.
     for (saved, state), (name, p, group) in zip(
         saved_in_order(state_dict), named_in_groups(param_groups), strict=False
     ):
-        if saved and "param_names" in group and plain_name(saved) != name:
-            raise UserError(f"IVON state: holds {saved!r} where this optimizer has {name!r}; give it the same order")
+        if saved and "param_names" in group and model_name(saved) != name:
+            raise UserError(f"IVON state: has {saved!r} where this optimizer has {name!r}; give it the same order")
         if "hessian" in state and state["hessian"].shape != p.shape:
-            there, here = list(state["hessian"].shape), list(p.shape)
-            raise UserError(f"IVON state: {name!r} has shape {there} there, {here} here; it belongs to another model")
+            shapes = f"{list(state['hessian'].shape)} in it and {list(p.shape)} here"
+            raise UserError(f"IVON state: {name!r} has shape {shapes}; it belongs to another model")

@@ -1,4 +1,4 @@
-"""What a training loop asks of an optimizer, whether it holds a posterior (IVON) or a point (AdamW).
+"""What a training loop needs from an optimizer, whether it holds a posterior (IVON) or a point (AdamW).
 
 for each part of the batch:
     with optimizer.at(draw):          # the weights of that draw; None: the mean
@@ -30,8 +30,8 @@ class WeightSource(Protocol):
     def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of the model's weights under `draw` (None: the mean), without touching the model.
 
-        A perturbed value is made in the tensor that `into` has under its name, in that one's dtype, and otherwise in
-        a new one. What is not perturbed comes as it is: `into` is then the caller's to fill.
+        A perturbed value is written into the tensor of its name in `into`, in that tensor's dtype; without `into`, into
+        a new tensor. A value that is not perturbed is yielded as it is, and `into` is left for the caller to fill.
         """
 
 
@@ -69,13 +69,13 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
     found: list[Entry] = []
     for group in param_groups:
         names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
-        found += [(plain_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
+        found += [(model_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
     return found
 
 
 @cache
-def plain_name(name: str) -> str:
-    """Without what torch.compile, DDP and activation checkpointing put around a model: its noise is the model's."""
+def model_name(name: str) -> str:
+    """A parameter's name without the prefixes of torch.compile, DDP and checkpointing: its noise stays the same."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
@@ -84,8 +84,8 @@ def plain_name(name: str) -> str:
 def total_norm(grads: list[torch.Tensor]) -> float:
     """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not.
 
-    Collective where some are DTensors: then it is finite on all ranks or on none, also if it is the gradient of a plain
-    parameter that only one of them holds, so that all take a step or none does.
+    A collective where some are DTensors: then it is finite on all ranks or on none, so that all take a step or none
+    does, even if the infinite gradient is that of a parameter that only one rank holds.
     """
     here = [local(grad) for grad in grads]
     here = [grad.float() if grad.dtype == torch.float64 else grad for grad in here]  # else the norm refuses to narrow

@@ -1,4 +1,4 @@
-"""The operations in plain torch, for every device and dtype: the definition that compiled kernels follow bit for bit.
+"""The operations in torch, for every device and dtype: the definition that compiled kernels follow bit for bit.
 
 Multiplications and additions are separate calls, in a fixed order, because a fused one would round differently. All
 tensors are contiguous.
@@ -38,7 +38,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(key: Key, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is made in vain."""
+    """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is thrown away."""
     start, row, stride = region
     stop = start + (count - 1) // row * stride + (count - 1) % row + 1
     first = 0

@@ -54,7 +54,7 @@ def takes(*tensors: torch.Tensor | None) -> bool:
 
 @_jit
 def _block_normals(block, first, second):
-    """z[:512] and z[512:] of a block; noise.py explains and defines them."""
+    """The normals of a block, [512, 2]: elements j and j + 512 in row j. noise.py explains and defines them."""
     # Unsigned, so that shifts are logical. The host passes signed numbers; a small one arrives as 32 bits.
     counter = (block * _PAIRS + tl.arange(0, _PAIRS)).to(tl.uint64)
     b = counter * 0x9E3779B97F4A7C15 + first.to(tl.int64).to(tl.uint64)
@@ -78,28 +78,22 @@ def _block_normals(block, first, second):
     q = x * x
     sine = (((q * 2.6089324e-06 - 0.00019811112) * q + 0.008333088) * q - 0.16666660) * q * x + x
     cosine = (((q * 2.3194384e-05 - 0.0013855927) * q + 0.041663989) * q - 0.49999932) * q + 1.0
-    return radius * cosine, radius * sine
+    return tl.join(radius * cosine, radius * sine)
 
 
 @_jit
 def _at(start, row, stride, rows: tl.constexpr):
-    """The block of this program, and which of the operation's elements its two halves are; below 0: none of them.
+    """The block of this program, and which of the operation's elements it holds, [512, 2]; below 0: none of them.
 
     The operation's elements are in the tensor from `start` on, with `rows` in rows that start `stride` apart.
     """
     block = tl.program_id(0).to(tl.int64) + start // _BLOCK
-    low = block * _BLOCK - start + tl.arange(0, _PAIRS)
-    high = low + _PAIRS
+    at = block * _BLOCK - start + tl.arange(0, _PAIRS)[:, None] + _PAIRS * tl.arange(0, 2)[None, :]
     if rows:
-        low, high = _in_row(low, row, stride), _in_row(high, row, stride)
-    return block, low, high
-
-
-@_jit
-def _in_row(offset, row, stride):
-    column = offset % stride
-    # The remainder of an offset below 0 has one sign on a GPU and another in the interpreter.
-    return tl.where((offset >= 0) & (column < row), offset // stride * row + column, -1)
+        column = at % stride
+        # The remainder of an offset below 0 has one sign on a GPU and another in the interpreter.
+        at = tl.where((at >= 0) & (column < row), at // stride * row + column, -1)
+    return block, at
 
 
 @_jit
@@ -144,38 +138,33 @@ def _precision_root(h, scalars, isotropic: tl.constexpr):
     return tl.zeros_like(h) + fixed_root if isotropic else tl.sqrt_rn((h + weight_decay) * ess)
 
 
-@_jit
-def _perturb_half(tensors, at, count, z, scalars, isotropic: tl.constexpr):
-    out, mean, hessian = tensors
-    _, _, _, noise_scale = scalars
-    root = _precision_root(_load(hessian, at, count), scalars, isotropic)
-    sigma = tl.div_rn(tl.zeros_like(root) + noise_scale, root)
-    _store(out, at, count, _load(mean, at, count) + sigma * z)
-
-
 @_kernel
 def _perturb(tensors, start, count, row, stride, rows: tl.constexpr, first, second, scalars, isotropic: tl.constexpr):
-    block, low, high = _at(start, row, stride, rows)
-    z_low, z_high = _block_normals(block, first, second)
-    _perturb_half(tensors, low, count, z_low, scalars, isotropic)
-    _perturb_half(tensors, high, count, z_high, scalars, isotropic)
+    out, mean, hessian = tensors
+    _, _, _, noise_scale = scalars
+    block, at = _at(start, row, stride, rows)
+    root = _precision_root(_load(hessian, at, count), scalars, isotropic)
+    sigma = tl.div_rn(tl.zeros_like(root) + noise_scale, root)
+    _store(out, at, count, _load(mean, at, count) + sigma * _block_normals(block, first, second))
 
 
 @_kernel
 def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr, first, second):
-    block, low, high = _at(start, row, stride, rows)
-    z_low, z_high = _block_normals(block, first, second)
-    _store(total, low, count, _load(total, low, count) + _load(grad, low, count) * z_low)
-    _store(total, high, count, _load(total, high, count) + _load(grad, high, count) * z_high)
+    block, at = _at(start, row, stride, rows)
+    product = _load(grad, at, count) * _block_normals(block, first, second)
+    _store(total, at, count, _load(total, at, count) + product)
 
 
-@_jit
-def _update_half(tensors, at, count, z, scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr):
-    """Update these elements; returns which of them were clipped."""
+@_kernel
+def _update(
+    tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second,
+    scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr,
+):  # fmt: skip
     mean, out, hessian, momentum, grad, second_sum = tensors
     weight_decay, _, _, _ = scalars
     beta1, grad_weight, beta2, estimate_weight, retraction_weight, estimate_factor = step[:6]
     momentum_factor, clip_radius, step_size, estimate_bound, hessian_low, hessian_high = step[6:]
+    block, at = _at(start, row, stride, rows)
     m, h, x = _load(mean, at, count), _load(hessian, at, count), _load(grad, at, count)
     g = _load(momentum, at, count) * beta1 + x * grad_weight
     _store(momentum, at, count, g)
@@ -183,7 +172,7 @@ def _update_half(tensors, at, count, z, scalars, step, estimator: tl.constexpr, 
         if second_sum is not None:
             moment = _load(second_sum, at, count)
         elif estimator == "price":
-            moment = x * z
+            moment = x * _block_normals(block, first, second)
         else:
             moment = x * x
         if estimator == "price":
@@ -194,28 +183,12 @@ def _update_half(tensors, at, count, z, scalars, step, estimator: tl.constexpr, 
         h = _clamp(h * beta2 + f * estimate_weight + retraction, hessian_low, hessian_high)
         _store(hessian, at, count, h)
     move = tl.div_rn(m * weight_decay + g * momentum_factor, h + weight_decay)
-    clipped = (tl.abs(move) > clip_radius) & (at >= 0) & (at < count)
+    total = tl.sum(((tl.abs(move) > clip_radius) & (at >= 0) & (at < count)).to(tl.int32))
     m = _narrow(m - _clamp(move, -clip_radius, clip_radius) * step_size, mean)
     tl.store(mean + at, m, mask=(at >= 0) & (at < count))
     if out is not None:
         _store(out, at, count, _wide(m))
-    return clipped.to(tl.int32)
-
-
-@_kernel
-def _update(
-    tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second,
-    scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr, noisy: tl.constexpr,
-):  # fmt: skip
-    block, low, high = _at(start, row, stride, rows)
-    if noisy:
-        z_low, z_high = _block_normals(block, first, second)
-    else:
-        z_low, z_high = 0.0, 0.0
-    here = _update_half(tensors, low, count, z_low, scalars, step, estimator, isotropic)
-    here += _update_half(tensors, high, count, z_high, scalars, step, estimator, isotropic)
-    total = tl.sum(here)
-    # A sum of integers has one value in whatever order it is made. Most programs clip nothing and stay silent.
+    # A sum of integers is the same in any order. Most programs clip nothing and add nothing.
     tl.atomic_add(clipped, total.to(tl.int64), mask=total > 0, sem="relaxed")
 
 
@@ -232,12 +205,10 @@ def _run(operation: Operation) -> torch.Tensor | None:
         case AddNoiseTimes(total, grad):
             _launch(_add_noise_times, operation, grad, (total, grad))
         case Update(mean, out, hessian, momentum, grad, second, key, n):
-            noisy = n.estimator == "price" and second is None
-            assert key is not None or not noisy, "the price estimator needs the draw's noise"
+            assert key or second is not None or n.estimator != "price", "the price estimator needs the draw's noise"
             clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
             tensors = (mean, out, hessian, momentum, grad, second)
-            options = (n.estimator, n.fixed_root > 0, noisy)
-            _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], *options)
+            _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], n.estimator, n.fixed_root > 0)
     return clipped
 
 
