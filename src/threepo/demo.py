@@ -1,8 +1,8 @@
-"""The main job in miniature: a warm start, then GRPO, B3PO, M3PO and C3PO from it at equal rollouts, and a comparison.
+"""All of threepo in miniature: a warm start, then GRPO, B3PO, M3PO and C3PO from it at equal rollouts, compared.
 
     threepo demo
 
-Everything lies under one folder (runs/demo); a demonstration that was stopped goes on where it was.
+Everything is written to one folder (runs/demo); the same command continues a demonstration that was stopped.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ METHODS = ("grpo", "b3po", "m3po", "c3po")
 def run_demo(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run what is not done yet, print the table, draw the curves; returns what summary.json holds.
+    """Run the stages that are not finished, print the table, draw the curves; returns what summary.json holds.
 
-    `overrides` (section.key=value) change the four recipes of the methods, the others that of the warm start.
+    `overrides` (section.key=value) change the four methods' recipes, `warm_start_overrides` the warm start's.
     """
     start = folder / "warm_start"
     console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
@@ -42,11 +42,10 @@ def run_demo(
         seconds.append(_stage(run, TrainConfig, api.train, recipe))
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
-    methods = {run.name: run.summary() for run in runs}
     summary = {
         "seconds": sum(seconds),
         "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
-        "methods": methods,
+        "methods": {run.name: run.summary() for run in runs},
     }
     plot(runs, folder / "curves.png")
     write_json(folder / SUMMARY, summary)
@@ -58,12 +57,12 @@ def run_demo(
     return summary
 
 
-def _stage(folder: Path, record: Any, job: Callable[..., Path], recipe: Callable[[], Any]) -> float:
-    """Do one stage, or the rest of it, unless its folder says that it is done; returns the seconds that it took."""
+def _stage(folder: Path, record: Any, train: Callable[..., Path], recipe: Callable[[], Any]) -> float:
+    """Run or resume one stage, unless its folder has a summary; returns the seconds that it took."""
     if not (folder / SUMMARY).is_file():
         if (folder / CONFIG).is_file():
-            opened, plain = RunFolder.open(folder)
-            job(build(record, plain), opened)
+            opened, config = RunFolder.open(folder)
+            train(build(record, config), opened)
         else:
-            job(recipe())
+            train(recipe())
     return float(read_json(folder / SUMMARY)["seconds"])

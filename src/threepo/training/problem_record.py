@@ -8,7 +8,7 @@ from threepo.config import DataConfig
 from threepo.data.digest import problems_digest
 from threepo.data.source import ProblemSource
 from threepo.errors import UserError
-from threepo.evaluation.evaluate import Examination
+from threepo.evaluation.examination import Examination
 from threepo.files import read_json
 from threepo.run_folder import PROBLEMS
 from threepo.types import Problem

@@ -16,25 +16,27 @@ import torch
 
 from threepo.config import IVONConfig, TrainConfig
 from threepo.data.finite import FiniteProblems, content, warn_of_shared
-from threepo.data.source import ProblemSource, open_heldout, open_training
+from threepo.data.source import ProblemSource, open_training
 from threepo.errors import ThreepoWarning, UserError
-from threepo.evaluation.evaluate import Examination
+from threepo.evaluation.examination import Examination, examine, fit_context
+from threepo.evaluation.problems import heldout_set, with_grader
+from threepo.interrupt import polite_stop
 from threepo.methods import method as lattice
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
+from threepo.progress import progress
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.engines import build_engine
 from threepo.run_folder import RunFolder, completion_row, refuse_in_use, refuse_taken
-from threepo.training.build import build_engine, build_examination, build_or_restore, fitting, with_grader
+from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess
-from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics, corrects_nothing, rollout_metrics, update_metrics
 from threepo.training.problem_record import problem_record, refuse_changed
-from threepo.training.progress import progress
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 from threepo.training.update import UpdateRecord, update_policy
@@ -141,7 +143,7 @@ def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecor
 def evaluate(run: Run, step: int) -> Metrics:
     """Scores of the present weights on the held-out problems."""
     assert run.examination is not None
-    return run.examination.evaluate(run.policy, run.engine, run.optimizer, step).metrics()
+    return run.examination.metrics(run.engine, run.optimizer, step)
 
 
 def optimizer_metrics(run: Run) -> Metrics:
@@ -200,35 +202,31 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     data, longest = config.data, config.sampling.max_new_tokens
-    training = with_grader(open_training(data), config.reward, data)
-    heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
+    training, grader = with_grader(open_training(data), config.reward, data)
+    heldout = with_grader(heldout_set(data), config.reward, data) if config.eval.every else None
     if config.run.tensorboard:
         TensorBoard.require()
     policy, optimizer, state = build_or_restore(
         config.model, config.optimizer, config.run.seed, folder.path if folder else None
     )
-    fitted = fitting(training.problems, policy, data, longest)
+    source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
-    first = [policy.encode_prompt(p, data, longest) for p in fitted.problems.batch(state.step, data.prompts_per_step)]
+    first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = None
     if heldout:
-        examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
-        if isinstance(fitted.problems, FiniteProblems):
-            warn_of_shared(
-                "data.eval", map(content, fitted.problems.problems), list(map(content, examination.problems))
-            )
-    problems = problem_record(data, fitted.problems, examination)
+        examination = examine(*heldout, policy, config)
+        if isinstance(source, FiniteProblems):
+            warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
+    problems = problem_record(data, source, examination)
     if folder:
         refuse_changed(folder.path, problems)
     engine = build_engine(config.engine, policy)
-    engine.prepare(max(config.method.draws, 1), max(fitted.longest, *map(len, first)) + longest)
+    engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
     if examination:
-        examination.prepare(policy, engine)
+        examination.prepare(engine)
     if folder:
         folder.forget_after(state.step or -1)
     else:
         folder = RunFolder.create(Path(config.run.folder), config, problems)
     tensorboard = TensorBoard(folder.path / "tensorboard", state.step) if config.run.tensorboard else None
-    return Run(
-        config, folder, policy, optimizer, engine, fitted.problems, training.grader, examination, tensorboard, state
-    )
+    return Run(config, folder, policy, optimizer, engine, source, grader, examination, tensorboard, state)

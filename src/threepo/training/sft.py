@@ -20,18 +20,18 @@ from threepo.data.demonstrations import Demonstration, Demonstrations
 from threepo.data.finite import warn_of_shared
 from threepo.errors import UserError
 from threepo.files import read_json, write_text
+from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.statistics import posterior_metrics
+from threepo.progress import progress
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_in_use, refuse_taken
 from threepo.training.batching import flatten, pack
 from threepo.training.build import build_or_restore
 from threepo.training.checkpoint import TrainState, checkpoint
 from threepo.training.clock import Clock, due
 from threepo.training.conversations import ConversationBatches, Part, prepare, read_template, refuse_unreadable
-from threepo.training.interrupt import polite_stop
-from threepo.training.progress import progress
 from threepo.training.schedule import factor
 from threepo.types import Draw, SupervisedRow
 
