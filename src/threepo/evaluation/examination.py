@@ -9,12 +9,13 @@ from threepo.data.finite import FiniteProblems
 from threepo.data.source import ProblemSource
 from threepo.errors import UserError
 from threepo.evaluation.problems import ProblemSet
-from threepo.evaluation.scores import Mark, score
+from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engine import RolloutEngine
+from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Request
 
 FIRST_EVAL_DRAW = 1 << 20
@@ -69,8 +70,8 @@ class Examination:
     def metrics(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> dict[str, float]:
         """Scores of all problems, as logged while training. The engine's weights are replaced."""
         engine.load(posterior, self.draws(step), step)
-        marks = [Mark.of(completion) for completion in self.complete(engine, step)]
-        return score(marks, self.settings.samples, votes=False).metrics()
+        rows = [completion_row(step, completion) for completion in self.complete(engine, step)]
+        return score(rows, self.settings.samples, votes=False).metrics()
 
 
 def examine(

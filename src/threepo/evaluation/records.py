@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_plain
 from threepo.errors import UserError
 from threepo.evaluation.problems import data_label
-from threepo.evaluation.scores import Mark
+from threepo.evaluation.scores import COLUMNS
 from threepo.files import atomic_file, disk_errors, lock, read_json, write_json
 from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder, write_parquet
 
@@ -53,9 +52,7 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
     if not (folder / EVALUATION).is_file():
         for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS):
             if (folder / name).exists():
-                raise UserError(
-                    f"--output {folder}: holds the {name} of something else; choose another folder"
-                )
+                raise UserError(f"--output {folder}: holds the {name} of something else; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
     if difference := first_difference(recorded["config"], dict(config)):
@@ -137,12 +134,11 @@ class Records:
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, temporary, compression="zstd")
 
-    def marks(self, label: str) -> list[Mark]:
-        """The marks of a joined set's completions, in order."""
+    def rows(self, label: str) -> list[dict[str, Any]]:
+        """The columns of a joined set that scores depend on, in order."""
         import pyarrow.parquet
 
-        columns = [f.name for f in fields(Mark)]
-        return [Mark(**row) for row in pyarrow.parquet.read_table(self._joined(label), columns=columns).to_pylist()]
+        return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
     def finish(self, scores: Mapping[str, Any]) -> None:
         """Write the scores with what they depend on, and delete the parts."""

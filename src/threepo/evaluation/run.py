@@ -55,7 +55,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
         if not records.finished:
             _complete(records, exams, policy, posterior, config, step)
             scores = {
-                label: score(records.marks(label), config.eval.samples, votes=_has_answers(exam, config.reward))
+                label: score(records.rows(label), config.eval.samples, votes=_has_answers(exam, config.reward))
                 for label, exam in exams.items()
             }
             results = {label: as_json(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}

@@ -9,27 +9,11 @@ import numpy as np
 
 from threepo.evaluation.majority import majority_at_k
 from threepo.evaluation.pass_at_k import StandardErrors, average_error, ks_up_to, mean_pass_at_k, standard_errors
-from threepo.types import Completion, FinishReason, VerdictStatus
 
-
-@dataclass(frozen=True)
-class Mark:
-    """What scores depend on in a graded completion; the names are columns of `run_folder.completion_row`."""
-
-    correct: bool
-    status: VerdictStatus
-    parsed_answer: str | None = None
-    finish_reason: FinishReason = "stop"
-    draw_index: int | None = None
-    """Of the draw that wrote it; None: the mean."""
-
-    @classmethod
-    def of(cls, completion: Completion) -> "Mark":
-        """The mark of a completion."""
-        verdict, draw = completion.verdict, completion.draw
-        assert verdict is not None, "only graded completions have marks"
-        index = None if draw is None else draw.index
-        return cls(verdict.correct, verdict.status, verdict.answer, completion.finish_reason, index)
+Row = Mapping[str, Any]
+"""A graded completion as `run_folder.completion_row` has it."""
+COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
+"""Columns of a row that scores depend on."""
 
 
 @dataclass(frozen=True)
@@ -65,36 +49,35 @@ class Scores:
         }
 
 
-def score(marks: Sequence[Mark], samples: int, *, votes: bool = True) -> Scores:
+def score(rows: Sequence[Row], samples: int, *, votes: bool = True) -> Scores:
     """Scores of `samples` completions of each problem, problem-major; `votes`: their answers can be counted."""
-    correct = np.array([mark.correct for mark in marks], dtype=float).reshape(-1, samples)
+    correct = np.array([row["correct"] for row in rows], dtype=float).reshape(-1, samples)
     right = [int(count) for count in correct.sum(axis=1)]
-    draws = sorted({mark.draw_index for mark in marks if mark.draw_index is not None})
+    draws = sorted({row["draw_index"] for row in rows} - {None})
     return Scores(
         problems=len(correct),
         samples=samples,
         pass_at={k: mean_pass_at_k(right, samples, k) for k in range(1, samples + 1)},
-        majority_at=_majority(marks, samples) if votes else {},
+        majority_at=_majority(rows, samples) if votes else {},
         errors=standard_errors(correct),
         pass_at_1_by_draw={
-            number: _mean([mark.correct for mark in marks if mark.draw_index == draw])
+            number: _mean([row["correct"] for row in rows if row["draw_index"] == draw])
             for number, draw in enumerate(draws)
         },
-        no_answer_share=_mean([mark.status == "no_answer" for mark in marks]),
-        error_share=_mean([mark.status == "error" for mark in marks]),
-        cut_share=_mean([mark.finish_reason == "length" for mark in marks]),
+        no_answer_share=_mean([row["status"] == "no_answer" for row in rows]),
+        error_share=_mean([row["status"] == "error" for row in rows]),
+        cut_share=_mean([row["finish_reason"] == "length" for row in rows]),
     )
 
 
-def _majority(marks: Sequence[Mark], samples: int) -> dict[int, float]:
+def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
     """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
-    judged = [mark for mark in marks if mark.status in ("right", "wrong")]
-    if any(mark.correct and mark.parsed_answer is None for mark in judged):
+    answers, correct = [row["parsed_answer"] for row in rows], [row["correct"] for row in rows]
+    judged = [row for row in rows if row["status"] in ("right", "wrong")]
+    unread = [row for row in judged if row["parsed_answer"] is None]
+    if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
         return {}
-    if judged and all(mark.parsed_answer is None for mark in judged):
-        return {}
-    answers, correct = [mark.parsed_answer for mark in marks], [mark.correct for mark in marks]
-    problems = [slice(i, i + samples) for i in range(0, len(marks), samples)]
+    problems = [slice(i, i + samples) for i in range(0, len(rows), samples)]
     return {k: _mean([majority_at_k(answers[p], correct[p], k) for p in problems]) for k in ks_up_to(samples)}
 
 
