@@ -5,8 +5,7 @@
 Everything is written to one folder (runs/demo); the same command continues a demonstration that was stopped.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,14 @@ def run_demo(
     """
     start = folder / "warm_start"
     console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
-    warm_start = partial(load, SFTConfig, "demo/warm_start", [*warm_start_overrides, f"run.folder={start}"])
-    seconds = [_stage(start, SFTConfig, api.fine_tune, warm_start)]
+    seconds = _stage(start, SFTConfig, warm_start_overrides)
     for method in METHODS:
-        run = folder / method
-        console.print(f"RLVR: {method}, in {run}", highlight=False)
-        paths = [f"run.folder={run}", f"model.path={start}"]
-        recipe = partial(load, TrainConfig, f"demo/{method}", [*overrides, *paths])
-        seconds.append(_stage(run, TrainConfig, api.train, recipe))
+        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
+        seconds += _stage(folder / method, TrainConfig, [*overrides, f"model.path={start}"])
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
     summary = {
-        "seconds": sum(seconds),
+        "seconds": seconds,
         "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
         "methods": {run.name: run.summary() for run in runs},
     }
@@ -51,18 +46,17 @@ def run_demo(
     write_json(folder / SUMMARY, summary)
     for table in tables({run.name: run for run in runs}):
         console.print(table)
-    console.print(
-        f"{sum(seconds):.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False
-    )
+    console.print(f"{seconds:.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False)
     return summary
 
 
-def _stage(folder: Path, record: Any, train: Callable[..., Path], recipe: Callable[[], Any]) -> float:
-    """Run or resume one stage, unless its folder has a summary; returns the seconds that it took."""
+def _stage(folder: Path, record: Any, overrides: Sequence[str]) -> float:
+    """Run or resume the recipe of this name in demo/, unless it is finished; returns the seconds that it took."""
+    train: Any = api.fine_tune if record is SFTConfig else api.train
     if not (folder / SUMMARY).is_file():
         if (folder / CONFIG).is_file():
             opened, config = RunFolder.open(folder)
             train(build(record, config), opened)
         else:
-            train(recipe())
+            train(load(record, f"demo/{folder.name}", [*overrides, f"run.folder={folder}"]))
     return float(read_json(folder / SUMMARY)["seconds"])
