@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     options = _parse(build_parser(), arguments)
     try:
-        status = int(options.command(options))
+        options.command(options)
         sys.stdout.flush()
-        return status
+        return 0
     except UserError as error:
         print(f"threepo: {error}", file=sys.stderr)
         return 2
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         train.add_argument("--list", action="store_true", help="list the shipped recipes")
         train.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
         for kind in ("prompt", "response"):
-            text = "--dry-run: their mean (default: the longest)"
+            text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
             train.add_argument(f"--{kind}-tokens", type=int, default=0, help=text)
         train.set_defaults(command=_train, more="settings", kind=name)
 
@@ -126,14 +126,14 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> None:
     """Start or resume a training run of either kind."""
     from threepo.config import SFTConfig, TrainConfig, recipes
 
     record: Any = TrainConfig if options.kind == "train" else SFTConfig
     if options.list:
         print("\n".join(recipes.shipped_recipes()))
-        return 0
+        return
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
     _check_dry_run(options)
@@ -148,14 +148,13 @@ def _train(options: argparse.Namespace) -> int:
 
         for label, value in plan(config, options.prompt_tokens, options.response_tokens):
             print(f"{label:12} {value}")
-        return 0
+        return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
     from threepo import api
 
     train: Any = api.train if options.kind == "train" else api.fine_tune
     print(api.closing_words(train(config, folder)))
-    return 0
 
 
 def _check_dry_run(options: argparse.Namespace) -> None:
@@ -186,13 +185,14 @@ def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     return config if steps is None else folder.extend(config, steps), folder
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _eval(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.config import recipes
 
     if options.compare:
-        return _compare(options)
+        _compare(options)
+        return
     if not options.model:
         raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
     benchmarks: dict[str, Any] = {}
@@ -201,8 +201,8 @@ def _eval(options: argparse.Namespace) -> int:
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
+    from threepo.api import evaluate
     from threepo.evaluation.records import default_folder
-    from threepo.evaluation.run import evaluate
     from threepo.evaluation.tables import evaluation_table
 
     folder = options.output or default_folder(config)
@@ -210,10 +210,9 @@ def _eval(options: argparse.Namespace) -> int:
         summary = evaluate(config, folder)
     Console().print(evaluation_table(summary))
     print(f"every completion and the settings: {folder}")
-    return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
@@ -229,10 +228,9 @@ def _compare(options: argparse.Namespace) -> int:
         print(f"different setting: {different['setting']} = {different['first']!r} in A, {different['second']!r} in B")
     if options.output:
         write_json(options.output / "comparison.json", comparison)
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.analysis.report import plot, read_run, tables
@@ -242,38 +240,33 @@ def _report(options: argparse.Namespace) -> int:
         Console().print(table)
     if options.output:
         plot(list(runs.values()), options.output)
-    return 0
 
 
-def _sample(options: argparse.Namespace) -> int:
+def _sample(options: argparse.Namespace) -> None:
     if options.draws < 1 or options.first < 0:
         raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
     from threepo import api
 
     for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
         print(path)
-    return 0
 
 
-def _data_list(options: argparse.Namespace) -> int:
+def _data_list(options: argparse.Namespace) -> None:
     from threepo.show import listing
 
     print(listing())
-    return 0
 
 
-def _data_show(options: argparse.Namespace) -> int:
+def _data_show(options: argparse.Namespace) -> None:
     from threepo.show import data_settings, shown_problem
 
     settings = data_settings(options.source, options.settings)
     print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
-    return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.demo import run_demo
 
     run_demo(options.folder, Console())
-    return 0
