@@ -175,7 +175,7 @@ def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     given = parse_overrides(options.settings)
     steps = given.get("run", {}).get("steps")
     if options.recipe or given not in ({}, {"run": {"steps": steps}}):
-        raise UserError("--resume takes all settings but run.steps from the run folder; leave out everything else")
+        raise UserError("--resume takes all but run.steps from the run folder; leave out the recipe and other settings")
     folder, recorded = RunFolder.open(options.resume)
     made_by = "train" if "method" in recorded else "sft"
     if made_by != options.kind:
