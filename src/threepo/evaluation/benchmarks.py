@@ -128,7 +128,9 @@ def choices(settings: BenchmarksConfig) -> list[Choice]:
 def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> ProblemSet:
     """Read a benchmark; `UserError` if its rows are missing or are not as it is published."""
     benchmark = BENCHMARKS[choice.name]
-    source = choice.copy or _in_folder(settings.folder, choice.name, benchmark) or benchmark.source
+    source = choice.copy or benchmark.source
+    if settings.folder and not choice.copy:
+        source = _in_folder(settings.folder, choice.name, benchmark)
     if choice.months and source == benchmark.source and not choice.months.within(RELEASE_6):
         raise UserError(
             f"benchmark {choice.label}: from the hub, threepo reads only what release 6 added, {RELEASE_6}; download "
@@ -157,14 +159,12 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> ProblemSet:
 
 
 def _in_folder(folder: str, name: str, benchmark: Benchmark) -> str:
-    """The file or folder of a benchmark in `benchmarks.folder`, if that is set."""
+    """The file or folder of a benchmark in `benchmarks.folder`."""
     names = [found for found in (name, benchmark.other_file) if found]
     for path in (Path(folder) / f"{found}{suffix}" for found in names for suffix in ("", *SUFFIXES)):
-        if folder and path.exists():
+        if path.exists():
             return str(path)
-    if folder:
-        raise UserError(
-            f"benchmarks.folder = {folder!r}: holds no {name}.jsonl, .json, .csv or .parquet, and no folder {name}; "
-            f"put it there, or name a copy: --benchmarks {name}=COPY"
-        )
-    return ""
+    raise UserError(
+        f"benchmarks.folder = {folder!r}: holds no {name}.jsonl, .json, .csv or .parquet, and no folder {name}; "
+        f"copy it there, or name a copy: --benchmarks {name}=COPY"
+    )

@@ -111,20 +111,20 @@ def _complete(
     """Make the parts that are missing, then join them; raises `Interrupted` between two parts if asked to stop."""
     parts = [(label, number, part) for label, exam in exams.items() for number, part in enumerate(exam.parts())]
     missing = [(label, number, part) for label, number, part in parts if not records.has(label, number)]
-    total, left = (sum(part.stop - part.start for _, _, part in some) for some in (parts, missing))
-    done = total - left
+    total = sum(len(exam.problems) for exam in exams.values())
+    done = total - sum(part.stop - part.start for _, _, part in missing)
     if missing:
         with contextlib.closing(build_engine(config.engine, policy)) as engine:
             for exam in exams.values():
                 exam.prepare(engine)
-            engine.load(FixedWeights(policy.model, posterior), exam.draws(step), step)
+            draws = next(iter(exams.values())).draws(step)  # the same for every set
+            engine.load(FixedWeights(policy.model, posterior), draws, step)
             with polite_stop() as stop, progress("eval", total, done, records.path, unit="problem") as reporter:
                 for label, number, part in missing:
-                    completions = exams[label].complete(engine, step, part)
-                    records.write(label, number, [completion_row(step, completion) for completion in completions])
+                    rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
+                    records.write(label, number, rows)
                     done += part.stop - part.start
-                    right = sum(c.verdict is not None and c.verdict.correct for c in completions)
-                    reporter.update(done, {f"{label} pass@1": right / len(completions)})
+                    reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
                     stop.obey(done, total, records.path, "problem", "the same command continues it, in")
     for label, exam in exams.items():
         records.join(label, len(exam.parts()))
