@@ -12,7 +12,10 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-GROUND = {"types", "config", "errors", "files", "run_folder", "answers", "compiled", "workers"}
+GROUND = {
+    *("types", "config", "errors", "files", "run_folder", "answers", "compiled", "workers"),
+    *("interrupt", "progress"),
+}
 """Read by everyone; they import only each other."""
 LEVELS = [
     {"posterior", "objectives"},

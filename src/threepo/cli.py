@@ -4,7 +4,6 @@ Exit status: 0 done; 2 something in the input to fix, said in one line; 128 + n 
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -12,20 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import threepo
 from threepo.errors import Interrupted, UserError
-from threepo.files import writable_folder, write_text
+from threepo.files import writable_folder, write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    # Before `datasets` is imported: one progress bar is enough, and what fails is said in one line.
+    # Before `datasets` is imported: ours is the only progress bar, and an error is one line.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     options = _parse(build_parser(), arguments)
     try:
-        status = int(options.command(options))
+        options.command(options)
         sys.stdout.flush()
-        return status
+        return 0
     except UserError as error:
         print(f"threepo: {error}", file=sys.stderr)
         return 2
@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("threepo: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader has enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
+    except BrokenPipeError:  # a reader such as `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments in any order: argparse itself takes no more words of a list after an option."""
+    """Arguments in any order: argparse itself takes no words of a list after an option."""
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown or (rest and not hasattr(options, "more")):
@@ -55,7 +55,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their arguments."""
     parser = argparse.ArgumentParser(prog="threepo", description="RLVR that explores in weight space.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"threepo {threepo.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     for name, text in (
@@ -71,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         train.add_argument("--list", action="store_true", help="list the shipped recipes")
         train.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
         for kind in ("prompt", "response"):
-            text = "--dry-run: their mean (default: the longest)"
+            text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
             train.add_argument(f"--{kind}-tokens", type=int, default=0, help=text)
         train.set_defaults(command=_train, more="settings", kind=name)
 
@@ -81,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--recipe", default="", help="take data, reward and eval settings from this recipe")
     evaluate.add_argument("--benchmarks", metavar="NAMES", help="such as aime24,math500 or math500=FILE (see the docs)")
     evaluate.add_argument("--benchmark-files", type=_path, metavar="FOLDER", help="read aime24.jsonl, ... from here")
-    evaluate.add_argument("--output", type=_path, help="folder of scores and completions (default: in runs/)")
+    evaluate.add_argument("--output", type=_path, help="folder for scores and completions (default: in runs/)")
     evaluate.add_argument("--compare", nargs=2, type=_path, metavar=("A", "B"), help="test two evaluations' difference")
     evaluate.set_defaults(command=_eval, more="settings")
 
@@ -92,12 +93,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
     sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
-    sample.add_argument("--draws", type=int, default=1, help="how many (default 1)")
+    sample.add_argument("--draws", type=int, default=1, help="number of models (default 1)")
     sample.add_argument("--first", type=int, default=0, help="number of the first draw (default 0)")
     sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
-    _add_data(commands.add_parser("data", help="what there is to train on, and how it is put to a policy"))
+    _add_data(commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it"))
 
     demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
     demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
@@ -109,70 +110,64 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="list the sources of problems")
     listing.set_defaults(command=_data_list)
-    show = commands.add_parser("show", help="one problem as a policy reads it, and how many there are")
+    show = commands.add_parser("show", help="one problem as a policy reads it, and the number of problems")
     show.add_argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl")
     show.add_argument("settings", nargs="*", metavar="data.key=value", help="such as data.prompt_column=question")
     show.add_argument("--index", type=int, default=0, help="which problem, from 0 (default 0)")
-    show.add_argument("--heldout", action="store_true", help="of the held-out problems, not those to train on")
+    show.add_argument("--heldout", action="store_true", help="a held-out problem, not one to train on")
     show.add_argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template")
     show.set_defaults(command=_data_show, more="settings")
 
 
 def _path(text: str) -> Path:
-    """A path from the command line; an empty one is a variable that was not set, and not the directory here."""
+    """A path from the command line; an empty one is a variable that was not set, not the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; name a path")
     return Path(text).expanduser()
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import threepo
-
-        print(f"threepo {threepo.__version__}")
-        parser.exit()
-
-
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> None:
     """Start or resume a training run of either kind."""
     from threepo.config import SFTConfig, TrainConfig, recipes
 
     record: Any = TrainConfig if options.kind == "train" else SFTConfig
     if options.list:
         print("\n".join(recipes.shipped_recipes()))
-        return 0
+        return
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
     _check_dry_run(options)
     if options.resume:
-        return _resume(options, record)
-    if not options.recipe and not options.settings:
+        config, folder = _resumed(options, record)
+    elif options.recipe or options.settings:
+        config, folder = recipes.load(record, options.recipe, options.settings), None
+    else:
         raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
-    config = recipes.load(record, options.recipe, options.settings)
     if options.dry_run:
         from threepo.training.plan import plan
 
         for label, value in plan(config, options.prompt_tokens, options.response_tokens):
             print(f"{label:12} {value}")
-        return 0
+        return
     if not config.run.folder:
-        raise UserError("run.folder = '': without a recipe to name the folder after, set run.folder")
+        raise UserError("run.folder = '': no recipe names the folder; set run.folder")
     from threepo import api
 
-    print(api.closing_words(api.train(config) if options.kind == "train" else api.fine_tune(config)))
-    return 0
+    train: Any = api.train if options.kind == "train" else api.fine_tune
+    print(api.closing_words(train(config, folder)))
 
 
 def _check_dry_run(options: argparse.Namespace) -> None:
-    """Refuse what would be left unread, or would train where only a plan is wanted."""
+    """Raise `UserError` for options of --dry-run that would not be read, and for --dry-run with --resume."""
     if options.dry_run and options.resume:
-        raise UserError("--dry-run --resume: a plan is made of a recipe; leave out one of the two")
+        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
     for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
         if tokens < 0 or (tokens and not options.dry_run):
-            raise UserError(f"--{name}-tokens {tokens}: is a number above 0, and of --dry-run only")
+            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
 
 
-def _resume(options: argparse.Namespace, record: Any) -> int:
+def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
+    """The configuration and the open folder of the run to resume."""
     from threepo.config.recipes import parse_overrides
     from threepo.config.records import build
     from threepo.run_folder import RunFolder
@@ -180,29 +175,24 @@ def _resume(options: argparse.Namespace, record: Any) -> int:
     given = parse_overrides(options.settings)
     steps = given.get("run", {}).get("steps")
     if options.recipe or given not in ({}, {"run": {"steps": steps}}):
-        raise UserError("--resume takes everything from the run folder but run.steps; leave out the recipe and others")
-    folder, plain = RunFolder.open(options.resume)
-    made_by = "train" if "method" in plain else "sft"
+        raise UserError("--resume takes all but run.steps from the run folder; leave out the recipe and other settings")
+    folder, recorded = RunFolder.open(options.resume)
+    made_by = "train" if "method" in recorded else "sft"
     if made_by != options.kind:
         folder.close()
         raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
-    config = build(record, plain)
-    if steps is not None:
-        config = folder.extend(config, steps)
-    from threepo import api
-
-    train: Any = api.train if options.kind == "train" else api.fine_tune
-    print(api.closing_words(train(config, folder)))
-    return 0
+    config = build(record, recorded)
+    return config if steps is None else folder.extend(config, steps), folder
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _eval(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.config import recipes
 
     if options.compare:
-        return _compare(options)
+        _compare(options)
+        return
     if not options.model:
         raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
     benchmarks: dict[str, Any] = {}
@@ -220,29 +210,27 @@ def _eval(options: argparse.Namespace) -> int:
         summary = evaluate(config, folder)
     Console().print(evaluation_table(summary))
     print(f"every completion and the settings: {folder}")
-    return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
-        raise UserError("--compare A B: takes the folders of two evaluations, and of the rest only --output")
+        raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
     from threepo.evaluation.compare import compare
     from threepo.evaluation.tables import comparison_table
 
     comparison = compare(*options.compare)
     Console().print(comparison_table(comparison))
     for name in comparison["only_in_one"]:
-        print(f"left out, since only one of them has it: {name}")
+        print(f"left out, because only one of them has it: {name}")
     for different in comparison["settings_that_differ"]:
-        print(f"made differently: {different['setting']} = {different['first']!r} in A, {different['second']!r} in B")
+        print(f"different setting: {different['setting']} = {different['first']!r} in A, {different['second']!r} in B")
     if options.output:
-        write_text(options.output / "comparison.json", json.dumps(comparison, indent=2) + "\n")
-    return 0
+        write_json(options.output / "comparison.json", comparison)
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.analysis.report import plot, read_run, tables
@@ -252,38 +240,33 @@ def _report(options: argparse.Namespace) -> int:
         Console().print(table)
     if options.output:
         plot(list(runs.values()), options.output)
-    return 0
 
 
-def _sample(options: argparse.Namespace) -> int:
+def _sample(options: argparse.Namespace) -> None:
     if options.draws < 1 or options.first < 0:
         raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
     from threepo import api
 
     for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
         print(path)
-    return 0
 
 
-def _data_list(options: argparse.Namespace) -> int:
+def _data_list(options: argparse.Namespace) -> None:
     from threepo.show import listing
 
     print(listing())
-    return 0
 
 
-def _data_show(options: argparse.Namespace) -> int:
+def _data_show(options: argparse.Namespace) -> None:
     from threepo.show import data_settings, shown_problem
 
     settings = data_settings(options.source, options.settings)
     print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
-    return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from threepo.demo import run_demo
 
     run_demo(options.folder, Console())
-    return 0

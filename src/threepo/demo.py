@@ -1,12 +1,11 @@
-"""The main job in miniature: a warm start, then GRPO, B3PO, M3PO and C3PO from it at equal rollouts, and a comparison.
+"""All of threepo in miniature: a warm start, then GRPO, B3PO, M3PO and C3PO from it at equal rollouts, compared.
 
     threepo demo
 
-Everything lies under one folder (runs/demo); a demonstration that was stopped goes on where it was.
+Everything is written to one folder (runs/demo); the same command continues a demonstration that was stopped.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +25,38 @@ METHODS = ("grpo", "b3po", "m3po", "c3po")
 def run_demo(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run what is not done yet, print the table, draw the curves; returns what summary.json holds.
+    """Run the stages that are not finished, print the table, draw the curves; returns what summary.json holds.
 
-    `overrides` (section.key=value) change the four recipes of the methods, the others that of the warm start.
+    `overrides` (section.key=value) change the four methods' recipes, `warm_start_overrides` the warm start's.
     """
     start = folder / "warm_start"
     console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
-    warm_start = partial(load, SFTConfig, "demo/warm_start", [*warm_start_overrides, f"run.folder={start}"])
-    seconds = [_stage(start, SFTConfig, api.fine_tune, warm_start)]
+    seconds = _stage(start, SFTConfig, warm_start_overrides)
     for method in METHODS:
-        run = folder / method
-        console.print(f"RLVR: {method}, in {run}", highlight=False)
-        paths = [f"run.folder={run}", f"model.path={start}"]
-        recipe = partial(load, TrainConfig, f"demo/{method}", [*overrides, *paths])
-        seconds.append(_stage(run, TrainConfig, api.train, recipe))
+        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
+        seconds += _stage(folder / method, TrainConfig, [*overrides, f"model.path={start}"])
     runs = [read_run(folder / method) for method in METHODS]
     data = runs[0].config["data"]
-    methods = {run.name: run.summary() for run in runs}
     summary = {
-        "seconds": sum(seconds),
+        "seconds": seconds,
         "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
-        "methods": methods,
+        "methods": {run.name: run.summary() for run in runs},
     }
     plot(runs, folder / "curves.png")
     write_json(folder / SUMMARY, summary)
     for table in tables({run.name: run for run in runs}):
         console.print(table)
-    console.print(
-        f"{sum(seconds):.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False
-    )
+    console.print(f"{seconds:.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False)
     return summary
 
 
-def _stage(folder: Path, record: Any, job: Callable[..., Path], recipe: Callable[[], Any]) -> float:
-    """Do one stage, or the rest of it, unless its folder says that it is done; returns the seconds that it took."""
+def _stage(folder: Path, record: Any, overrides: Sequence[str]) -> float:
+    """Run or resume the recipe of this name in demo/, unless it is finished; returns the seconds that it took."""
+    train: Any = api.fine_tune if record is SFTConfig else api.train
     if not (folder / SUMMARY).is_file():
         if (folder / CONFIG).is_file():
-            opened, plain = RunFolder.open(folder)
-            job(build(record, plain), opened)
+            opened, config = RunFolder.open(folder)
+            train(build(record, config), opened)
         else:
-            job(recipe())
+            train(load(record, f"demo/{folder.name}", [*overrides, f"run.folder={folder}"]))
     return float(read_json(folder / SUMMARY)["seconds"])

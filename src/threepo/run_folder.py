@@ -184,11 +184,7 @@ class RunFolder:
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write all rollouts of a step as one parquet file."""
-        import pyarrow
-        import pyarrow.parquet
-
-        with atomic_file(self.path / COMPLETIONS / f"step-{step:06d}.parquet") as temporary:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+        write_parquet(self.path / COMPLETIONS / f"step-{step:06d}.parquet", rows)
 
     def checkpoint_path(self, step: int) -> Path:
         """The path of the checkpoint after `step` training steps."""
@@ -205,6 +201,15 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         write_json(self.path / SUMMARY, summary)
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows to a parquet file, atomically."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with atomic_file(path) as temporary:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from threepo.types import Problem
 
 
 def listing() -> str:
-    """Every source of problems and conversations, a line each."""
+    """Every source of problems and conversations, and every benchmark, a line each."""
     endless = "endless, from level {}; default levels {}"
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
     rows += [(t.name, "its own", endless.format(t.min_level, list(t.default_levels))) for t in TASKS.values()]
@@ -39,7 +39,7 @@ def listing() -> str:
 
 
 def data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
-    """Settings of [data] for problems of `source`; `UserError` for those of other tables."""
+    """Settings of [data] for problems of `source`; `UserError` for settings of other tables."""
     table = parse_overrides(overrides)
     data = table.pop("data", {})
     if table:
@@ -52,31 +52,32 @@ def data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
 def shown_problem(settings: DataConfig, split: Split, index: int, model: str) -> str:
     """Problem number `index` of `settings.train` as a policy reads it, with its verifier's reference and some counts.
 
-    `model` names the tokenizer; where it is empty, the prompt is shown as chat messages.
+    `model` names the tokenizer; without one, the prompt is shown as chat messages.
     """
     name = settings.train
     if split == "heldout" and not has_heldout(name):
         raise UserError(f"--heldout: {name} has no held-out problems of its own; leave it out")
     opened = open_source(name, split, settings)
-    problem = _problem(opened.problems, name, index)
+    problems = opened.problems.first(index + 1) if index >= 0 else ()
+    if not 0 <= index < len(problems):
+        wanted = f"between 0 and {len(problems) - 1}" if index >= 0 else "0 or more"
+        raise UserError(f"--index {index}: must be {wanted} for {name}")
+    problem = problems[index]
     facts = _facts(opened, name) | {"problem": f"{problem.id} (index {index})"}
     if model:
         from threepo.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model)
         facts |= _lengths(opened.problems, problem, tokenizer, settings)
-        prompt = [_rule("prompt"), prompt_text(problem, tokenizer, settings)]
+        parts = [("prompt", prompt_text(problem, tokenizer, settings))]
     else:
-        prompt = [line for m in messages(problem, settings) for line in (_rule(m["role"]), m["content"])]
-    return "\n".join([*(f"{key:<10}{value}" for key, value in facts.items()), *prompt, *_reference(problem)])
-
-
-def _problem(source: ProblemSource, name: str, index: int) -> Problem:
-    problems = source.first(index + 1) if index >= 0 else ()
-    if not 0 <= index < len(problems):
-        wanted = f"between 0 and {len(problems) - 1}" if index >= 0 else "0 or more"
-        raise UserError(f"--index {index}: must be {wanted} for {name}")
-    return problems[index]
+        parts = [(message["role"], message["content"]) for message in messages(problem, settings)]
+    if problem.answer:
+        parts.append(("answer", problem.answer))
+    if (tests := problem.columns.get("tests")) is not None:
+        parts.append(("tests", tests if isinstance(tests, str) else json.dumps(tests, indent=2, default=str)))
+    lines = [f"{key:<10}{value}" for key, value in facts.items()]
+    return "\n".join(lines + [f"--- {title} {'-' * (75 - len(title))}\n{text}" for title, text in parts])
 
 
 def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
@@ -91,7 +92,7 @@ def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
 
 
 def _lengths(source: ProblemSource, problem: Problem, tokenizer: Any, settings: DataConfig) -> dict[str, str]:
-    """Tokens of the prompt and, in a finite source, of the others."""
+    """Tokens of the prompt and, in a finite source, of the other prompts."""
     facts = {"tokens": str(len(tokenized([problem], tokenizer, settings)[0]))}
     if isinstance(source, FiniteProblems):
         lengths = [len(tokens) for tokens in tokenized(source.problems, tokenizer, settings)]
@@ -100,15 +101,3 @@ def _lengths(source: ProblemSource, problem: Problem, tokenizer: Any, settings: 
             dropped = sum(length > settings.max_prompt_tokens for length in lengths)
             facts["dropped"] = f"{dropped} above data.max_prompt_tokens = {settings.max_prompt_tokens}"
     return facts
-
-
-def _reference(problem: Problem) -> list[str]:
-    lines = [_rule("answer"), problem.answer] if problem.answer else []
-    tests = problem.columns.get("tests")
-    if tests is None:
-        return lines
-    return [*lines, _rule("tests"), tests if isinstance(tests, str) else json.dumps(tests, indent=2, default=str)]
-
-
-def _rule(title: str) -> str:
-    return f"--- {title} {'-' * (75 - len(title))}"

@@ -136,7 +136,7 @@ def test_the_suffix_says_how_curves_are_drawn(suffix: str, begins: bytes, tmp_pa
     run = read_run(write_run(tmp_path / "a", [step(0), step(1)]))
     plot([run], tmp_path / f"curves{suffix}")
     assert (tmp_path / f"curves{suffix}").read_bytes().startswith(begins)
-    with pytest.raises(UserError, match="--output .*curves.jpg: is drawn as its suffix says; end it in .png"):
+    with pytest.raises(UserError, match="--output .*curves.jpg: the suffix says how to draw; end it in .png"):
         plot([run], tmp_path / "curves.jpg")
     with pytest.raises(UserError, match="nothing to draw"):
         plot([read_run(write_run(tmp_path / "empty", []))], tmp_path / "empty.png")

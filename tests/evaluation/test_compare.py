@@ -83,7 +83,7 @@ def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["eval", "--compare", "a", "b", "--output", "c"]) == 0
     printed = capsys.readouterr().out
     assert "won/lost/tied" in printed
-    assert "made differently: run.seed = 0 in A, 1 in B" in printed
+    assert "different setting: run.seed = 0 in A, 1 in B" in printed
     written = json.loads(Path("c/comparison.json").read_text())
     assert written["benchmarks"]["sorting"]["pass_at"].keys() == {"1", "2"}
     assert written["average"]["pass_at"]["1"]["problems"] == 4
@@ -93,8 +93,8 @@ def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     ("settings", "message"),
     [
         (["eval.samples=1"], "have 2 and 1 completions a problem"),
-        (["eval.problems=3"], "sorting is not the same problems with the same answers: 4 in .*a and 3 in .*c"),
-        (["data.train=stack"], "a has sorting, .*c has stack: none alike"),
+        (["eval.problems=3"], "the problems or answers of sorting differ: 4 in .*a and 3 in .*c"),
+        (["data.train=stack"], "a has sorting, .*c has stack; none in both"),
     ],
 )
 def test_what_cannot_be_compared(evaluations: Path, settings: list[str], message: str) -> None:

@@ -14,7 +14,8 @@ from runs import train_config
 from threepo import api
 from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
-from threepo.evaluation.evaluate import FIRST_EVAL_DRAW
+from threepo.evaluation import run as evaluation
+from threepo.evaluation.examination import FIRST_EVAL_DRAW
 from threepo.models.policy import Policy
 from threepo.run_folder import checkpoints, read_metrics
 
@@ -94,7 +95,7 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
 ) -> None:
     settings = ["eval.samples=4", "eval.draws=2"]
     expected = evaluated(run, *settings)
-    load = api.load_policy
+    load = evaluation.load_policy
 
     def slow(*arguments: Any) -> Policy:
         policy = load(*arguments)
@@ -106,7 +107,7 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
         save_file(tensors, file, metadata)
         return policy
 
-    monkeypatch.setattr(api, "load_policy", slow)
+    monkeypatch.setattr(evaluation, "load_policy", slow)
     folder = tmp_path / "meanwhile"
     api.evaluate(load_evaluation(str(run), "", settings), folder)
     rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()

@@ -126,7 +126,7 @@ def test_months(tmp_path: Path) -> None:
     rows = [row(contest_date=date, question_id=f"q{i}") for i, date in enumerate(dates)]
 
     def ids(name: str) -> list[str]:
-        return [problem.id for problem in opened(tmp_path, name, rows).problems]
+        return [problem.id for problem in opened(tmp_path, name, rows).problems.known()]
 
     assert ids("livecodebench") == [f"livecodebench/q{i}" for i in (1, 2, 3)]
     assert ids("livecodebench:2025-02..2025-02") == ["livecodebench/q2"]
@@ -141,4 +141,4 @@ def test_months(tmp_path: Path) -> None:
 def test_the_benchmark_is_put_as_code(tmp_path: Path) -> None:
     benchmark = opened(tmp_path, "livecodebench", [row()])
     assert benchmark.verifier == "code"
-    assert "```python\nyour program\n```" in benchmark.problems[0].templated("")
+    assert "```python\nyour program\n```" in benchmark.problems.known()[0].templated("")

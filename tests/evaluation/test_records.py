@@ -97,7 +97,7 @@ def test_a_stopped_evaluation_goes_on_and_ends_as_if_it_never_was(number: int, s
         assert result.returncode == -number
     else:
         assert result.returncode == 128 + number
-        assert "SIGINT after 7 of 11 problems; the same command goes on from there, in stopped" in result.stderr
+        assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in result.stderr
     assert not Path("stopped/summary.json").exists()
     assert len(list(Path("stopped/parts").rglob("*.parquet"))) == saved
     assert calls() == 4

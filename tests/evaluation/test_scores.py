@@ -4,27 +4,28 @@ import math
 
 import pytest
 
-from factories import completion
+from factories import completion as made
 from threepo.evaluation.pass_at_k import average_error
-from threepo.evaluation.scores import Mark, average, plain, score
+from threepo.evaluation.scores import COLUMNS, as_json, average_scores, score
+from threepo.run_folder import completion_row
 
 
-def mark(
-    problem: str, answer: str | None = "x", *, right: bool = False, status: str = "", draw: int | None = None
-) -> Mark:
-    """A mark of a completion that was not cut."""
+def row(
+    answer: str | None = "x", *, right: bool = False, status: str = "", draw: int | None = None
+) -> dict[str, object]:
+    """A completion that was not cut."""
     judged = status or ("right" if right else "wrong")
-    return Mark(problem, right, judged, answer, False, draw)  # type: ignore[arg-type]
+    return dict(zip(COLUMNS, (right, judged, answer, "stop", draw), strict=True))
 
 
 def test_scores_by_hand() -> None:
     rows = [
-        completion("a", 0, reward=1),
-        completion("a", 1),
-        completion("b", 0),
-        completion("b", 1, status="no_answer"),
+        made("a", 0, reward=1),
+        made("a", 1),
+        made("b", 0),
+        made("b", 1, status="no_answer"),
     ]
-    result = score([Mark.of(row) for row in rows], samples=2)
+    result = score([completion_row(0, completion) for completion in rows], samples=2)
     assert (result.problems, result.samples) == (2, 2)
     assert result.pass_at == {1: 0.25, 2: 0.5}
     assert result.no_answer_share == 0.25
@@ -32,8 +33,8 @@ def test_scores_by_hand() -> None:
 
 
 def test_every_k_is_scored_and_powers_of_two_are_logged() -> None:
-    marks = [mark("a", str(i), right=i == 0) for i in range(6)]
-    result = score(marks, samples=6)
+    rows = [row(str(i), right=i == 0) for i in range(6)]
+    result = score(rows, samples=6)
     assert result.pass_at == pytest.approx({k: k / 6 for k in range(1, 7)})
     assert [name for name in result.metrics() if "pass_at" in name] == [f"eval/pass_at_{k}" for k in (1, 2, 4, 6)]
     assert list(result.majority_at) == [1, 2, 4, 6]
@@ -42,20 +43,20 @@ def test_every_k_is_scored_and_powers_of_two_are_logged() -> None:
 
 def test_majority_needs_answers() -> None:
     """A user's own function says right or wrong, and reports no answer; a verifier that found none says so."""
-    assert score([mark("a", None), mark("a", None)], 2).majority_at == {}
-    assert score([mark("a", None, right=True), mark("a", None)], 2).majority_at == {}
-    assert score([mark("a", None, status="no_answer")] * 2, 2).majority_at == {1: 0, 2: 0}
-    assert score([mark("a", right=True)] * 2, 2, votes=False).majority_at == {}
+    assert score([row(None), row(None)], 2).majority_at == {}
+    assert score([row(None, right=True), row(None)], 2).majority_at == {}
+    assert score([row(None, status="no_answer")] * 2, 2).majority_at == {1: 0, 2: 0}
+    assert score([row(right=True)] * 2, 2, votes=False).majority_at == {}
 
 
 def test_draws_are_scored_apart_too() -> None:
-    marks = [
-        mark("a", right=True, draw=9),
-        mark("a", draw=12),
-        mark("b", right=True, draw=9),
-        mark("b", right=True, draw=12),
+    rows = [
+        row(right=True, draw=9),
+        row(draw=12),
+        row(right=True, draw=9),
+        row(right=True, draw=12),
     ]
-    result = score(marks, samples=2)
+    result = score(rows, samples=2)
     assert result.pass_at == {1: 0.75, 2: 1.0}
     assert result.pass_at_1_by_draw == {0: 1.0, 1: 0.5}
 
@@ -63,15 +64,15 @@ def test_draws_are_scored_apart_too() -> None:
 def test_the_average_by_hand() -> None:
     """Scores 0.5 and 1 of two sets weigh the same, however many problems each has; errors 3 and 4 give 5 / 2."""
     assert average_error([3, 4]) == pytest.approx(2.5)
-    half = score([mark("a", right=True), mark("a"), mark("b", right=True), mark("b")], 2)
-    whole = score([mark(str(i), right=True) for i in range(6) for _ in range(2)], 2)
-    result = average([half, whole])
+    half = score([row(right=True), row(), row(right=True), row()], 2)
+    whole = score([row(right=True) for _ in range(6) for _ in range(2)], 2)
+    result = average_scores([half, whole])
     assert result["pass_at"] == {"1": 0.75, "2": 1.0}
     assert result["majority_at"] == {"1": 0.75, "2": 1.0}
     sampling = math.sqrt((0.25 + 0.25) / 2 / 2)  # of the first set: p (1 - p) / (K - 1) is 0.25 for both problems
     assert result["standard_errors_of_pass_at_1"]["sampling"] == pytest.approx(sampling / 2)
-    assert average([half, score([mark("a", None)] * 2, 2)])["majority_at"] == {}
+    assert average_scores([half, score([row(None)] * 2, 2)])["majority_at"] == {}
 
 
 def test_what_json_does_not_know_is_null() -> None:
-    assert plain(score([mark("a")], 1))["standard_errors_of_pass_at_1"]["between"] is None
+    assert as_json(score([row()], 1))["standard_errors_of_pass_at_1"]["between"] is None

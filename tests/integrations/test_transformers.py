@@ -298,7 +298,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"fp16": True}, "bf16=True"),
         ({"fsdp": True}, "does not shard"),
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
-        ({"ivon": {"params": []}}, "drop it"),
+        ({"ivon": {"params": []}}, "leave it to the Trainer"),
         ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "SGD has no posterior"),
         ({"optimizers": (IVON([torch.nn.Parameter(torch.ones(1))]), None)}, "has no effect"),
     ],

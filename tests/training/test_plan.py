@@ -143,8 +143,8 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
     ("arguments", "message"),
     [
         (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
-        (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: is a number above 0"),
-        (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* of --dry-run only"),
+        (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: must be above 0"),
+        (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* with --dry-run only"),
     ],
 )
 def test_nothing_is_trained_or_reckoned_by_mistake(

@@ -278,7 +278,7 @@ def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: 
     before = Path("scores/summary.json").read_bytes()
     for folder, message in (
         ("scores", "--output scores: holds an evaluation under other settings (eval.samples = 1 there, 2 here)"),
-        ("m", "--output m: holds a config.json that is no evaluation's"),
+        ("m", "--output m: holds the config.json of something else"),
         ("/proc/x", "cannot write /proc/x"),
     ):
         assert main([*load_model, "--output", folder, *data, "eval.samples=2"]) == 2

@@ -1,4 +1,4 @@
-"""A table and a picture of training runs, from their run folders alone.
+"""Tables and curves of training runs, from their run folders alone.
 
 threepo report RUN... [--output report.png]
 """
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from threepo.errors import UserError
-from threepo.files import read_json
+from threepo.files import atomic_file, read_json
 from threepo.run_folder import CONFIG, read_metrics
 
 PANELS = (
@@ -23,7 +25,7 @@ PANELS = (
 )
 """Titles and metrics; a panel is drawn if one of the runs has its metric."""
 SHARES = ("eval/pass_at_1", "groups/zero_advantage_share")
-"""Metrics whose axis goes from 0 to 1."""
+"""Metrics with an axis from 0 to 1."""
 FORMATS = (".png", ".pdf", ".svg")
 SMOOTHING = 5
 """Training curves show a running mean over this many steps, with the raw values faint behind it."""
@@ -31,7 +33,7 @@ SMOOTHING = 5
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run as its folder tells it."""
+    """One run, read from its folder."""
 
     name: str
     config: dict[str, Any]
@@ -45,54 +47,55 @@ class RunReport:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether `threepo sft` made it; then there are neither rollouts nor rewards."""
+        """Whether it is a run of `threepo sft`, which has neither rollouts nor rewards."""
         return "method" not in self.config
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the table; those that the run did not measure are None."""
+        """The numbers of the table; those that the run did not measure are None."""
         steps = self.steps
+        first, last = (steps[0], steps[-1]) if steps else ({}, {})
         seconds = statistics.median(row["time/step"] for row in steps) if steps else None
         if self.is_fine_tuning:
-            first, last = (steps[i]["sft/loss"] if steps else None for i in (0, -1))
-            held_out = next((row["sft/eval_loss"] for row in reversed(steps) if "sft/eval_loss" in row), None)
-            return {"loss_first": first, "loss_last": last, "eval_loss": held_out} | {
+            return {
+                "loss_first": first.get("sft/loss"),
+                "loss_last": last.get("sft/loss"),
+                "eval_loss": next((row["sft/eval_loss"] for row in reversed(steps) if "sft/eval_loss" in row), None),
                 "seconds_per_step": seconds,
                 "steps": len(steps),
             }
         evaluated = [row for row in self.rows if "eval/pass_at_1" in row]
         before = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
         after = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
+        data, method = self.config["data"], self.config["method"]
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),
             "se_before": before.get("eval/se_between"),
             "pass_at_1_after": after.get("eval/pass_at_1"),
             "se_after": after.get("eval/se_between"),
-            "reward_first": steps[0]["reward/mean"] if steps else None,
-            "reward_last": steps[-1]["reward/mean"] if steps else None,
+            "reward_first": first.get("reward/mean"),
+            "reward_last": last.get("reward/mean"),
             "zero_advantage_share": _mean([row["groups/zero_advantage_share"] for row in steps]),
             "seconds_per_step": seconds,
-            "rollouts": self.config["data"]["prompts_per_step"]
-            * self.config["method"]["rollouts_per_prompt"]
-            * len(steps),
+            "rollouts": data["prompts_per_step"] * method["rollouts_per_prompt"] * len(steps),
             "steps": len(steps),
         }
 
 
 def read_run(path: Path) -> RunReport:
-    """Read a training run's folder; `UserError` if it is none."""
+    """Read the folder of a training run; `UserError` if it holds none."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no {CONFIG})")
     return RunReport(path.name, read_json(path / CONFIG), read_metrics(path))
 
 
-def tables(runs: Mapping[str, RunReport]) -> list[Any]:
+def tables(runs: Mapping[str, RunReport]) -> list[Table]:
     """The summaries as rich tables, a row per run: one for reinforcement learning, one for fine-tuning."""
     learning = {name: run.summary() for name, run in runs.items() if not run.is_fine_tuning}
     tuning = {name: run.summary() for name, run in runs.items() if run.is_fine_tuning}
     return [make(some) for make, some in ((_rewards_table, learning), (_losses_table, tuning)) if some]
 
 
-def _rewards_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
+def _rewards_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
     evaluated = any(s[f"pass_at_1_{at}"] is not None for s in summaries.values() for at in ("before", "after"))
     scores = ("pass@1 before", "pass@1 after") if evaluated else ("reward first", "reward last")
     title = "Held-out pass@1, mean and standard error over problems"
@@ -111,7 +114,7 @@ def _rewards_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
     return table
 
 
-def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
+def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
     columns = ("run", "loss first", "loss last", "held-out loss", "s/step", "steps")
     table = _table("Cross-entropy of the targets, nats a token", *columns)
     for name, s in summaries.items():
@@ -120,9 +123,7 @@ def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Any:
     return table
 
 
-def _table(title: str, *columns: str) -> Any:
-    from rich.table import Table
-
+def _table(title: str, *columns: str) -> Table:
     table = Table(*columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -132,16 +133,14 @@ def _table(title: str, *columns: str) -> Any:
 def plot(runs: Sequence[RunReport], path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
-        raise UserError(f"--output {path}: is drawn as its suffix says; end it in {', '.join(FORMATS)}")
-    panels = [(title, metric) for title, metric in PANELS if any(_points(run, metric)[0] for run in runs)]
+        raise UserError(f"--output {path}: the suffix says how to draw; end it in {', '.join(FORMATS)}")
+    panels = [(title, metric) for title, metric in PANELS if any(_measured(run, metric) for run in runs)]
     if not panels:
         raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from threepo.files import atomic_file
 
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(
@@ -168,18 +167,18 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     plt.close(figure)
 
 
-def _points(run: RunReport, metric: str) -> tuple[list[int], list[float]]:
-    rows = [row for row in run.rows if row.get(metric) is not None]
-    return [row["step"] + 1 for row in rows], [row[metric] for row in rows]
+def _measured(run: RunReport, metric: str) -> list[dict[str, Any]]:
+    return [row for row in run.rows if row.get(metric) is not None]
 
 
 def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
-    """Draw one run's metric; its line for the legend, or None if the run does not have it."""
-    x, y = _points(run, metric)
-    if not x:
+    """Draw one run's metric; returns its line for the legend, or None if the run does not have it."""
+    rows = _measured(run, metric)
+    if not rows:
         return None
+    x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
     if metric == "eval/pass_at_1":
-        bars = [row.get("eval/se_between") or 0.0 for row in run.rows if row.get(metric) is not None]
+        bars = [row.get("eval/se_between") or 0.0 for row in rows]
         return axis.errorbar(x, y, yerr=bars, color=colour, marker="o", markersize=4, capsize=3)
     if metric == "sft/eval_loss":
         return axis.plot(x, y, color=colour, marker="o", markersize=4)[0]

@@ -1,9 +1,9 @@
-"""Published problem sets by name, from the Hugging Face hub or from copies, as problems of one form.
+"""Published problem sets by name, from the Hugging Face hub or from copies.
 
     aime24    math500=COPY    livecodebench:2025-02..2025-04    livecodebench:2025-02..2025-04=COPY
 
-A problem's id is that of the published row, or else the row's number, after the name of the benchmark. It is the same
-for all copies, so that evaluations can be paired. Nothing heavy is imported here.
+A problem's id is the name of the benchmark with the id of the published row, or with the row's number if it has none.
+It is the same for all copies, so that evaluations can be paired. Nothing heavy is imported here.
 """
 
 import difflib
@@ -15,23 +15,23 @@ from typing import Any
 
 from threepo.config import BenchmarksConfig
 from threepo.config.sources import KINDS, SUFFIXES
+from threepo.data.finite import FiniteProblems
 from threepo.data.prompts import CODE, MATH_EVALUATION
 from threepo.data.rows import BrokenRow, is_source, open_rows
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
 from threepo.evaluation.livecodebench import RELEASE_6, Window
+from threepo.evaluation.problems import ProblemSet
 from threepo.rewards.extraction import last_box
 from threepo.types import Problem, VerifierName
 
-MAX_NEW_TOKENS = 3072
-"""The paper's, where neither recipe nor command line says otherwise."""
 _IDS = ("unique_id", "question_id", "id", "idx")
 _TEXTS = ("problem", "question")
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 
 
 def math_problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
-    """Text and final answer, whatever their columns are called."""
+    """A problem with its final answer, from the columns that published sets have them in."""
     text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
     if text is None:
         raise UserError(f"{location}: has no problem or question; its columns are {', '.join(map(repr, row))}")
@@ -43,7 +43,7 @@ def math_problem(row: Mapping[str, Any], identity: str, location: str) -> Proble
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    """The final answer alone: its column, the end of a worked answer (gsm8k), or the last box of a solution."""
+    """The final answer: its column, the end of a worked answer (gsm8k), or the last box of a solution."""
     given = row.get("answer")
     if given is None or given == "":
         return last_box(str(row.get("solution") or "")) or ""
@@ -56,7 +56,7 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a problem set is published, and what judges its answers."""
+    """Where a problem set is published, and how its rows become problems."""
 
     source: str
     """A source of `data.rows`, with its configuration where the hub has several."""
@@ -65,6 +65,8 @@ class Benchmark:
     """The problem in a row, from its id and its location."""
     other_file: str = ""
     """Another name of its local file."""
+    months: Window | None = None
+    """The months of contests that are evaluated where the user names none; None: the rows have no months."""
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -75,9 +77,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "amc23": Benchmark("math-ai/amc23"),
     "minerva": Benchmark("math-ai/minervamath", other_file="minerva_math"),
     "gsm8k": Benchmark("openai/gsm8k:main"),
-    "livecodebench": Benchmark(livecodebench.SOURCE, verifier="code", read=livecodebench.problem),
+    "livecodebench": Benchmark(livecodebench.SOURCE, "code", livecodebench.problem, months=RELEASE_6),
 }
-"""To add one: a line here and, if its columns are others, a file next to this one with its `read`."""
+"""To add one: a line here and, if it has other columns, a file next to this one with its `read`."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +87,32 @@ class Choice:
     """One benchmark as a user names it."""
 
     name: str
-    window: Window | None = None
-    """The months of livecodebench."""
+    months: Window | None = None
     copy: str = ""
     """Another source; empty: the hub, or the folder of files."""
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
-        """`UserError` names what there is."""
+        """`UserError` for anything but NAME, NAME=COPY, or a name with months."""
         chosen, equals, copy = text.strip().partition("=")
-        name, colon, months = chosen.partition(":")
+        name, _, months = chosen.partition(":")
         if name not in BENCHMARKS:
             near = difflib.get_close_matches(name, BENCHMARKS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BENCHMARKS)}"
             raise UserError(f"benchmark {name!r}: unknown; {hint}")
         if equals and not is_source(copy):
             raise UserError(f"benchmark {text}: after the =, name {KINDS}")
-        if colon and name != "livecodebench":
+        default = BENCHMARKS[name].months
+        if chosen == name:
+            return cls(name, default, copy)
+        if not default:
             raise UserError(f"benchmark {chosen}: only livecodebench is chosen by months")
-        window = Window.parse(months) if colon else RELEASE_6
-        return cls(name, window if name == "livecodebench" else None, copy)
+        return cls(name, Window.parse(months), copy)
 
     @property
     def label(self) -> str:
         """The name of its results."""
-        return self.name if self.window in (None, RELEASE_6) else f"{self.name}:{self.window}"
+        return self.name if self.months == BENCHMARKS[self.name].months else f"{self.name}:{self.months}"
 
 
 def choices(settings: BenchmarksConfig) -> list[Choice]:
@@ -122,35 +125,26 @@ def choices(settings: BenchmarksConfig) -> list[Choice]:
     return chosen
 
 
-@dataclass(frozen=True)
-class BenchmarkProblems:
-    """The problems of a benchmark, in their template."""
-
-    label: str
-    source: str
-    template: str
-    problems: tuple[Problem, ...]
-    verifier: VerifierName
-
-
-def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProblems:
-    """Read a benchmark; `UserError` if its rows are missing or are not its own."""
+def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> ProblemSet:
+    """Read a benchmark; `UserError` if its rows are missing or are not as it is published."""
     benchmark = BENCHMARKS[choice.name]
-    source = choice.copy or _in_folder(settings.folder, choice.name, benchmark) or benchmark.source
-    if choice.window and source == benchmark.source and not choice.window.within(RELEASE_6):
+    source = choice.copy or benchmark.source
+    if settings.folder and not choice.copy:
+        source = _in_folder(settings.folder, choice.name, benchmark)
+    if choice.months and source == benchmark.source and not choice.months.within(RELEASE_6):
         raise UserError(
-            f"benchmark {choice.label}: from the hub, threepo reads what release 6 added, {RELEASE_6}; download the "
-            f"files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
+            f"benchmark {choice.label}: from the hub, threepo reads only what release 6 added, {RELEASE_6}; download "
+            f"the files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
         )
     prompts = {"math": settings.math_prompt or MATH_EVALUATION, "code": settings.code_prompt or CODE}
     template = prompts[benchmark.verifier]
-    rows: list[livecodebench.Numbered] = []  # before the window is applied: a row without an id is known by its number
+    rows: list[livecodebench.Numbered] = []  # with the number of the published row, which names a row without an id
     for number, found in enumerate(open_rows(source, "test"), start=1):
         if isinstance(found, BrokenRow):
             raise UserError(f"benchmark {choice.label}, {source}, row {number}: {found}")
         rows.append((number, found))
-    if choice.window:
-        rows = choice.window.select(rows, f"benchmark {choice.label}: {source}")
+    if choice.months:
+        rows = choice.months.select(rows, f"benchmark {choice.label}: {source}")
     problems: dict[str, Problem] = {}
     for number, row in rows[: settings.problems or None]:
         identity = f"{choice.name}/{next((row[key] for key in _IDS if row.get(key) is not None), number - 1)}"
@@ -160,18 +154,17 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> BenchmarkProbl
         problems[identity] = replace(benchmark.read(row, identity, location), template=template)
     if not problems:
         raise UserError(f"benchmark {choice.label}: {source} holds no problems")
-    return BenchmarkProblems(choice.label, source, template, tuple(problems.values()), benchmark.verifier)
+    finite = FiniteProblems(source, tuple(problems.values()), seed=0, rows=len(problems))
+    return ProblemSet(finite, benchmark.verifier, choice.label, source, template)
 
 
 def _in_folder(folder: str, name: str, benchmark: Benchmark) -> str:
-    """The file or folder of a benchmark in `benchmarks.folder`, if that is set."""
+    """The file or folder of a benchmark in `benchmarks.folder`."""
     names = [found for found in (name, benchmark.other_file) if found]
     for path in (Path(folder) / f"{found}{suffix}" for found in names for suffix in ("", *SUFFIXES)):
-        if folder and path.exists():
+        if path.exists():
             return str(path)
-    if folder:
-        raise UserError(
-            f"benchmarks.folder = {folder!r}: holds no {name}.jsonl, .json, .csv or .parquet, and no folder {name}; "
-            f"put it there, or name a copy: --benchmarks {name}=COPY"
-        )
-    return ""
+    raise UserError(
+        f"benchmarks.folder = {folder!r}: holds no {name}.jsonl, .json, .csv or .parquet, and no folder {name}; "
+        f"copy it there, or name a copy: --benchmarks {name}=COPY"
+    )

@@ -2,10 +2,11 @@
 
     threepo eval --compare A B
 
-Everything is paired by problem, so what makes a problem hard is in both scores and cancels.
+Scores are paired by problem, so the difficulty of a problem is in both of its scores and cancels.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,14 +22,14 @@ from threepo.files import read_json
 from threepo.run_folder import COMPLETIONS, SUMMARY
 
 EXACT_UP_TO = 14
-"""Problems with a difference for which all 2^n signs are tried; with more, `FLIPS` random ones."""
+"""Up to this many problems with a difference, all 2^n choices of signs are tried; above, `FLIPS` random ones."""
 FLIPS = 20_000
 RESAMPLES = 4_000
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Mean scores of two evaluations on the same problems, and what their difference is worth."""
+    """Mean scores of two evaluations on the same problems, and the significance of their difference."""
 
     problems: int
     first: float
@@ -36,11 +37,11 @@ class Paired:
     difference: float
     """second - first; of several sets, the unweighted mean of theirs."""
     error: float
-    """Standard error of the difference, problems as a sample of all: from the spread of the problems' differences."""
+    """Standard error of the difference, from the spread over problems, as a sample of all problems."""
     interval: tuple[float, float]
-    """95 % of the difference under resampling of problems."""
+    """95 % interval of the difference under resampling of problems."""
     p: float
-    """Two-sided, of the hypothesis that the signs of the problems' differences are chance."""
+    """Two-sided p-value of the sign-flip test: the signs of the problems' differences are random."""
     wins: int
     """Problems on which the second is better."""
     losses: int
@@ -54,7 +55,7 @@ def paired(sets: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0) -> Pair
     every = np.concatenate(d)
     error = math.sqrt(sum(_squared_error(x) for x in d)) / n
     generator = np.random.default_rng(seed)
-    # A resample of n problems is how often each of them is in it.
+    # A resample of n problems says how often each problem is in it.
     resampled = [generator.multinomial(len(x), np.full(len(x), 1 / len(x)), size=RESAMPLES) @ x / len(x) for x in d]
     low, high = np.quantile(np.mean(resampled, axis=0), (0.025, 0.975))
     return Paired(
@@ -76,9 +77,9 @@ def _squared_error(differences: np.ndarray) -> float:
 
 
 def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
-    """Share of sign choices whose sum is at least as far from 0 as that of the terms as they are.
+    """Share of choices of signs whose sum is at least as far from 0 as the sum of the terms.
 
-    All choices where at most `EXACT_UP_TO` terms are not 0; else random ones, with the one observed among them.
+    Exact if at most `EXACT_UP_TO` terms are not 0; else over random choices and the observed one.
     """
     terms = terms[terms != 0]
     if not len(terms):
@@ -96,21 +97,23 @@ def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
-    """The comparison of two finished evaluations, ready for JSON, on the sets of problems that both have.
+    """The comparison of two finished evaluations on the sets of problems that both have, ready for JSON.
 
-    `UserError` if they have none in common, different K, or other problems under the same name.
+    `UserError` if they have no set in common, different K, or different problems under the same name.
     """
     summaries = [_summary(folder) for folder in (first, second)]
     samples = [summary["config"]["eval"]["samples"] for summary in summaries]
     if samples[0] != samples[1]:
         raise UserError(
-            f"--compare {first} {second}: have {samples[0]} and {samples[1]} completions a problem; their pass@k are "
-            f"estimated with different noise: evaluate both with the same eval.samples"
+            f"--compare {first} {second}: have {samples[0]} and {samples[1]} completions a problem, so their pass@k "
+            f"have different noise; evaluate both with the same eval.samples"
         )
     names = [list(summary["benchmarks"]) for summary in summaries]
     common = [name for name in names[0] if name in names[1]]
     if not common:
-        raise UserError(f"--compare: {first} has {', '.join(names[0])}, {second} has {', '.join(names[1])}: none alike")
+        raise UserError(
+            f"--compare: {first} has {', '.join(names[0])}, {second} has {', '.join(names[1])}; none in both"
+        )
     counts = {name: _counts((first, second), name) for name in common}
     return {
         "first": str(first),
@@ -131,12 +134,12 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not (folder / EVALUATION).is_file():
         raise UserError(f"--compare {folder}: holds no evaluation; name the folder that `threepo eval` wrote")
     if not (folder / SUMMARY).is_file():
-        raise UserError(f"--compare {folder}: is not finished; give the command that began it again, and it goes on")
+        raise UserError(f"--compare {folder}: is not finished; repeat the command that began it, which continues it")
     return read_json(folder / SUMMARY)
 
 
 def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What ought to be alike: how completions were asked for, made and judged, but not the model or the machine."""
+    """The settings that should be equal: of prompts, sampling and grading, but not of the model or the machine."""
     config = summary["config"]
     decoding = {key: config["eval"][key] for key in ("temperature", "top_p", "top_k", "draws")}
     longest = config["eval"]["max_new_tokens"] or config["sampling"]["max_new_tokens"]
@@ -150,26 +153,25 @@ def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 
 def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
-    """Right completions of every problem, in one order, of the first and of the second evaluation."""
+    """Right completions of every problem in the first and in the second evaluation, in the same order."""
+    first, second = (_right(folder / COMPLETIONS / f"{set_name(name)}.parquet") for folder in folders)
+    if single := first.keys() ^ second.keys():
+        raise UserError(
+            f"--compare: the problems or answers of {name} differ: {len(first)} in {folders[0]} and {len(second)} in "
+            f"{folders[1]}, {len(single)} of them only in one, such as {min(single)[0]}; evaluate both on the same"
+        )
+    return list(first.values()), [second[problem] for problem in first]
+
+
+def _right(path: Path) -> dict[tuple[str, str], int]:
+    """The number of right completions of every problem, by its id and reference answer."""
     import pyarrow.parquet
 
-    tallies: list[dict[tuple[str, str], int]] = []
-    for folder in folders:
-        tally: dict[tuple[str, str], int] = {}
-        path = folder / COMPLETIONS / f"{set_name(name)}.parquet"
-        columns = ["problem_id", "reference_answer", "correct"]
-        for row in pyarrow.parquet.read_table(path, columns=columns).to_pylist():
-            problem = (row["problem_id"], row["reference_answer"])
-            tally[problem] = tally.get(problem, 0) + row["correct"]
-        tallies.append(tally)
-    single = tallies[0].keys() ^ tallies[1].keys()
-    if single:
-        sizes = " and ".join(f"{len(tally)} in {folder}" for tally, folder in zip(tallies, folders, strict=True))
-        raise UserError(
-            f"--compare: {name} is not the same problems with the same answers: {sizes}, {len(single)} of them only in "
-            f"one, such as {min(single)[0]}; evaluate both on the same"
-        )
-    return list(tallies[0].values()), [tallies[1][problem] for problem in tallies[0]]
+    right: dict[tuple[str, str], int] = defaultdict(int)
+    columns = ["problem_id", "reference_answer", "correct"]
+    for row in pyarrow.parquet.read_table(path, columns=columns).to_pylist():
+        right[row["problem_id"], row["reference_answer"]] += row["correct"]
+    return right
 
 
 def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an evaluation depends on beside its settings and problems, in a few hexadecimal digits."""
+"""A digest of the weights that an evaluation depends on."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Keys of a model's configuration that say where it is and who wrote it."""
+"""Keys of a model's configuration that change where it is saved or loaded, but not what it computes."""
 
 
 def weights_digest(policy: Policy, posterior: Posterior | None) -> str:
-    """Of every weight, of the model's configuration, and of the posterior that draws are made from, if any."""
+    """A digest of every weight, of the model's configuration, and of the posterior if draws are made."""
     shape = {key: value for key, value in policy.model.config.to_dict().items() if key not in _NOT_THE_MODEL}
     parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]
     if posterior is not None:
@@ -25,7 +25,7 @@ def weights_digest(policy: Policy, posterior: Posterior | None) -> str:
 
 
 def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """A line per tensor; hashing leaves Python's lock, so that several go at the same time."""
+    """A line per tensor; hashing releases the GIL, so threads hash several at the same time."""
 
     def line(name: str) -> str:
         tensor = tensors[name].detach().cpu().contiguous()

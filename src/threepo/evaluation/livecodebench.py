@@ -1,7 +1,7 @@
 """LiveCodeBench as published (livecodebench/code_generation_lite): months of contests, and packed test cases.
 
-A row's private test cases are JSON, or JSON that is pickled, compressed and in base 64. A pickle can name any function
-of any module to be called while it is read; the unpickler here finds none.
+A row's private test cases are JSON, or JSON that is pickled, compressed and encoded in base 64. A pickle can call any
+function of any module while it is read; the unpickler here refuses them all.
 """
 
 import base64
@@ -19,7 +19,7 @@ from threepo.errors import UserError
 from threepo.types import Problem
 
 SOURCE = "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
-"""The problems that release 6 added. The set has a loading script, which `datasets` refuses, so the file is named."""
+"""The problems that release 6 added, as a file: `datasets` refuses the set itself, which has a loading script."""
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -31,11 +31,11 @@ PRELUDE = "\n".join(
         "sys.setrecursionlimit(50_000)",
     ]
 )
-"""What the published grader puts before every program; solutions use `List` and the like without importing them."""
+"""The published grader puts this before every program: solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
-"""Columns that a problem keeps; its tests are added decoded."""
+"""Columns that a problem keeps, besides its tests."""
 _ERRORS = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
-"""What base 64, zlib, JSON and pickle raise for damaged data, and Python for other columns."""
+"""Raised by base 64, zlib, JSON and pickle for damaged data, and by Python for missing or other columns."""
 Numbered = tuple[int, Mapping[str, Any]]
 """A row and its number."""
 
@@ -78,7 +78,7 @@ RELEASE_6 = Window("2025-01", "2025-04")
 
 
 def problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
-    """A published row as a problem: its text with the form of the program, and its tests as a column."""
+    """A published row as a problem: its text with the form of the program, and its tests in a column."""
     try:
         tests = _tests(row)
         text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
@@ -94,7 +94,7 @@ def _tests(row: Mapping[str, Any]) -> dict[str, Any]:
     cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]
     kinds = {case["testtype"] for case in cases}
     if kinds not in ({"stdin"}, {"functional"}):
-        raise ValueError(f"its tests are of the kinds {sorted(kinds)}; known are stdin and functional, not mixed")
+        raise ValueError(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
     tests: dict[str, Any] = {
         "prefix": PRELUDE,
         "inputs": [str(case["input"]) for case in cases],
@@ -107,19 +107,14 @@ def _tests(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cases(packed: Any) -> list[Mapping[str, Any]]:
-    """Test cases from any of the forms that they are published in."""
+    """Test cases from any of their published forms."""
     if isinstance(packed, str) and not packed.lstrip().startswith("["):
-        packed = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(packed, validate=True)))).load()
-        if not isinstance(packed, str):
-            raise pickle.UnpicklingError(f"holds {type(packed).__name__} and not text")
+        packed = _ValuesOnly(io.BytesIO(zlib.decompress(base64.b64decode(packed, validate=True)))).load()
     return list(json.loads(packed) if isinstance(packed, str) else packed)
 
 
-class _TextOnly(pickle.Unpickler):
-    """Reads pickles of plain values; one that asks for a function or a class is refused before anything is imported."""
+class _ValuesOnly(pickle.Unpickler):
+    """Refuses pickles that ask for a function or a class, before anything is imported."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}; only text is expected")
-
-    def persistent_load(self, identity: Any) -> NoReturn:
-        raise pickle.UnpicklingError("the pickle refers to something outside; only text is expected")

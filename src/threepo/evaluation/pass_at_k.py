@@ -1,4 +1,4 @@
-"""pass@k without bias, and three standard errors that say what they measure (method.md 6)."""
+"""Unbiased pass@k, and three standard errors of it (method.md 6)."""
 
 import math
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class StandardErrors:
     """Of a mean pass@1 over P problems with K completions each."""
 
     between: float
-    """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Holds sampling noise
-    of the completions too."""
+    """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Includes the sampling
+    noise of the completions."""
     sampling: float
-    """For these very problems, of sampling K completions again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
+    """For the same problems, of sampling K completions again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
     bootstrap: float
     """Standard deviation under resampling of problems and then of completions within them. It counts sampling noise
-    twice, because the scores that it resamples hold it already: an upper figure, by up to a third for small K."""
+    twice, because the resampled scores include it already: too large, by up to a third for small K."""
 
 
 def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:

@@ -1,12 +1,12 @@
 """An evaluation's folder: every completion with its verdict, saved in parts as they come, so that none is lost.
 
-evaluation.json              the settings, and what else the records depend on: weights, and problems as they are put
+evaluation.json              the settings, digests of the weights and of the problems as prompts, versions of packages
 parts/SET/00000.parquet      completions of the first problems of a set, while the evaluation goes on
-completions/SET.parquet      all of a set, when they are all there
-summary.json                 the scores, once all sets are done
+completions/SET.parquet      all completions of a set, once they are complete
+summary.json                 the scores, once all sets are complete
 
-A part is a function of these settings alone, so an evaluation that was interrupted anywhere and begun again ends like
-one that never was.
+A part is a function of the settings, the weights and the problems, so an interrupted evaluation that is continued ends
+like one that was never interrupted.
 """
 
 import hashlib
@@ -14,25 +14,22 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from threepo.config import DataConfig, EvaluationConfig
+from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_plain
-from threepo.config.sources import is_file
 from threepo.errors import UserError
-from threepo.evaluation.scores import Mark
-from threepo.files import atomic_file, disk_errors, lock, read_json, write_text
-from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder
+from threepo.evaluation.problems import data_label
+from threepo.evaluation.scores import COLUMNS
+from threepo.files import atomic_file, disk_errors, lock, read_json, write_json
+from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder, write_parquet
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
-_MARK = ("problem_id", "correct", "status", "parsed_answer", "finish_reason", "draw_index")
 
 
 def default_folder(config: EvaluationConfig) -> Path:
-    """runs/eval-MODEL-SETS-DIGEST: the same for the same settings, another one for others."""
+    """runs/eval-MODEL-SETS-DIGEST: equal settings have equal folders, different settings have different ones."""
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [data_label(config.data)]
@@ -42,47 +39,28 @@ def default_folder(config: EvaluationConfig) -> Path:
     return Path("runs") / f"eval-{name}-{set_name(some)}-{digest}"
 
 
-def data_label(data: DataConfig) -> str:
-    """What the results of held-out problems are called by."""
-    source = data.eval or data.train
-    return Path(source.removesuffix(".gz")).stem if is_file(source) else source
-
-
 def set_name(label: str) -> str:
     """A set's label as a file name."""
     return re.sub(r"[^\w.+-]+", "-", label).strip("-")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What records come from; those of one folder all come from the same."""
-
-    config: Mapping[str, Any]
-    """The settings, as plain values."""
-    fingerprint: Mapping[str, str]
-    """Digests of what else they depend on, by what a message calls it."""
-    versions: Mapping[str, str]
-    """Of the packages at work. These may change between the parts of an evaluation, and all are kept."""
-
-
 def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> None:
-    """Raise `UserError` if the folder holds anything but an evaluation under these settings.
+    """Raise `UserError` if the folder holds anything but an evaluation under these settings with this fingerprint.
 
-    And of these weights and problems, as far as the fingerprint names them: an empty one asks about the settings alone.
+    Only the digests that `fingerprint` names are compared; an empty one compares the settings alone.
     """
     if not (folder / EVALUATION).is_file():
         for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS):
             if (folder / name).exists():
-                raise UserError(f"--output {folder}: holds a {name} that is no evaluation's; choose another folder")
+                raise UserError(f"--output {folder}: holds the {name} of something else; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
-    difference = first_difference(recorded["config"], dict(config))
-    if difference:
+    if difference := first_difference(recorded["config"], dict(config)):
         raise UserError(
             f"--output {folder}: holds an evaluation under other settings ({difference}); choose another folder"
         )
-    for name, value in fingerprint.items():
-        if recorded["fingerprint"].get(name) != value:
+    for name, digest in fingerprint.items():
+        if recorded["fingerprint"].get(name) != digest:
             raise UserError(
                 f"--output {folder}: holds an evaluation of other {name}: they have changed since it began, so it "
                 f"cannot be continued; choose another folder"
@@ -90,106 +68,88 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
 
 
 class Records:
-    """An open evaluation folder; holds a lock on it until it is left or the process ends."""
+    """An open evaluation folder; holds a lock on it until the end of the context or of the process."""
 
-    def __init__(self, path: Path, origin: Origin) -> None:
-        """A new evaluation, or one to go on with; `UserError` if the folder is taken by anything else."""
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]
+    ) -> None:
+        """A new evaluation, or one to continue; `UserError` if the folder holds anything else.
+
+        `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
+        `versions` of packages may change between the parts of an evaluation; all are kept.
+        """
         self.path = path
         self._made = not path.exists()
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(path / LOCK, path)
         try:
-            refuse_taken(path, origin.config, origin.fingerprint)
-            self.versions = self._register(origin)
+            refuse_taken(path, config, fingerprint)
+            file = path / EVALUATION
+            known = read_json(file)["versions"] if file.is_file() else []
+            self._origin = {"config": config, "fingerprint": fingerprint, "versions": known}
+            if versions not in known:
+                known.append(versions)
+                write_json(file, self._origin)
             if self.finished:
-                self._drop_parts()  # a kill just after the scores were written left them here
+                self._delete_parts()  # a process that was killed just after it wrote the scores left them
         except BaseException:
             self._lock.close()
             raise
 
-    def _register(self, origin: Origin) -> list[dict[str, str]]:
-        """Write down where the records come from; returns all versions of packages that have been at work."""
-        file, versions = self.path / EVALUATION, dict(origin.versions)
-        known: list[dict[str, str]] = read_json(file)["versions"] if file.is_file() else []
-        if versions not in known:
-            known.append(versions)
-            write_text(file, json.dumps({**asdict(origin), "versions": known}, indent=2) + "\n")
-        return known
-
     def __enter__(self) -> "Records":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._lock.close()
         if isinstance(error, UserError) and not (self.path / PARTS).exists() and not self.finished:
-            for name in (EVALUATION, LOCK):  # mended input should find nothing of what never began
+            for name in (EVALUATION, LOCK):  # the corrected command finds nothing of an evaluation that never began
                 (self.path / name).unlink(missing_ok=True)
             if self._made:
                 self.path.rmdir()
 
     @property
     def finished(self) -> bool:
-        """Whether the scores are there."""
+        """Whether the scores are written."""
         return (self.path / SUMMARY).is_file()
 
     def has(self, label: str, part: int) -> bool:
         """Whether this part of a set is saved."""
-        return self._whole(label).is_file() or self._part(label, part).is_file()
+        return self._joined(label).is_file() or self._part(label, part).is_file()
 
     def write(self, label: str, part: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Save a part: rows as `training.run_folder.completion_row` makes them, with whatever columns beside."""
-        import pyarrow
-        import pyarrow.parquet
-
-        with atomic_file(self._part(label, part)) as temporary:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+        """Save a part: rows of `run_folder.completion_row`."""
+        write_parquet(self._part(label, part), rows)
 
     def join(self, label: str, parts: int) -> None:
-        """Put all parts of a set, saved every one, into one file."""
+        """Put all parts of a set, each of them saved, into one file."""
         import pyarrow
         import pyarrow.parquet
 
-        if self._whole(label).is_file():
+        if self._joined(label).is_file():
             return
         tables = [pyarrow.parquet.read_table(self._part(label, part)) for part in range(parts)]
-        with atomic_file(self._whole(label)) as temporary:
-            # A column that is empty throughout a part has no type of its own there; it takes that of the others.
+        with atomic_file(self._joined(label)) as temporary:
+            # A column that is empty throughout a part has no type there; it takes that of the other parts.
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, temporary, compression="zstd")
 
-    def marks(self, label: str) -> list[Mark]:
-        """What scores need to know of a joined set, in its order."""
-        return read_marks(self._whole(label))
+    def rows(self, label: str) -> list[dict[str, Any]]:
+        """The columns of a joined set that scores depend on, in order."""
+        import pyarrow.parquet
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the scores; the parts have done their service."""
-        write_text(self.path / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-        self._drop_parts()
+        return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
-    def _drop_parts(self) -> None:
+    def finish(self, scores: Mapping[str, Any]) -> None:
+        """Write the scores with what they depend on, and delete the parts."""
+        write_json(self.path / SUMMARY, {**scores, **self._origin})
+        self._delete_parts()
+
+    def _delete_parts(self) -> None:
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
 
     def _part(self, label: str, part: int) -> Path:
         return self.path / PARTS / set_name(label) / f"{part:05d}.parquet"
 
-    def _whole(self, label: str) -> Path:
+    def _joined(self, label: str) -> Path:
         return self.path / COMPLETIONS / f"{set_name(label)}.parquet"
-
-
-def read_marks(path: Path) -> list[Mark]:
-    """Marks of the completions in a parquet file, in its order."""
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path, columns=list(_MARK)).to_pylist()
-    return [
-        Mark(
-            row["problem_id"],
-            row["correct"],
-            row["status"],
-            row["parsed_answer"],
-            row["finish_reason"] == "length",
-            row["draw_index"],
-        )
-        for row in rows
-    ]

@@ -1,4 +1,4 @@
-"""From graded completions to the figures that are reported of them (method.md 6)."""
+"""From graded completions to the scores that are reported (method.md 6)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,35 +9,15 @@ import numpy as np
 
 from threepo.evaluation.majority import majority_at_k
 from threepo.evaluation.pass_at_k import StandardErrors, average_error, ks_up_to, mean_pass_at_k, standard_errors
-from threepo.types import Completion, VerdictStatus
+
+Row = Mapping[str, Any]
+"""A graded completion as `run_folder.completion_row` has it."""
+COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
+"""Columns of a row that scores depend on."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What scores need to know of a graded completion."""
-
-    problem: str
-    """The problem's id."""
-    correct: bool
-    status: VerdictStatus
-    answer: str | None
-    cut: bool
-    """The completion reached max_new_tokens."""
-    draw: int | None
-    """Index of the draw that wrote it; None: the mean."""
-
-    @classmethod
-    def of(cls, completion: Completion) -> "Mark":
-        """The mark of a completion."""
-        verdict, draw = completion.verdict, completion.draw
-        assert verdict is not None, "only graded completions have marks"
-        cut = completion.finish_reason == "length"
-        index = None if draw is None else draw.index
-        return cls(completion.problem.id, verdict.correct, verdict.status, verdict.answer, cut, index)
-
-
-@dataclass(frozen=True)
-class Evaluation:
+class Scores:
     """Scores of one policy on one set of problems."""
 
     problems: int
@@ -69,62 +49,62 @@ class Evaluation:
         }
 
 
-def score(marks: Sequence[Mark], samples: int, *, votes: bool = True) -> Evaluation:
-    """Scores of `samples` completions of each problem, standing together; `votes`: their answers can be counted."""
-    correct = np.array([mark.correct for mark in marks], dtype=float).reshape(-1, samples)
+def score(rows: Sequence[Row], samples: int, *, votes: bool = True) -> Scores:
+    """Scores of `samples` completions of each problem, problem-major; `votes`: their answers can be counted."""
+    correct = np.array([row["correct"] for row in rows], dtype=float).reshape(-1, samples)
     right = [int(count) for count in correct.sum(axis=1)]
-    draws = sorted({mark.draw for mark in marks if mark.draw is not None})
-    return Evaluation(
+    draws = sorted({row["draw_index"] for row in rows} - {None})
+    return Scores(
         problems=len(correct),
         samples=samples,
         pass_at={k: mean_pass_at_k(right, samples, k) for k in range(1, samples + 1)},
-        majority_at=_majority(marks, samples) if votes else {},
+        majority_at=_majority(rows, samples) if votes else {},
         errors=standard_errors(correct),
         pass_at_1_by_draw={
-            number: _share([mark.correct for mark in marks if mark.draw == draw]) for number, draw in enumerate(draws)
+            number: _mean([row["correct"] for row in rows if row["draw_index"] == draw])
+            for number, draw in enumerate(draws)
         },
-        no_answer_share=_share([mark.status == "no_answer" for mark in marks]),
-        error_share=_share([mark.status == "error" for mark in marks]),
-        cut_share=_share([mark.cut for mark in marks]),
+        no_answer_share=_mean([row["status"] == "no_answer" for row in rows]),
+        error_share=_mean([row["status"] == "error" for row in rows]),
+        cut_share=_mean([row["finish_reason"] == "length" for row in rows]),
     )
 
 
-def _majority(marks: Sequence[Mark], samples: int) -> dict[int, float]:
-    """Empty where the verifier reports no answers, as a user's own function does not."""
-    judged = [mark for mark in marks if mark.status in ("right", "wrong")]
-    if any(mark.correct and mark.answer is None for mark in judged):
+def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
+    """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
+    answers, correct = [row["parsed_answer"] for row in rows], [row["correct"] for row in rows]
+    judged = [row for row in rows if row["status"] in ("right", "wrong")]
+    unread = [row for row in judged if row["parsed_answer"] is None]
+    if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
         return {}
-    if judged and all(mark.answer is None for mark in judged):
-        return {}
-    problems = [marks[i : i + samples] for i in range(0, len(marks), samples)]
-    asked = [([mark.answer for mark in rows], [mark.correct for mark in rows]) for rows in problems]
-    return {k: _share([majority_at_k(*rows, k) for rows in asked]) for k in ks_up_to(samples)}
+    problems = [slice(i, i + samples) for i in range(0, len(rows), samples)]
+    return {k: _mean([majority_at_k(answers[p], correct[p], k) for p in problems]) for k in ks_up_to(samples)}
 
 
-def _share(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def average(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """The unweighted mean over sets of problems, with the standard errors that follow from theirs, ready for JSON."""
-    first = evaluations[0]
-    errors = [asdict(evaluation.errors) for evaluation in evaluations]
-    majority = first.majority_at if all(evaluation.majority_at for evaluation in evaluations) else {}
+def average_scores(sets: Sequence[Scores]) -> dict[str, Any]:
+    """The unweighted mean over sets of problems, with its standard errors, ready for JSON."""
+    first = sets[0]
+    errors = [asdict(scores.errors) for scores in sets]
+    majority = first.majority_at if all(scores.majority_at for scores in sets) else {}
     return {
-        "sets": len(evaluations),
-        "pass_at": _numbers({k: _share([e.pass_at[k] for e in evaluations]) for k in first.pass_at}),
-        "majority_at": _numbers({k: _share([e.majority_at[k] for e in evaluations]) for k in majority}),
-        "standard_errors_of_pass_at_1": _numbers({key: average_error([e[key] for e in errors]) for key in errors[0]}),
+        "sets": len(sets),
+        "pass_at": _finite({k: _mean([scores.pass_at[k] for scores in sets]) for k in first.pass_at}),
+        "majority_at": _finite({k: _mean([scores.majority_at[k] for scores in sets]) for k in majority}),
+        "standard_errors_of_pass_at_1": _finite({key: average_error([e[key] for e in errors]) for key in errors[0]}),
     }
 
 
-def plain(evaluation: Evaluation) -> dict[str, Any]:
+def as_json(scores: Scores) -> dict[str, Any]:
     """The scores ready for JSON."""
-    values = asdict(evaluation)
+    values = asdict(scores)
     values["standard_errors_of_pass_at_1"] = values.pop("errors")
-    return {key: _numbers(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {key: _finite(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
-def _numbers(values: Mapping[Any, float]) -> dict[str, float | None]:
-    """Names and finite numbers: JSON knows no NaN, which stands where one problem or completion has no spread."""
+def _finite(values: Mapping[Any, float]) -> dict[str, float | None]:
+    """JSON has no NaN, which is the standard error of one problem or completion: it becomes null."""
     return {str(key): value if math.isfinite(value) else None for key, value in values.items()}

@@ -3,10 +3,10 @@
     trainer = IVONTrainer(model, TrainingArguments(..., learning_rate=1.0, max_grad_norm=0.0), ivon={"ess": 1e9}, ...)
     trainer.train()
 
-Each optimizer step has one draw: all its micro-batches see the same weights, mean + sigma * z(draw), forward and
-backward. Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
+Each optimizer step has one draw: all its micro-batches run forward and backward at the same weights, mean + sigma *
+z(draw). Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
 saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every rank makes the
-same draw without communicating, because noise is a function of its address (seed, step, draw, parameter name).
+same draw without communication, because noise is a function of its address (seed, step, draw, parameter name).
 Needs accelerate (`pip install threepo[trainer]`).
 """
 
@@ -31,9 +31,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
 
     Args:
-        model: as in Trainer; so is everything else except `ivon`.
+        model: as in Trainer, like all other arguments but `ivon`.
         args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
-            `weight_decay` must be 0; the other settings for optimizers are not used.
+            `weight_decay` must be 0; other settings of optimizers are not used.
         ivon: further settings of `threepo.IVON`. For parameter groups, pass an IVON as `optimizers=(optimizer, None)`
             instead.
 
@@ -41,7 +41,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     """
 
     optimizer: Any
-    """IVON, wrapped by accelerate once training has begun; None before, unless it was given."""
+    """IVON, wrapped by accelerate once training has begun; None before, unless it was passed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self._draw: Draw | None = None
         """Of the optimizer step in progress."""
         self._best: Path | None = None
-        """The checkpoint that the weights come from, if they are not those of the last step."""
+        """The checkpoint that the weights were loaded from after training."""
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
@@ -67,7 +67,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """IVON over everything that is trained, by name."""
+        """IVON over all parameters that are trained."""
         if self.optimizer is None:
             named = (self.model if model is None else model).named_parameters()
             settings = {"seed": self.args.seed, **self._settings, "lr": self.args.learning_rate}
@@ -115,33 +115,33 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     def _check_optimizer(self) -> None:
         for name in ("lr", "params", "model"):
             if name in self._settings:
-                fix = "set TrainingArguments(learning_rate=...)" if name == "lr" else "the Trainer fills it in; drop it"
+                fix = "set TrainingArguments(learning_rate=...)" if name == "lr" else "leave it to the Trainer"
                 raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
         if self.optimizer_cls_and_kwargs is not None:
-            raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; give its settings as ivon={}")
+            raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
         if self.optimizer is None:
             return
         if not isinstance(self.ivon, IVON):
             raise UserError(
                 f"IVONTrainer optimizers: {type(self.optimizer).__name__} has no posterior; pass a threepo.IVON, or "
-                f"leave it out and give the settings as ivon={{}}"
+                f"leave it out and pass the settings as ivon={{}}"
             )
         if self._settings:
-            raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); give the settings to that IVON")
+            raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
 
 
 class _StepHooks(TrainerCallback):  # type: ignore[misc]
-    """What IVON does when Trainer calls its callbacks."""
+    """What IVON does in the callbacks of Trainer."""
 
     def __init__(self, trainer: IVONTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """A step that an exception interrupted is dropped: its gradients are cleared, and a resumed run draws anew."""
+        """Forget the draw of a step that an exception interrupted: its gradients are cleared too."""
         self._trainer._draw = None
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """All micro-batches are accumulated, and reduced over ranks; Trainer has read their norm for its log."""
+        """Observe the draw: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
         draw, self._trainer._draw = self._trainer._draw, None
         self._trainer.ivon.observe(draw)
 

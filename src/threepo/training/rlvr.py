@@ -13,9 +13,10 @@ from typing import Any
 from threepo.config import DataConfig, IVONConfig, TrainConfig
 from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems, content, warn_of_shared
-from threepo.data.source import ProblemSource, open_heldout, open_training
+from threepo.data.source import ProblemSource, open_training
 from threepo.errors import UserError
-from threepo.evaluation.evaluate import Examination
+from threepo.evaluation.examination import Examination, examine, fit_context
+from threepo.evaluation.problems import heldout_set, with_grader
 from threepo.methods import method as lattice
 from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import posterior_metrics
@@ -24,7 +25,6 @@ from threepo.rollout.engine import RolloutEngine
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
-from threepo.training.build import build_examination, fitting, with_grader
 from threepo.training.checkpoint import TrainState
 from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess, refuse_unmeasured
@@ -113,7 +113,7 @@ def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecor
 def evaluate(run: Run, step: int) -> Metrics:
     """Scores of the current weights on the held-out problems."""
     assert run.examination is not None
-    return run.examination.evaluate(run.policy, run.engine, run.optimizer, step).metrics()
+    return run.examination.metrics(run.engine, run.optimizer, step)
 
 
 def optimizer_metrics(run: Run) -> Metrics:
@@ -160,30 +160,26 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     refuse_early(config, folder)
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
-    training = with_grader(open_training(data), config.reward, data)
-    heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
+    training, grader = with_grader(open_training(data), config.reward, data)
+    heldout = with_grader(heldout_set(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder)
-    fitted = fitting(training.problems, policy, data, longest)
+    source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
-    first = [policy.encode_prompt(p, data, longest) for p in fitted.problems.batch(state.step, data.prompts_per_step)]
+    first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
     examination = None
     if heldout:
-        examination = build_examination(heldout, policy, data, config.eval, config.sampling, config.run.seed)
-        if isinstance(fitted.problems, FiniteProblems):
-            warn_of_shared(
-                "data.eval", map(content, fitted.problems.problems), list(map(content, examination.problems))
-            )
-    problems = problem_record(data, fitted.problems, examination)
+        examination = examine(*heldout, policy, config)
+        if isinstance(source, FiniteProblems):
+            warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
+    problems = problem_record(data, source, examination)
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     engine = build_engine(config.engine, policy)
-    engine.prepare(max(config.method.draws, 1), max(fitted.longest, *map(len, first)) + longest)
+    engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
     if examination:
-        examination.prepare(policy, engine)
+        examination.prepare(engine)
     folder, tensorboard = open_folder(config, folder, state.step, problems)
-    return Run(
-        config, folder, tensorboard, policy, optimizer, state, engine, fitted.problems, training.grader, examination
-    )
+    return Run(config, folder, tensorboard, policy, optimizer, state, engine, source, grader, examination)
 
 
 def problem_record(

@@ -9,15 +9,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from threepo.config import SFTConfig, TrainConfig
+from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.progress import progress
 from threepo.run_folder import RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.clock import due
-from threepo.training.interrupt import polite_stop
 from threepo.training.metrics import Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
-from threepo.training.progress import progress
 from threepo.training.schedule import factor
 from threepo.training.trackers import TensorBoard
 

@@ -1,4 +1,4 @@
-"""Stopping politely: SIGTERM, SIGHUP and Ctrl-C end training after the step in progress, with a checkpoint."""
+"""SIGTERM, SIGHUP and Ctrl-C let the step in progress finish and its state be saved."""
 
 import signal
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ class StopRequest:
 
     signal_number: int = 0
 
-    def obey(self, done: int, steps: int, folder: Path) -> None:
-        """Raise `Interrupted` if a signal came and there are steps left to do; the state must be saved by now."""
-        if self.signal_number and done < steps:
+    def obey(
+        self, done: int, total: int, folder: Path, unit: str = "step", fix: str = "continue with --resume"
+    ) -> None:
+        """Raise `Interrupted` if a signal came and not all is done; the state must be saved by now."""
+        if self.signal_number and done < total:
             name = signal.Signals(self.signal_number).name
-            raise Interrupted(
-                self.signal_number, f"{name} after step {done} of {steps}; continue with --resume {folder}"
-            )
+            raise Interrupted(self.signal_number, f"{name} after {unit} {done} of {total}; {fix} {folder}")
 
 
 @contextmanager
 def polite_stop() -> Iterator[StopRequest]:
     """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process.
 
-    Signal handlers belong to the main thread; in any other the request simply never comes.
+    Only the main thread may handle signals; in any other the request never comes.
     """
     request = StopRequest()
     previous: dict[int, Any] = {}

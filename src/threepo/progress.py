@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live bar where there is one, and a line now and then where there is not."""
+"""Progress on the terminal: a live bar; or, where the output is no terminal, a line now and then."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -19,9 +18,8 @@ from rich.progress import (
 
 LINE_EVERY = 15.0
 """Seconds between lines when the output is no terminal."""
-
-WIDTHS = (75, 110)
-"""On terminals narrower than these the first number alone is shown, without times; there is no bar."""
+TIMES_FROM, BAR_FROM = 75, 110
+"""Widths of terminals: narrower ones show only the first number and no times, or no bar."""
 
 
 class Reporter:
@@ -29,18 +27,16 @@ class Reporter:
 
     def __init__(self, title: str, total: int, start: int, console: Console, bar: Progress | None) -> None:
         self._title, self._total, self._console, self._bar = title, total, console, bar
-        self._task: TaskID | None = None
         self._began, self._start, self._last_line = time.monotonic(), start, time.monotonic()
         if bar is not None:
-            self._task = bar.add_task(title, total=total, completed=start, numbers="")
+            bar.add_task(title, total=total, completed=start, numbers="")
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:
         """`done` of the total are finished; `numbers` are shown by name."""
         text = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        if self._bar is not None and self._task is not None:
-            if self._console.width < WIDTHS[0]:
-                text = text.partition("  ")[0]
-            self._bar.update(self._task, completed=done, numbers=text)
+        if self._bar is not None:
+            text = text if self._console.width >= TIMES_FROM else text.partition("  ")[0]
+            self._bar.update(self._bar.task_ids[0], completed=done, numbers=text)
             return
         now = time.monotonic()
         if now - self._last_line >= LINE_EVERY or done == self._total:
@@ -51,30 +47,20 @@ class Reporter:
 
 @contextmanager
 def progress(
-    title: str,
-    total: int,
-    start: int = 0,
-    folder: Path = Path(),
-    console: Console | None = None,
-    unit: str = "step",
+    title: str, total: int, start: int = 0, folder: Path = Path(), console: Console | None = None, unit: str = "step"
 ) -> Iterator[Reporter]:
-    """A reporter for a loop of `total` units of which `start` are done; standard error is where it writes."""
+    """A reporter, to standard error, for a loop of `total` units; the first `start` are done already."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         begin = f", from {unit} {start}" if start else ""
         console.print(f"{title}: {total} {unit}s{begin}, in {folder}", highlight=False, soft_wrap=True)
         yield Reporter(title, total, start, console, None)
         return
-    with Progress(*_columns(console.width), console=console) as bar:
-        yield Reporter(title, total, start, console, bar)
-
-
-def _columns(width: int) -> list[ProgressColumn]:
-    """What the width has room for: the title, n/N and the numbers always, then times, then a bar."""
     columns: list[ProgressColumn] = [TextColumn("[bold]{task.description}"), MofNCompleteColumn()]
     columns.append(TextColumn("{task.fields[numbers]}"))
-    if width >= WIDTHS[0]:
+    if console.width >= TIMES_FROM:
         columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-    if width >= WIDTHS[1]:
+    if console.width >= BAR_FROM:
         columns.insert(1, BarColumn(bar_width=24))
-    return columns
+    with Progress(*columns, console=console) as bar:
+        yield Reporter(title, total, start, console, bar)

@@ -12,9 +12,9 @@ from rich.console import Console
 from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
+from threepo.interrupt import polite_stop
+from threepo.progress import Reporter, progress
 from threepo.run_folder import checkpoints
-from threepo.training.interrupt import polite_stop
-from threepo.training.progress import Reporter, progress
 
 
 def shown_at(width: int) -> str:

