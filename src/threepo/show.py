@@ -28,7 +28,7 @@ def listing() -> str:
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
     rows += [(t.name, "its own", endless.format(t.min_level, list(t.default_levels))) for t in TASKS.values()]
     rows += [("reasoning-gym:NAME", "its own", "endless, of any data set of reasoning-gym")]
-    rows += [(name, found.verifier, f"{found.summary}; {found.hub}") for name, found in PUBLISHED.items()]
+    rows += [(name, str(found.verifier), f"{found.summary}; {found.hub}") for name, found in PUBLISHED.items()]
     rows += [("your own", "yours to name", f"a problem in each row of {KINDS}"), ("", "", "")]
     rows += [("CONVERSATIONS", "", "for conversations.source of `threepo sft`")]
     rows += [(name, "", f"{found.summary}; {found.hub}") for name, found in CONVERSATIONS.items()]

@@ -44,6 +44,12 @@ def split_source(source: str) -> tuple[str, str, str]:
     return path, configuration, split
 
 
+def is_source(name: str) -> bool:
+    """Whether a name means a file, a folder, or a data set on the hub."""
+    path, _, _ = split_source(name)
+    return "/" in path or is_local(path)
+
+
 def absolute(source: str) -> str:
     """A source, or a published set's NAME:COPY, with `~` and relative paths written out: the same in any directory."""
     name, colon, copy = source.partition(":")

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from threepo.config import DataConfig
-from threepo.data.published import PUBLISHED, read_published
+from threepo.data.published import TEMPLATES, PublishedSet
 from threepo.data.rows import BrokenRow, Messages, Row, chat_messages, open_rows
 from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
@@ -63,7 +63,7 @@ class FiniteProblems:
         broken = [f"{problem.label.removeprefix(prefix)}: {reason}" for problem, reason in faults if reason]
         if not kept:
             raise UserError(f"{self.source}: holds no problems that can be graded; {broken[0]}")
-        _report(self.source, broken, self.rows)
+        report_broken(self.source, broken, self.rows)
         return replace(self, problems=kept, broken=self.broken + len(broken))
 
     def counts(self) -> dict[str, int]:
@@ -86,13 +86,12 @@ def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
     return numbers
 
 
-def published_problems(name: str, copy: str, split: Split, settings: DataConfig) -> FiniteProblems:
+def published_problems(known: PublishedSet, copy: str, split: Split, settings: DataConfig) -> FiniteProblems:
     """The problems of a published set, from `copy` or, where that is empty, from the hub; a file is read whole."""
-    known = PUBLISHED[name]
 
     def problem(row: Row, number: int) -> Problem:
-        found = read_published(name, known.read, row)
-        return replace(found, id=f"{name}/{split}/{found.id or number}", template=known.template)
+        found: Problem = known.item(row)
+        return replace(found, id=f"{known.name}/{split}/{found.id or number}", template=TEMPLATES[known.verifier])
 
     hub_split = known.heldout if split == "heldout" and known.heldout else "train"
     rows = open_rows(copy or known.hub, hub_split, known.configuration)
@@ -171,14 +170,15 @@ def collect(
         first = problems.setdefault(problem.id, problem)
         if first is not problem and not deduplicate:
             raise UserError(f"{location}: has the id {problem.id!r} of {first.location}; ids must differ")
-    _report(source, broken, number)
+    report_broken(source, broken, number)
     if not problems:
         raise UserError(f"{source}: holds no problems")
     duplicates = number - len(problems) - len(broken)
     return FiniteProblems(source, tuple(problems.values()), settings.seed, number, len(broken), duplicates)
 
 
-def _report(source: str, broken: Sequence[str], rows: int) -> None:
+def report_broken(source: str, broken: Sequence[str], rows: int) -> None:
+    """Say how many rows were left out, and name the first of them."""
     if broken:
         more = f"; and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         named = "; ".join(broken[:_NAMED]) + more

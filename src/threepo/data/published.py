@@ -1,6 +1,6 @@
 """The published data sets: where the Hugging Face hub has them, and how their rows are read.
 
-To add one: a function that reads a row, and a record in `PUBLISHED` or `CONVERSATIONS`. The name of a set means its
+To add one: a function that reads a row, and a record at the end of this file. The name of a set means its
 copy on the hub; `NAME:COPY` reads the same columns from any other source (config.sources).
 """
 
@@ -9,51 +9,41 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
 from threepo.data.rows import BrokenRow, Row
 from threepo.types import Problem, VerifierName
 
-Item = TypeVar("Item")
-
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """Problems as their authors published them."""
+    """Problems or conversations as their authors published them."""
 
+    name: str
     summary: str
     """A few words for `threepo data list`."""
     hub: str
     """Its id on the hub."""
-    read: Callable[[Row], Problem]
-    """The problem in a row. Rows of the same problem share its id; an empty id means the row's number."""
-    template: str
-    """The text around a problem; `{prompt}` stands for the problem."""
-    verifier: VerifierName
+    read: Callable[[Row], Any]
+    """A row's problem, or its messages (of which all splits are read).
+
+    Rows of the same problem share its id; an empty id means the row's number. One word instead of messages says why
+    the row is left out; the run counts rows by that word.
+    """
+    verifier: VerifierName | None = None
+    """Of problems; it determines the text around them too (`TEMPLATES`)."""
     configuration: str | None = None
     """The configuration on the hub, if there are several."""
     heldout: str | None = None
     """The hub's split with held-out problems, if there is one."""
 
-
-@dataclass(frozen=True)
-class ConversationSet:
-    """Conversations as their authors published them, for supervised fine-tuning. All splits are read."""
-
-    summary: str
-    hub: str
-    configuration: str
-    read: Callable[[Row], list[Any] | str]
-    """The messages of a row, or one word that says why the row is left out; the run counts rows by that word."""
-
-
-def read_published(name: str, read: Callable[[Row], Item], row: Row) -> Item:
-    """`read(row)`; `BrokenRow` if the row does not have the published columns."""
-    try:
-        return read(row)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise BrokenRow(f"is not a row of {name} as published: {type(error).__name__}: {error}") from error
+    def item(self, row: Row) -> Any:
+        """`read(row)`; `BrokenRow` if the row does not have the published columns."""
+        try:
+            return self.read(row)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise BrokenRow(f"is not a row of {self.name} as published: {type(error).__name__}: {error}") from error
 
 
 # Code-R1: programming problems with tests, 2K of LeetCode and 10K of TACO
@@ -150,44 +140,49 @@ def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
     return [*messages, {"role": "assistant", "content": output}]
 
 
-PUBLISHED: dict[str, PublishedSet] = {
-    "code-r1-12k": PublishedSet(
+TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE}
+_PROBLEMS = (
+    PublishedSet(
+        "code-r1-12k",
         "programming in Python, about 12,000 problems with tests",
         hub="ganler/code-r1-12k",
         read=_code_r1,
-        template=CODE,
         verifier="code",
         heldout="test",
     ),
-    "dapo-math-17k": PublishedSet(
+    PublishedSet(
+        "dapo-math-17k",
         "competition mathematics, about 17,400 problems",
         hub="BytedTsinghua-SIA/DAPO-Math-17k",
         read=_dapo_math,
-        template=MATH_TRAINING,
         verifier="math",
     ),
-    "gsm8k": PublishedSet(
+    PublishedSet(
+        "gsm8k",
         "grade-school word problems, 7,473 and 1,319 held out",
         hub="openai/gsm8k",
         read=_gsm8k,
-        template=MATH_TRAINING,
         verifier="math",
         configuration="main",
         heldout="test",
     ),
-}
+)
 _NEMOTRON = "nvidia/Llama-Nemotron-Post-Training-Dataset"
-CONVERSATIONS: dict[str, ConversationSet] = {
-    "llama-nemotron": ConversationSet(
+_CONVERSATIONS = (
+    PublishedSet(
+        "llama-nemotron",
         "answers of DeepSeek-R1 with their thoughts, as the paper says",
         hub=_NEMOTRON,
         configuration="SFT",
         read=partial(_llama_nemotron, generator="DeepSeek-R1"),
     ),
-    "llama-nemotron-any": ConversationSet(
+    PublishedSet(
+        "llama-nemotron-any",
         "answers of any generator with their thoughts, as in the paper's released code",
         hub=_NEMOTRON,
         configuration="SFT",
         read=partial(_llama_nemotron, generator=""),
     ),
-}
+)
+PUBLISHED, CONVERSATIONS = ({known.name: known for known in sets} for sets in (_PROBLEMS, _CONVERSATIONS))
+"""The sets of problems, and those of conversations, by name."""

@@ -19,8 +19,6 @@ from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
 from threepo.errors import UserError
 
 Row = dict[str, Any]
-Batch = Mapping[str, Sequence[Any]]
-"""Columns of some rows."""
 Messages = tuple[Mapping[str, Any], ...]
 """Chat messages of the form {"role": ..., "content": ...}; further keys reach the chat template."""
 
@@ -37,18 +35,19 @@ class Rows:
     """The source's name in messages."""
     table: Any
     """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
-    parse: Callable[[Batch], Iterable[Row | BrokenRow]]
-    """The rows of a batch of the table."""
+    parse: Callable[[str], Iterable[Row | BrokenRow]] | None = None
+    """The rows of one text of the table; None: its columns are those of the rows."""
 
     def __iter__(self) -> Iterator[Row | BrokenRow]:
-        return (row for batch in self.table.iter(1000) for row in self.parsed(batch))
-
-    def parsed(self, batch: Batch) -> list[Row | BrokenRow]:
-        """`parse` of a batch of the table; `UserError` for a whole file that is not JSON or CSV."""
-        try:
-            return list(self.parse(batch))
-        except (ValueError, csv.Error) as error:
-            raise UserError(f"{self.name}: is not valid: {error}") from error
+        for batch in self.table.iter(1000):
+            if self.parse is None:
+                yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+                continue
+            try:
+                for text in batch["text"]:
+                    yield from self.parse(text.removeprefix("\ufeff"))  # some programs begin a file with this mark
+            except (ValueError, csv.Error) as error:
+                raise UserError(f"{self.name}: is not valid: {error}") from error
 
 
 def open_rows(source: str, split: str = "train", configuration: str | None = None) -> Rows:
@@ -73,7 +72,12 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
 
 
 def _open(datasets: Any, name: str, path: str, split: str, configuration: str | None) -> Rows:
-    local = _hub_file(path) if path.startswith(HUB_FILE) else Path(path).expanduser()
+    local = Path(path).expanduser()
+    if path.startswith(HUB_FILE):  # for data sets that `datasets` refuses, such as those with a loading script
+        import huggingface_hub
+
+        organization, dataset, file = path.removeprefix(HUB_FILE).split("/", 2)
+        local = Path(huggingface_hub.hf_hub_download(f"{organization}/{dataset}", file, repo_type="dataset"))
     if is_file(path) and local.is_file():
         return _open_files(datasets, name, [str(local)])
     if local.is_dir():
@@ -85,7 +89,7 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
-    return Rows(name, datasets.load_dataset(path, configuration, split=split), _columns)
+    return Rows(name, datasets.load_dataset(path, configuration, split=split))
 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
@@ -94,34 +98,18 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
         raise UserError(f"{name}: is empty")
     paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
     if not suffixes & {".jsonl", ".json", ".csv"}:
-        return Rows(name, datasets.Dataset.from_parquet(paths), _columns)
+        return Rows(name, datasets.Dataset.from_parquet(paths))
     text = datasets.Features({"text": datasets.Value("string")})
     if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
         # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other (but in a .gz).
         table = datasets.Dataset.from_text(paths, features=text, encoding_errors="backslashreplace")
         return Rows(name, table, _json_lines)
     table = datasets.Dataset.from_text(paths, features=text, sample_by="document")
-    return Rows(name, table, _csv_documents if ".csv" in suffixes else _json_documents)
+    return Rows(name, table, _csv_document if ".csv" in suffixes else _json_document)
 
 
-def _hub_file(path: str) -> Path:
-    """A local copy of one file; needed for data sets that `datasets` refuses, such as those with a loading script."""
-    import huggingface_hub
-
-    organization, name, file = path.removeprefix(HUB_FILE).split("/", 2)
-    return Path(huggingface_hub.hf_hub_download(f"{organization}/{name}", file, repo_type="dataset"))
-
-
-def _columns(batch: Batch) -> Iterator[Row]:
-    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-
-
-def _texts(batch: Batch) -> Iterator[str]:
-    return (text.removeprefix("\ufeff") for text in batch["text"])  # some programs begin a file with this mark
-
-
-def _json_lines(batch: Batch) -> Iterator[Row | BrokenRow]:
-    return (_json_row(line) for line in _texts(batch) if line.strip())
+def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
+    return (_json_row(line) for line in text.split("\n") if line.strip())
 
 
 def _json_row(text: str) -> Row | BrokenRow:
@@ -134,25 +122,18 @@ def _json_row(text: str) -> Row | BrokenRow:
     return row if isinstance(row, dict) else BrokenRow(f"must be an object with named columns, not {text[:40]}")
 
 
-def _json_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
+def _json_document(text: str) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
-    for text in _texts(batch):
-        lines = map(json.dumps, json.loads(text)) if text.lstrip().startswith("[") else text.split("\n")
-        yield from _json_lines({"text": list(lines)})
+    if text.lstrip().startswith("["):
+        return map(_json_row, map(json.dumps, json.loads(text)))
+    return _json_lines(text)
 
 
-def _csv_documents(batch: Batch) -> Iterator[Row | BrokenRow]:
+def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for text in _texts(batch):
-        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
-            yield BrokenRow("has more cells than the file has columns") if None in row else row
-
-
-def is_source(name: str) -> bool:
-    """Whether a name means a file, a folder, or a data set on the hub."""
-    path, _, _ = split_source(name)
-    return "/" in path or is_local(path)
+    for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+        yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
 def chat_messages(value: Any, name: str) -> Messages:

@@ -1,16 +1,16 @@
 """From the name of a source in a recipe to its problems or conversations."""
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from threepo.config import DataConfig
 from threepo.config.records import require
-from threepo.config.sources import KINDS, is_file
+from threepo.config.sources import KINDS, is_file, is_source
 from threepo.data.finite import FiniteProblems, column_problems, published_problems
-from threepo.data.published import CONVERSATIONS, PUBLISHED, read_published
+from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
-from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, is_source, open_rows
+from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
@@ -36,6 +36,8 @@ class Conversations:
     rows: Rows
     read: Callable[[Row], Messages | str]
     """The messages of a row, or one word that says why the published set leaves it out. Raises `BrokenRow`."""
+    published: str = ""
+    """The name of the published set, which determines what `read` does."""
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
@@ -49,7 +51,7 @@ def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
         return OpenedSource(gym, gym.verify)
     published, copy = split_copy(name, PUBLISHED)
     if published:
-        return OpenedSource(published_problems(published, copy, split, settings), PUBLISHED[published].verifier)
+        return OpenedSource(published_problems(published, copy, split, settings), published.verifier)
     if is_source(name):
         return OpenedSource(column_problems(name, settings), None)
     listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
@@ -82,7 +84,7 @@ def has_heldout(name: str) -> bool:
     """Whether a source has held-out problems of its own."""
     published, copy = split_copy(name, PUBLISHED)
     if published:
-        return bool(PUBLISHED[published].heldout) and not is_file(copy)
+        return bool(published.heldout) and not is_file(copy)
     return _is_endless(name)
 
 
@@ -90,13 +92,12 @@ def open_conversations(name: str) -> Conversations:
     """Open a user's own source of conversations, or a published set with all its splits."""
     published, copy = split_copy(name, CONVERSATIONS)
     if published:
-        known = CONVERSATIONS[published]
 
         def read(row: Row) -> Messages | str:
-            found = read_published(published, known.read, row)
+            found = published.item(row)
             return found if isinstance(found, str) else chat_messages(found, "messages")
 
-        return Conversations(open_rows(copy or known.hub, "all", known.configuration), read)
+        return Conversations(open_rows(copy or published.hub, "all", published.configuration), read, published.name)
     if not is_source(name):
         raise _unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
     return Conversations(open_rows(name), _from_columns)
@@ -121,14 +122,12 @@ def _turn(row: Row, column: str, role: str) -> Messages:
     return chat_messages(row[column], f"{column}, if it is not text,")
 
 
-def split_copy(name: str, published: Collection[str]) -> tuple[str, str]:
-    """Split SET or SET:COPY, where SET is a published set, into the two; ("", "") for other names."""
+def split_copy(name: str, published: Mapping[str, PublishedSet]) -> tuple[PublishedSet | None, str]:
+    """The published set that SET or SET:COPY names, and its copy; None for other names."""
     known, colon, copy = name.partition(":")
-    if known not in published:
-        return "", ""
-    if colon and not copy:
+    if colon and not copy and known in published:
         raise UserError(f"data source {name!r}: names no copy; write {known}, or {known}:COPY")
-    return known, copy
+    return published.get(known), copy
 
 
 def _unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:

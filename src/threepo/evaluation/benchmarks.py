@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import BenchmarksConfig
-from threepo.config.sources import KINDS, SUFFIXES
+from threepo.config.sources import KINDS, SUFFIXES, is_source
 from threepo.data.finite import FiniteProblems
 from threepo.data.prompts import CODE, MATH_EVALUATION
-from threepo.data.rows import BrokenRow, is_source, open_rows
+from threepo.data.rows import BrokenRow, open_rows
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
 from threepo.evaluation.livecodebench import RELEASE_6, Window

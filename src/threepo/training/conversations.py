@@ -1,40 +1,34 @@
 """Conversations for fine-tuning: tokenised once into a memory-mapped file, and read by epoch (sft.md 3).
 
-`datasets` keeps the file in its cache, or in `conversations.cache`, under a digest of everything that determines the
+The file is in the cache of `datasets`, or in `conversations.cache`, under a digest of everything that determines the
 tokens, so later runs find it. The rows that are left out are in the file too, so all counts come from it.
 """
 
 import json
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
 from threepo.data.digest import digest
-from threepo.data.published import CONVERSATIONS
-from threepo.data.rows import Batch, BrokenRow, Row
-from threepo.data.source import Conversations, open_conversations, split_copy
+from threepo.data.finite import report_broken
+from threepo.data.rows import BrokenRow, Row
+from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
-from threepo.files import disk_errors
+from threepo.files import atomic_file
 from threepo.models.chat import ChatEncoder, EncodedChat, RenderedChat, UnrenderableChat
 from threepo.models.policy import Policy
 from threepo.types import SupervisedRow
 
-FORMAT = 3
+FORMAT = 4
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
 ROWS_AT_ONCE = 128
-"""Rows that are read and tokenised together."""
-LINE_EVERY = 30.0
-"""Seconds between lines about the progress."""
-NAMED = 3
-"""Number of broken rows that are reported one by one; later ones are only counted."""
-COLUMNS = ("tokens", "loss_ranges", "length", "loss_tokens", "dropped", "digest")
-"""The file's columns. `loss_ranges` is a flat list of bounds; `dropped` is why a row is left out, or empty."""
+"""Rows that are tokenised together."""
 Part = Literal["source", "eval"]
 """Conversations to train on, or held-out ones."""
 
@@ -46,7 +40,7 @@ class PreparedConversations:
     source: str
     """Their name in messages."""
     table: Any
-    """A memory-mapped `datasets.Dataset` with `COLUMNS`; slices of a column are far faster than its iterator."""
+    """A memory-mapped `datasets.Dataset` (see `_columns`); slices of a column are far faster than its iterator."""
 
     @cached_property
     def kept(self) -> list[int]:
@@ -72,13 +66,6 @@ class PreparedConversations:
             "longest": max(self.table["length"][:], default=0),
             "digest": digest(self.digests),
         }
-
-    def line(self) -> str:
-        """The counts in one line."""
-        rows, kept, tokens, counted = (f"{self.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.record["dropped"].items()))
-        counts = f"kept {kept} of {rows} rows{f' (left out: {reasons})' if reasons else ''}, {tokens} tokens"
-        return f"conversations {self.source}: {counts}, {counted} of them to imitate"
 
     def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
         """The rows of one step: conversations by their numbers among those that are kept."""
@@ -115,69 +102,70 @@ def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str)
     import datasets
 
     name = getattr(settings, part)
-    table = datasets.Dataset.from_file(file) if Path(file).is_file() else _tokenized(policy, settings, part)
-    prepared = PreparedConversations(name, table)
-    print(f"threepo: {prepared.line()}", file=sys.stderr)
+    file = file if Path(file).is_file() else _tokenized(policy, settings, part)
+    prepared = PreparedConversations(name, datasets.Dataset.from_file(file))
+    rows, kept, tokens, counted = (f"{prepared.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in sorted(prepared.record["dropped"].items()))
+    counts = f"kept {kept} of {rows} rows{f' (left out: {dropped})' if dropped else ''}, {tokens} tokens"
+    print(f"threepo: conversations {name}: {counts}, {counted} of them to imitate", file=sys.stderr)
     if not prepared.kept:
         raise UserError(f"conversations {name}: none is left; see the counts above")
     return prepared
 
 
-def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> Any:
-    """A `datasets.Dataset` of the tokens."""
+def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
+    """The file of the tokens, which is written unless the cache has it."""
     import datasets
+    from datasets.arrow_writer import ArrowWriter
 
     name, most_rows = getattr(settings, part), settings.eval_rows if part == "eval" else 0
-    source = open_conversations(name)
-    preparation = _Preparation(policy, settings, source, most_rows or sys.maxsize)
-    table, tokenizer = source.rows.table, policy.tokenizer
+    source, tokenizer = open_conversations(name), policy.tokenizer
+    preparation = _Preparation(policy, settings, source)
+    fingerprint = source.rows.table._fingerprint  # changes when a file of the source changes
     parts = (
-        (FORMAT, split_copy(name, CONVERSATIONS)[0], table._fingerprint, most_rows),  # which changes when a file does
+        (FORMAT, source.published, fingerprint, most_rows),
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
     key = digest([json.dumps(parts, default=str)])
-    integer, text = datasets.Value("int32"), datasets.Value("string")
-    kinds = (datasets.List(integer), datasets.List(integer), integer, integer, text, text)
-    with disk_errors(Path(settings.cache or datasets.config.HF_DATASETS_CACHE)):
-        return table.select(range(min(preparation.most_rows, len(table)))).map(
-            preparation,
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            remove_columns=table.column_names,
-            features=datasets.Features(dict(zip(COLUMNS, kinds, strict=True))),
-            cache_file_name=str(Path(settings.cache) / f"conversations-{key}.arrow") if settings.cache else None,
-            load_from_cache_file=True,
-            new_fingerprint=key,
-        )
+    path = Path(settings.cache or datasets.config.HF_DATASETS_CACHE) / f"conversations-{key}.arrow"
+    if not path.is_file():
+        integer, text = datasets.Value("int32"), datasets.Value("string")
+        integers = datasets.List(integer)
+        columns = {"tokens": integers, "loss_ranges": integers, "length": integer, "loss_tokens": integer}
+        features = datasets.Features(columns | {"dropped": text, "digest": text})
+        rows = datasets.utils.tqdm(islice(source.rows, most_rows or None), name, unit=" rows", mininterval=10)
+        with atomic_file(path) as temporary, ArrowWriter(path=str(temporary), features=features) as writer:
+            for values in preparation.columns(rows):
+                writer.write(dict(zip(features, values, strict=True)))
+            writer.finalize()
+    return str(path)
 
 
 class _Preparation:
-    """Makes the columns of the file from the rows of a source, batch by batch and in their order."""
+    """Makes the columns of the file from the rows of a source."""
 
-    def __init__(self, policy: Policy, settings: ConversationConfig, source: Conversations, most_rows: int) -> None:
-        self.policy, self.settings, self.source, self.most_rows = policy, settings, source, most_rows
+    def __init__(self, policy: Policy, settings: ConversationConfig, source: Conversations) -> None:
+        self.policy, self.settings, self.source = policy, settings, source
         self.encoder = ChatEncoder(policy.tokenizer, frozenset(policy.stop_tokens), settings.loss_on)
         self.limit = min(settings.max_tokens, policy.context)
-        self.read, self.broken, self.last_line = 0, 0, time.monotonic()
+        self.broken: list[str] = []
 
-    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
-        if time.monotonic() - self.last_line > LINE_EVERY:
-            self.last_line = time.monotonic()
-            print(f"threepo: {self.source.rows.name}: {self.read:,} rows read so far", file=sys.stderr)
-        rows = self.source.rows.parsed(batch)[: self.most_rows - self.read]
-        chats = [self._rendered(row) for row in rows]
-        encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
-        columns = [
-            self._columns(next(encoded), chat.location) if isinstance(chat, RenderedChat) else _left_out(chat)
-            for chat in chats
-        ]
-        return {name: [row[i] for row in columns] for i, name in enumerate(COLUMNS)}
+    def columns(self, rows: Iterable[Row | BrokenRow]) -> Iterator[tuple[Any, ...]]:
+        """The file's columns for each row: `loss_ranges` as a list of bounds; `dropped` says why a row is left out."""
+        numbered, number = enumerate(rows, start=1), 0
+        while batch := list(islice(numbered, ROWS_AT_ONCE)):
+            chats = [self._rendered(row, number) for number, row in batch]
+            encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
+            for chat in chats:
+                found = chat if isinstance(chat, str) else self._encoded(next(encoded), chat.location)
+                yield ([], [], 0, 0, found, "") if isinstance(found, str) else found
+            number = batch[-1][0]
+        report_broken(self.source.rows.name, self.broken, number)
 
-    def _rendered(self, row: Row | BrokenRow) -> RenderedChat | str:
-        """The text of a row, or the reason why it is left out."""
-        self.read += 1
-        location = f"{self.source.rows.name}, row {self.read}"
+    def _rendered(self, row: Row | BrokenRow, number: int) -> RenderedChat | str:
+        """The text of a row, or why it is left out."""
+        location = f"{self.source.rows.name}, row {number}"
         try:
             if isinstance(row, BrokenRow):
                 raise row
@@ -186,17 +174,18 @@ class _Preparation:
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)
 
-    def _columns(self, chat: EncodedChat, location: str) -> tuple[Any, ...]:
+    def _encoded(self, chat: EncodedChat, location: str) -> tuple[Any, ...] | str:
+        """The columns of a conversation, or why it is left out."""
         length = len(chat.tokens)
         if not chat.loss_ranges:
-            return _left_out(self._broken("the chat template marks no part of it as the assistant's", location))
+            return self._broken("the chat template marks no part of it as the assistant's", location)
         if length > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(
                     f"{location}: {length} tokens, more than {self.limit}, which is conversations.max_tokens or the "
                     f"model's context; set conversations.too_long = 'drop' to leave such rows out"
                 )
-            return _left_out("too_long")
+            return "too_long"
         self.policy.check_vocabulary(location, chat.tokens)
         bounds = [bound for span in chat.loss_ranges for bound in span]
         counted = sum(end - first for first, end in chat.loss_ranges)
@@ -205,11 +194,5 @@ class _Preparation:
     def _broken(self, reason: str, location: str) -> str:
         if self.settings.broken_rows == "error":
             raise UserError(f"{location}: {reason}; fix the row, or set conversations.broken_rows = 'skip'")
-        self.broken += 1
-        if self.broken <= NAMED:
-            print(f"threepo: left out: {location}: {reason}", file=sys.stderr)
+        self.broken.append(f"{location}: {reason}")
         return "broken"
-
-
-def _left_out(reason: str) -> tuple[Any, ...]:
-    return [], [], 0, 0, reason, ""
