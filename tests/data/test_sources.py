@@ -192,9 +192,9 @@ def test_demonstrations_follow_their_shares_and_stay_in_the_training_split() -> 
     config = DemonstrationConfig(tasks=("sorting", "stack"), behaviours={"worked": 0.25, "direct": 0.75}, batch_size=50)
     source = Demonstrations(config)
     shown = [d for step in range(20) for d in source.batch(step)]
-    assert Counter(d.problem.columns["task"] for d in shown) == {"sorting": 500, "stack": 500}
-    assert sum(d.completion.startswith("<think>") for d in shown) / 1000 == pytest.approx(0.25, abs=0.05)
-    assert {split_of(str(d.problem.prompt)) for d in shown} == {"train"}
+    assert Counter(problem.columns["task"] for problem, _ in shown) == {"sorting": 500, "stack": 500}
+    assert sum(completion.startswith("<think>") for _, completion in shown) / 1000 == pytest.approx(0.25, abs=0.05)
+    assert {split_of(str(problem.prompt)) for problem, _ in shown} == {"train"}
     assert Demonstrations(config).demonstration(77) == source.demonstration(77)
 
 

@@ -7,7 +7,7 @@ from transformers import CanineTokenizer
 
 from chats import CHATML, ENDLESS, FORGETFUL, MARKED, THINKING, TIDY, chat, chat_tokenizer
 from threepo.errors import UserError
-from threepo.models.chat import ChatEncoder, EncodedChat, UnrenderableChat
+from threepo.models.chat import ChatEncoder, Span, UnrenderableChat
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(lambda text: "<|im_" not in text)
 
@@ -17,45 +17,45 @@ def encoder(template: str, turns: str = "all") -> ChatEncoder:
     return ChatEncoder(tokenizer, frozenset([tokenizer.eos_token_id]), turns)  # type: ignore[arg-type]
 
 
-def encode(template: str, *contents: str, turns: str = "all") -> tuple[ChatEncoder, EncodedChat]:
+def encode(template: str, *contents: str, turns: str = "all") -> tuple[ChatEncoder, list[int], list[Span]]:
     made = encoder(template, turns)
-    return made, made.encode([made.render(chat(*contents), "row 1")])[0]
+    return made, *made.encode([made.render(chat(*contents), "row 1")])[0]
 
 
-def imitated_texts(made: ChatEncoder, encoded: EncodedChat) -> list[str]:
-    return [made.tokenizer.decode(encoded.tokens[first:end]) for first, end in encoded.loss_ranges]
+def imitated_texts(made: ChatEncoder, tokens: list[int], ranges: list[Span]) -> list[str]:
+    return [made.tokenizer.decode(tokens[first:end]) for first, end in ranges]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_a_conversation_by_hand(template: str) -> None:
-    made, encoded = encode(template, "hi", "ok", "a", "hihi")
+    made, tokens, ranges = encode(template, "hi", "ok", "a", "hihi")
     words = [
         *["<|im_start|>", *"user", "Ċ", "hi", "<|im_end|>", "Ċ"],  # 0 to 8
         *["<|im_start|>", *"assistant", "Ċ", "o", "k", "<|im_end|>", "Ċ"],  # 9 to 23
         *["<|im_start|>", *"user", "Ċ", "a", "<|im_end|>", "Ċ"],  # 24 to 32
         *["<|im_start|>", *"assistant", "Ċ", "hi", "hi", "<|im_end|>", "Ċ"],  # 33 to 47
     ]
-    assert made.tokenizer.convert_ids_to_tokens(encoded.tokens) == words
-    assert encoded.loss_ranges == [(20, 23), (44, 47)], "the line's end after a turn is never generated"
+    assert made.tokenizer.convert_ids_to_tokens(tokens) == words
+    assert ranges == [(20, 23), (44, 47)], "the line's end after a turn is never generated"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL])
 def test_the_last_turn_alone(template: str) -> None:
-    made, encoded = encode(template, "q", "<think>x</think>1", "q", "<think>y</think>2", turns="last")
-    assert imitated_texts(made, encoded) == ["<think>y</think>2<|im_end|>"]
+    made, tokens, ranges = encode(template, "q", "<think>x</think>1", "q", "<think>y</think>2", turns="last")
+    assert imitated_texts(made, tokens, ranges) == ["<think>y</think>2<|im_end|>"]
 
 
 def test_a_token_across_the_end_of_the_prompt_is_split() -> None:
     """Of "<think>\\n" the prompt has "<think>": there `>` is a token, and the whole text would have `>` with a line."""
-    made, encoded = encode(THINKING, "hi", "<think>\nhm>\n</think>hi")
+    made, tokens, ranges = encode(THINKING, "hi", "<think>\nhm>\n</think>hi")
     whole = made.tokenizer.apply_chat_template(
         list(chat("hi", "<think>\nhm>\n</think>hi")), return_dict=True, tokenize=True
     )["input_ids"]
     assert made.tokenizer.convert_ids_to_tokens(whole).count(">Ċ") == 2
-    words = made.tokenizer.convert_ids_to_tokens(encoded.tokens)
-    first = encoded.loss_ranges[0][0]
+    words = made.tokenizer.convert_ids_to_tokens(tokens)
+    first = ranges[0][0]
     assert words[first - 2 : first + 5] == ["k", ">", "Ċ", "h", "m", ">Ċ", "<"]
-    assert imitated_texts(made, encoded) == ["\nhm>\n</think>hi<|im_end|>"]
+    assert imitated_texts(made, tokens, ranges) == ["\nhm>\n</think>hi<|im_end|>"]
 
 
 @given(TEXTS, TEXTS, st.sampled_from([CHATML, MARKED, THINKING]))
@@ -64,22 +64,22 @@ def test_the_tokens_before_an_answer_are_those_of_the_prompt_at_inference(
 ) -> None:
     if template is THINKING:
         answer = f"<think>{answer}"
-    made, encoded = encode(template, question, answer)
+    made, tokens, ranges = encode(template, question, answer)
     prompt = made.tokenizer.apply_chat_template(
         list(chat(question)), add_generation_prompt=True, return_dict=True, tokenize=True
     )["input_ids"]
-    ((first, end),) = encoded.loss_ranges
-    assert encoded.tokens[:first] == prompt
+    ((first, end),) = ranges
+    assert tokens[:first] == prompt
     thought = "<think>" if template is THINKING else ""
-    assert imitated_texts(made, encoded) == [f"{answer.removeprefix(thought)}<|im_end|>"]
-    assert encoded.tokens[end:] == made.tokenizer("\n")["input_ids"]
+    assert imitated_texts(made, tokens, ranges) == [f"{answer.removeprefix(thought)}<|im_end|>"]
+    assert tokens[end:] == made.tokenizer("\n")["input_ids"]
 
 
 @given(st.lists(TEXTS, min_size=2, max_size=6), st.sampled_from([CHATML, MARKED]))
 def test_every_turn_of_the_assistant_is_imitated_and_nothing_else(contents: list[str], template: str) -> None:
-    made, encoded = encode(template, *contents)
-    assert imitated_texts(made, encoded) == [f"{content}<|im_end|>" for content in contents[1::2]]
-    assert made.tokenizer.decode(encoded.tokens) == made.render(chat(*contents), "").text
+    made, tokens, ranges = encode(template, *contents)
+    assert imitated_texts(made, tokens, ranges) == [f"{content}<|im_end|>" for content in contents[1::2]]
+    assert made.tokenizer.decode(tokens) == made.render(chat(*contents), "").text
 
 
 def test_a_batch_is_what_its_conversations_are() -> None:

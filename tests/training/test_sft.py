@@ -38,12 +38,12 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
     grads = [p.grad.clone() for p in policy.model.parameters()]
     policy.model.zero_grad()
     expected = torch.zeros(())
-    for row, demonstration in zip(rows, shown, strict=True):
+    for row, (problem, completion) in zip(rows, shown, strict=True):
         ((first, end),) = row.loss_ranges
         assert end == len(row.input_tokens)
         assert row.input_tokens[-1] == policy.tokenizer.eos_token_id
-        assert policy.tokenizer.decode(row.input_tokens[:first]) == demonstration.problem.prompt
-        assert policy.tokenizer.decode(row.input_tokens[first:-1]) == demonstration.completion
+        assert policy.tokenizer.decode(row.input_tokens[:first]) == problem.prompt
+        assert policy.tokenizer.decode(row.input_tokens[first:-1]) == completion
         ids = torch.tensor([row.input_tokens])
         labels = ids.clone()
         labels[0, :first] = -100
@@ -94,8 +94,8 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
         with pytest.raises(ZeroDivisionError):
             api.fine_tune(sft_config(tmp_path / "parts", *settings))
     assert checkpoints(tmp_path / "parts")[-1][0] == 2
-    folder, plain = RunFolder.open(tmp_path / "parts")
-    api.fine_tune(build(SFTConfig, plain), folder)
+    folder, config = RunFolder.open(tmp_path / "parts")
+    api.fine_tune(build(SFTConfig, config), folder)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key

@@ -62,7 +62,7 @@ class Method:
     """One advantage group per prompt, pooled over draws, or one per prompt and draw."""
     gradient_at: Literal["mean", "generator", "fresh"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw. With a single
-    draw, `fresh` is that draw (method.md 3.4)."""
+    draw, the first `fresh` one is that draw (method.md 3.2)."""
     gradient_draws: Count = 1
     """With gradient_at = "fresh": the number of gradient draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"

@@ -118,7 +118,7 @@ class DataConfig:
     counted; 0: no limit. Held-out problems are not limited."""
     broken_rows: Literal["error", "skip"] = "error"
     """Malformed rows of a finite data set, and rows that lack what the reward needs: `error` refuses the data and names
-    the first; `skip` leaves them out, says how many, and names a few."""
+    the first; `skip` leaves them out, says how many, and names the first three."""
 
     def __post_init__(self) -> None:
         require(

@@ -9,13 +9,8 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.types import Problem
 
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A problem of the training split, and a completion of it."""
-
-    problem: Problem
-    completion: str
+Demonstration = tuple[Problem, str]
+"""A problem of the training split, and a completion of it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Demonstrations:
         problem = problems.problem(index // len(settings.tasks))
         rng = Random(f"demonstration/{settings.seed}/{index}")
         (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
-        return Demonstration(problem, task.demonstrate(problem, behaviour))
+        return problem, task.demonstrate(problem, behaviour)
 
     def batch(self, step: int) -> list[Demonstration]:
         """The demonstrations of one optimizer step."""

@@ -19,8 +19,6 @@ from threepo.types import Problem
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that threepo itself gives to reward functions; no column may have these names."""
-_NAMED = 3
-"""Number of broken rows that messages name."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ class FiniteProblems:
         """The problems for which `fault` is empty; the others are counted and reported as broken rows."""
         faults = [(problem, fault(problem)) for problem in self.problems]
         kept = tuple(problem for problem, reason in faults if not reason)
-        prefix = f"{self.source}, "
-        broken = [f"{problem.label.removeprefix(prefix)}: {reason}" for problem, reason in faults if reason]
+        broken = [f"{problem.label}: {reason}" for problem, reason in faults if reason]
         if not kept:
             raise UserError(f"{self.source}: holds no problems that can be graded; {broken[0]}")
         report_broken(self.source, broken, self.rows)
@@ -165,7 +162,7 @@ def collect(
             if settings.broken_rows == "error":
                 fix = "fix it, or leave such rows out with data.broken_rows = 'skip'"
                 raise UserError(f"{location}: {error}; {fix}") from error
-            broken.append(f"row {number}: {error}")
+            broken.append(f"{location}: {error}")
             continue
         first = problems.setdefault(problem.id, problem)
         if first is not problem and not deduplicate:
@@ -178,11 +175,11 @@ def collect(
 
 
 def report_broken(source: str, broken: Sequence[str], rows: int) -> None:
-    """Say how many rows were left out, and name the first of them."""
+    """Say that of so many `rows` the `broken` ones, each with its location and reason, were left out; name three."""
     if broken:
-        more = f"; and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
-        named = "; ".join(broken[:_NAMED]) + more
-        print(f"threepo: {source}: left out {len(broken)} of {rows} rows as broken: {named}", file=sys.stderr)
+        named = "; ".join(text.removeprefix(f"{source}, ") for text in broken[:3])
+        more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
+        print(f"threepo: {source}: left out {len(broken)} of {rows} rows as broken: {named}{more}", file=sys.stderr)
 
 
 def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -> None:

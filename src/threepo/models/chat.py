@@ -40,15 +40,6 @@ class RenderedChat:
 
 
 @dataclass(frozen=True)
-class EncodedChat:
-    """A conversation as tokens."""
-
-    tokens: list[int]
-    loss_ranges: list[Span]
-    """The tokens of each turn to imitate, up to its first stop token, included."""
-
-
-@dataclass(frozen=True)
 class ChatEncoder:
     """Renders and tokenises conversations for one policy."""
 
@@ -97,8 +88,11 @@ class ChatEncoder:
             raise UnrenderableChat(f"the chat template failed on it: {type(error).__name__}: {error}") from error
         return texts[0], turns[0] if turns else []
 
-    def encode(self, chats: Sequence[RenderedChat]) -> list[EncodedChat]:
-        """The tokens of conversations; `UserError` for a turn without a stop token."""
+    def encode(self, chats: Sequence[RenderedChat]) -> list[tuple[list[int], list[Span]]]:
+        """The tokens of each conversation, and the ranges of those that the loss counts: a range for each turn.
+
+        A range ends with the turn's first stop token; `UserError` for a turn without one.
+        """
         encoded = []
         whole = self._tokenize([chat.text for chat in chats]) if chats else []
         for chat, (tokens, offsets) in zip(chats, whole, strict=True):
@@ -112,8 +106,7 @@ class ChatEncoder:
                     for begin, (_, spans) in zip(begins, pieces, strict=True)
                     for start, end in spans
                 ]
-            ranges = [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]
-            encoded.append(EncodedChat(tokens, ranges))
+            encoded.append((tokens, [self._loss_range(tokens, offsets, turn, chat.location) for turn in chat.turns]))
         return encoded
 
     def _tokenize(self, texts: list[str]) -> list[tuple[list[int], list[Span]]]:

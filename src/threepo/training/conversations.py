@@ -21,7 +21,7 @@ from threepo.data.rows import BrokenRow, Row
 from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
 from threepo.files import atomic_file
-from threepo.models.chat import ChatEncoder, EncodedChat, RenderedChat, UnrenderableChat
+from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableChat
 from threepo.models.policy import Policy
 from threepo.types import SupervisedRow
 
@@ -158,7 +158,7 @@ class _Preparation:
             chats = [self._rendered(row, number) for number, row in batch]
             encoded = iter(self.encoder.encode([chat for chat in chats if isinstance(chat, RenderedChat)]))
             for chat in chats:
-                found = chat if isinstance(chat, str) else self._encoded(next(encoded), chat.location)
+                found = chat if isinstance(chat, str) else self._encoded(*next(encoded), chat.location)
                 yield ([], [], 0, 0, found, "") if isinstance(found, str) else found
             number = batch[-1][0]
         report_broken(self.source.rows.name, self.broken, number)
@@ -174,22 +174,21 @@ class _Preparation:
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)
 
-    def _encoded(self, chat: EncodedChat, location: str) -> tuple[Any, ...] | str:
+    def _encoded(self, tokens: list[int], ranges: list[Span], location: str) -> tuple[Any, ...] | str:
         """The columns of a conversation, or why it is left out."""
-        length = len(chat.tokens)
-        if not chat.loss_ranges:
+        if not ranges:
             return self._broken("the chat template marks no part of it as the assistant's", location)
-        if length > self.limit:
+        if len(tokens) > self.limit:
             if self.settings.too_long == "error":
                 raise UserError(
-                    f"{location}: {length} tokens, more than {self.limit}, which is conversations.max_tokens or the "
-                    f"model's context; set conversations.too_long = 'drop' to leave such rows out"
+                    f"{location}: {len(tokens)} tokens, more than {self.limit}, which is conversations.max_tokens or "
+                    f"the model's context; set conversations.too_long = 'drop' to leave such rows out"
                 )
             return "too_long"
-        self.policy.check_vocabulary(location, chat.tokens)
-        bounds = [bound for span in chat.loss_ranges for bound in span]
-        counted = sum(end - first for first, end in chat.loss_ranges)
-        return chat.tokens, bounds, length, counted, "", digest([repr((chat.tokens, bounds))])
+        self.policy.check_vocabulary(location, tokens)
+        bounds = [bound for span in ranges for bound in span]
+        counted = sum(end - first for first, end in ranges)
+        return tokens, bounds, len(tokens), counted, "", digest([repr((tokens, bounds))])
 
     def _broken(self, reason: str, location: str) -> str:
         if self.settings.broken_rows == "error":

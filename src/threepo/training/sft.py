@@ -87,11 +87,10 @@ def fine_tune(run: FineTuning) -> None:
 def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[SupervisedRow]:
     """Demonstrations as rows: prompt tokens, then completion tokens with the end-of-sequence token."""
     rows = []
-    for index, shown in enumerate(demonstrations):
-        tokens = policy.tokenizer(shown.completion, add_special_tokens=False)["input_ids"]
-        tokens = (*tokens, policy.tokenizer.eos_token_id)
-        policy.check_vocabulary(shown.problem.label, tokens)
-        prompt = policy.encode_prompt(shown.problem, DataConfig(train="demonstrations"), len(tokens))
+    for index, (problem, completion) in enumerate(demonstrations):
+        tokens = (*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id)
+        policy.check_vocabulary(problem.label, tokens)
+        prompt = policy.encode_prompt(problem, DataConfig(train="demonstrations"), len(tokens))
         rows.append(SupervisedRow(prompt + tokens, ((len(prompt), len(prompt) + len(tokens)),), index))
     return rows
 
