@@ -1,11 +1,8 @@
 """The paper's recipes have its settings."""
 
-from dataclasses import asdict
-from typing import Any
-
 import pytest
 
-from threepo.config import AdamWConfig, IVONConfig, SFTConfig, TrainConfig
+from threepo.config import AdamWConfig, Correction, IVONConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.config.records import differences, to_plain
 from threepo.errors import UserError
@@ -27,18 +24,10 @@ METHODS = {
 def test_reinforcement_learning_is_the_papers(model: str, method: str) -> None:
     config = load(TrainConfig, f"paper/{model}/{method}")
     draws, rollouts, gradient_at, correction = METHODS[method]
-    found: dict[str, Any] = asdict(config.method)
-    assert (found["draws"], found["rollouts_per_prompt"], found["gradient_at"]) == (draws, rollouts, gradient_at)
-    assert (found["correction"]["kind"], found["correction"]["low"], found["correction"]["high"]) == (
-        correction,
-        0.5,
-        2,
-    )
-    assert (config.data.train, config.data.prompts_per_step, config.data.max_prompt_tokens) == (
-        "dapo-math-17k",
-        32,
-        1024,
-    )
+    found, data = config.method, config.data
+    assert (found.draws, found.rollouts_per_prompt) == (draws, rollouts)
+    assert (found.gradient_at, found.correction) == (gradient_at, Correction(kind=correction, low=0.5, high=2.0))
+    assert (data.train, data.prompts_per_step, data.max_prompt_tokens) == ("dapo-math-17k", 32, 1024)
     assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (1.0, 1.0, 0)
     assert config.sampling.max_new_tokens == 3072
     objective = config.objective
@@ -59,11 +48,8 @@ def test_reinforcement_learning_is_the_papers(model: str, method: str) -> None:
 @pytest.mark.parametrize("method", ["grpo", "b3po", "m3po", "c3po"])
 def test_code_is_the_papers(method: str) -> None:
     config = load(TrainConfig, f"paper/olmo3_7b/code_{method}")
-    assert (config.data.train, config.data.max_prompt_tokens, config.sampling.max_new_tokens) == (
-        "code-r1-12k",
-        2048,
-        2048,
-    )
+    data = config.data
+    assert (data.train, data.max_prompt_tokens, config.sampling.max_new_tokens) == ("code-r1-12k", 2048, 2048)
     assert config.method == load(TrainConfig, f"paper/olmo3_7b/{method}").method
     assert config.run.steps == 12_000 // config.data.prompts_per_step, "one epoch"
     assert config.schedule.warmup_share == 0.06
@@ -72,8 +58,8 @@ def test_code_is_the_papers(method: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_entropy_bonus_is_all_that_its_baseline_adds(model: str) -> None:
-    plain, bonus = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/entreg")
-    changed = {name for name, _, _ in differences(to_plain(plain), to_plain(bonus))}
+    grpo, bonus = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/entreg")
+    changed = {name for name, _, _ in differences(to_plain(grpo), to_plain(bonus))}
     assert changed == {"objective.entropy_coefficient", "run.folder"}
     assert bonus.objective.entropy_coefficient == 1e-3
 
@@ -91,8 +77,8 @@ def test_the_warm_start_is_the_papers(model: str, name: str) -> None:
     config = load(SFTConfig, f"paper/{model}/{name}")
     assert config.model.path == MODELS[model][0]
     assert config.conversations is not None
-    asked = config.conversations
-    assert (asked.source, asked.batch_size, asked.epochs, asked.max_tokens) == ("llama-nemotron", 128, 2, 4096)
+    chats = config.conversations
+    assert (chats.source, chats.batch_size, chats.epochs, chats.max_tokens) == ("llama-nemotron", 128, 2, 4096)
     assert (config.schedule.kind, config.schedule.warmup_share, config.schedule.floor) == ("cosine", 0.1, 0.1)
     if name == "sft":
         assert config.optimizer == IVONConfig(

@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from threepo.config import AdamWConfig, IVONConfig, Method, RunConfig, SFTConfig, TrainConfig
+from threepo.config import AdamWConfig, IVONConfig, Method, SFTConfig, TrainConfig
 from threepo.config.method import C3PO, PRESETS
 from threepo.config.recipes import (
     find_recipe,
@@ -68,37 +66,15 @@ def test_a_resolved_configuration_survives_json() -> None:
     assert build(TrainConfig, json.loads(json.dumps(to_plain(config)))) == config
 
 
-@given(
-    st.builds(
-        RunConfig,
-        folder=st.text(),
-        steps=st.integers(1, 10**9),
-        seed=st.integers(0, 2**62),
-        tensorboard=st.booleans(),
-    )
-)
-def test_any_record_survives_json(config: RunConfig) -> None:
-    assert build(RunConfig, json.loads(json.dumps(to_plain(config)))) == config
-
-
 def test_overrides_are_toml_values_or_text() -> None:
-    given = [
-        "run.steps=3",
-        "optimizer.ess = 1e9",
-        "run.tensorboard=true",
-        "model.path=../a=b",
-        "a.b.c=x",
-        "a.b.d=[1, 2]",
-    ]
+    given = ["run.steps=3", "optimizer.ess = 1e9", "run.tensorboard=true", "model.path=../a=b", "a.b.c=x", "a.b.d=[1]"]
     assert parse_overrides(given) == {
         "run": {"steps": 3, "tensorboard": True},
         "optimizer": {"ess": 1e9},
         "model": {"path": "../a=b"},
-        "a": {"b": {"c": "x", "d": [1, 2]}},
+        "a": {"b": {"c": "x", "d": [1]}},
     }
-    assert parse_overrides(['model.path="3"', "model.path=4", "a=b.c=1"][:2]) == {"model": {"path": 4}}, (
-        "the last counts"
-    )
+    assert parse_overrides(['model.path="3"', "model.path=4"]) == {"model": {"path": 4}}, "the last counts"
 
 
 def test_recipes_extend_each_other(tmp_path: Path) -> None:
@@ -161,13 +137,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("optimizer.kind=[1]", r"optimizer.kind = \[1\]: must be one of 'adamw', 'ivon'"),
         ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be less than 9223372036854775808"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
-        ("optimizer.lr=nan", "optimizer.lr = nan: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
-        ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be a finite number"),
-        ("objective.dual_clip=inf", "objective.dual_clip = inf"),
-        ("method.correction.high=nan", "method.correction.high = nan: must be greater than 0"),
-        ("reward.correct_from=nan", "reward.correct_from = nan"),
-        ("ess_schedule.floor=0", "ess_schedule.floor = 0"),
         ("ess_schedule.highest=1e5", "ess_schedule.lowest = 1000000.0: must not exceed ess_schedule.highest"),
         ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
@@ -219,32 +189,10 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
     ("overrides", "message"),
     [
         (["engine.vllm.replicas=2"], r"engine.kind = 'local': does not read \[engine.vllm\]; set engine.kind = 'vllm'"),
-        (["engine.kind=vllm", "engine.vllm.replicas=0"], "engine.vllm.replicas = 0: must be greater than 0"),
-        (
-            ["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"],
-            r"engine.vllm.gpus = \[0, 1\]: must name a GPU for each",
-        ),
-        (
-            ["engine.kind=vllm", "engine.vllm.gpus=[-1]"],
-            r"engine.vllm.gpus\[0\] = -1: must be greater than or equal to 0",
-        ),
-        (
-            ["engine.kind=vllm", "engine.vllm.gpu_memory_utilization=1.5"],
-            "gpu_memory_utilization = 1.5: must be less than or equal to 1",
-        ),
-        (
-            ["engine.kind=vllm", "engine.vllm.timeout_s=1"],
-            r"engine.vllm.timeout_s = 1: must be greater than or equal",
-        ),
-        (["engine.kind=vllm", "engine.vllm.timeout_s=nan"], r"engine.vllm.timeout_s = nan: must be"),
-        (
-            ["engine.kind=vllm", "sampling.temperature=0.001"],
-            "sampling.temperature = 0.001: engine.kind = 'vllm' decodes",
-        ),
-        (
-            ["engine.kind=vllm", "eval.temperature=3"],
-            "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or from",
-        ),
+        (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name a GPU"),
+        (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus\[0\] = -1: must be greater"),
+        (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
+        (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
     ],
 )
 def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message: str) -> None:
@@ -382,11 +330,6 @@ def test_an_evaluation_needs_only_what_it_evaluates_on(tmp_path: Path) -> None:
     assert load_evaluation("some/model", "", [f"data.eval={path}"]).data.eval == path
     with pytest.raises(UserError, match="data.eval is missing"):
         load_evaluation("some/model", "", [])
-
-
-def test_methods_are_values() -> None:
-    assert Method() == Method(name="custom")
-    assert len(set(PRESETS.values())) == len(PRESETS)
 
 
 def test_sources_mean_the_same_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,8 @@ def test_dapo_keeps_the_first_row_of_each_index_without_the_published_instructio
         dapo_row("What is $1 + 1$?", "3", "a"),
     ] * 3
     problems = opened("dapo-math-17k", tmp_path / f"dapo{suffix}", rows)
-    assert [(p.id, p.answer) for p in problems.problems] == [
-        ("dapo-math-17k/train/a", "2"),
-        ("dapo-math-17k/train/b", "9"),
-    ]
+    found = [(p.id, p.answer) for p in problems.problems]
+    assert found == [("dapo-math-17k/train/a", "2"), ("dapo-math-17k/train/b", "9")]
     assert problems.problems[1].prompt == "Name\n\nthe answer: Answer: what is $x^2$ for $x = 3$?"
     assert problems.counts() == {"problems": 2, "rows": 9, "duplicates": 7, "broken": 0, "too_long": 0}
     templated = problems.problems[0].templated("")
@@ -49,8 +47,6 @@ BROKEN_DAPO: list[tuple[Row, str]] = [
     ({**GOOD, "prompt": [{"role": "user", "content": f"What is $1$?\n\n{DAPO_AFTER}"}]}, "not a problem between"),
     ({**GOOD, "prompt": [{"role": "user", "content": f"{DAPO_BEFORE}\n\n{DAPO_AFTER}"}]}, "not a problem between"),
     ({**GOOD, "prompt": GOOD["prompt"] * 2}, "is not a row of dapo-math-17k as published: ValueError"),
-    ({**GOOD, "prompt": "What is $1$?"}, "is not a row of dapo-math-17k"),
-    ({**GOOD, "prompt": [{"role": "user", "content": 3}]}, "is not a row of dapo-math-17k"),
     ({**GOOD, "reward_model": {"style": "rule", "ground_truth": 2}}, "is not a row of dapo-math-17k"),
     ({**GOOD, "extra_info": None}, "is not a row of dapo-math-17k"),
     ({"problem": "What is $1$?", "answer": "1"}, "is not a row of dapo-math-17k as published: KeyError: 'prompt'"),
@@ -73,20 +69,16 @@ def test_rows_of_another_schema_are_broken(
 def test_code_tests_reach_the_column_tests(suffix: str, tmp_path: Path) -> None:
     functional = "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(Solution().add)"
     cases = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+    prefixed = code_row("Write add.", {"functional": functional}, CODE_R1_INSTRUCTIONS[0] + "\n")
     rows = [
-        {
-            **code_row("Write add.", {"functional": functional}, CODE_R1_INSTRUCTIONS[0] + "\n"),
-            "extra_info": {"prefix": "import re"},
-        },
+        prefixed | {"extra_info": {"prefix": "import re"}},
         code_row("Add two numbers.", cases),
         code_row("Subtract.", cases, "Please."),
     ]
     problems = opened("code-r1-12k", tmp_path / f"code{suffix}", rows)
     add, stdin, other = problems.problems
-    assert (add.prompt, dict(add.columns)) == (
-        "Write add.",
-        {"tests": {"functional": functional, "prefix": "import re"}},
-    )
+    assert add.prompt == "Write add."
+    assert add.columns == {"tests": {"functional": functional, "prefix": "import re"}}
     assert (stdin.prompt, stdin.columns["tests"]) == (f"Add two numbers.\n\n{CODE_STDIN}", cases)
     assert str(other.prompt).startswith("Please.\nSubtract."), "only what is known to be the instruction is taken off"
     assert stdin.templated("") == CODE.replace("{prompt}", str(stdin.prompt))
@@ -122,7 +114,6 @@ def test_code_rows_of_another_schema_are_broken(tmp_path: Path) -> None:
     for row, reason in (
         ({**good, "prompt": [system]}, "is not a row of code-r1-12k"),
         ({**good, "prompt": [user, user]}, "is not a row of code-r1-12k"),
-        ({**good, "prompt": "Add."}, "is not a row of code-r1-12k"),
         (code_row("", {"functional": "check(add)"}), "an instruction, but no problem"),
         (truncated, "is not a row of code-r1-12k as published: JSONDecodeError"),
     ):

@@ -22,7 +22,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 Record = TypeVar("Record")
 

@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.records import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    PositiveShare,
-    Seed,
-    must,
-    require,
-    settings,
-)
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, must, require, settings
 from threepo.config.sources import LocalPath
 
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -31,7 +21,7 @@ class RunConfig:
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
     """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""
-    seed: Seed = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything random that has no seed of its own: noise, sampling, weight initialisation."""
     checkpoint_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the end and when the run is interrupted."""

@@ -26,13 +26,13 @@ class PublishedSet:
     hub: str
     """Its id on the hub."""
     read: Callable[[Row], Any]
-    """A row's problem, or its messages (of which all splits are read).
+    """A row's problem, or its messages. Conversations are read from all splits.
 
     Rows of the same problem share its id; an empty id means the row's number. One word instead of messages says why
     the row is left out; the run counts rows by that word.
     """
     verifier: VerifierName | None = None
-    """Of problems; it determines the text around them too (`TEMPLATES`)."""
+    """The verifier of problems, which determines the text around them too (`TEMPLATES`); None: conversations."""
     configuration: str | None = None
     """The configuration on the hub, if there are several."""
     heldout: str | None = None
@@ -141,6 +141,7 @@ def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
 
 
 TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE}
+"""The text around the problems of a verifier; `{prompt}` stands for the problem."""
 _PROBLEMS = (
     PublishedSet(
         "code-r1-12k",
@@ -167,22 +168,18 @@ _PROBLEMS = (
         heldout="test",
     ),
 )
-_NEMOTRON = "nvidia/Llama-Nemotron-Post-Training-Dataset"
+_nemotron = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset", configuration="SFT")
 _CONVERSATIONS = (
-    PublishedSet(
+    _nemotron(
         "llama-nemotron",
         "answers of DeepSeek-R1 with their thoughts, as the paper says",
-        hub=_NEMOTRON,
-        configuration="SFT",
         read=partial(_llama_nemotron, generator="DeepSeek-R1"),
     ),
-    PublishedSet(
+    _nemotron(
         "llama-nemotron-any",
         "answers of any generator with their thoughts, as in the paper's released code",
-        hub=_NEMOTRON,
-        configuration="SFT",
         read=partial(_llama_nemotron, generator=""),
     ),
 )
-PUBLISHED, CONVERSATIONS = ({known.name: known for known in sets} for sets in (_PROBLEMS, _CONVERSATIONS))
-"""The sets of problems, and those of conversations, by name."""
+PUBLISHED = {known.name: known for known in _PROBLEMS}
+CONVERSATIONS = {known.name: known for known in _CONVERSATIONS}
