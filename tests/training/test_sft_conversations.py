@@ -302,7 +302,7 @@ def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str
         (["conversations.chat_template=/nowhere"], "conversations.chat_template = '/nowhere': cannot be read"),
         (["conversations.chat_template="], "no chat template"),
         (["conversations.eval=nowhere.jsonl"], "no such file"),
-        (["model.tokenizer=x"], "is made for a tokenizer of its own"),
+        (["model.tokenizer=x"], "has its own tokenizer"),
     ],
 )
 def test_refusals_come_before_a_folder_is_made(
