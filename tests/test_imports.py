@@ -20,7 +20,7 @@ GROUND = {
 LEVELS = [
     {"posterior", "objectives"},
     {"methods"},
-    {"models", "distributed"},
+    {"models"},
     {"rollout"},
     {"evaluation"},
     {"training", "analysis"},

@@ -49,7 +49,7 @@ def test_a_problem_is_shown_as_a_policy_reads_it(capsys: pytest.CaptureFixture[s
     assert main(["data", "show", "gsm8k:gsm8k.parquet", "--index", "2", "data.system_prompt=Be brief."]) == 0
     head, system, user, answer = capsys.readouterr().out.split("--- ")
     assert head == (
-        "source    data file gsm8k.parquet\n"
+        f"source    data file {Path.cwd()}/gsm8k.parquet\n"
         "problems  3 of 3 rows (0 duplicates, 0 broken)\n"
         "verifier  math\n"
         "problem   gsm8k/train/3 (index 2)\n"
@@ -63,7 +63,7 @@ def test_counts_tell_what_became_of_the_rows(capsys: pytest.CaptureFixture[str])
     rows = [dapo_row("What is $1$?", "1", "a"), dapo_row("What is $2$?", "2", "b"), {"prompt": "?"}] * 4
     write_rows(Path("dapo.jsonl"), rows)
     assert main(["data", "show", "dapo-math-17k:dapo.jsonl"]) == 2
-    assert "data file dapo.jsonl, row 3: is not a row of dapo-math-17k as published" in capsys.readouterr().err
+    assert "dapo.jsonl, row 3: is not a row of dapo-math-17k as published" in capsys.readouterr().err
     assert main(["data", "show", "dapo-math-17k:dapo.jsonl", "data.broken_rows=skip"]) == 0
     assert "problems  2 of 12 rows (6 duplicates, 4 broken)\n" in capsys.readouterr().out
 
@@ -108,8 +108,8 @@ def test_with_a_model_the_prompt_is_what_its_tokenizer_reads(capsys: pytest.Capt
         (["sorting", "data.train=stack"], "data.train = 'stack': `threepo data show` shows sorting"),
         (["sorting", "data.sed=1"], "did you mean data.seed?"),
         (["sorting", "--index", "-1"], "--index -1: must be 0 or more for sorting"),
-        (["gsm8k:gsm8k.parquet", "--index", "3"], "--index 3: must be between 0 and 2 for gsm8k:gsm8k.parquet"),
-        (["gsm8k:gsm8k.parquet", "--heldout"], "--heldout: gsm8k:gsm8k.parquet has no held-out problems of its own"),
+        (["gsm8k:gsm8k.parquet", "--index", "3"], "--index 3: must be between 0 and 2 for gsm8k:/"),
+        (["gsm8k:gsm8k.parquet", "--heldout"], "gsm8k.parquet has no held-out problems of its own"),
         (["gsm8k:gsm8k.parquet", "--model", "/nowhere"], "holds no config.json"),
         (["gsm8k:nowhere.parquet"], "nowhere.parquet: no such file"),
     ],

@@ -53,10 +53,10 @@ def test_completions_that_are_all_cut() -> None:
     ((step, text),) = warned([[CUT, CUT_RIGHT]] * 3 * FAILED_STEPS)
     assert step == FAILED_STEPS - 1
     assert "every completion was cut at sampling.max_new_tokens = 3" in text
-    assert "check that the eos_token of its tokenizer" in text
+    assert "check that its tokenizer's eos_token" in text
     ((step, text),) = warned([[WRONG, RIGHT], *[[CUT, CUT_RIGHT]] * FAILED_STEPS, [WRONG, RIGHT]])
     assert step == FAILED_STEPS
-    assert "answers are longer than that now" in text
+    assert "graded unfinished" in text
     assert "eos_token" not in text
 
 
@@ -102,7 +102,7 @@ def test_a_model_that_never_ends_warns_in_the_run(tmp_path: Path, monkeypatch: p
     Path("any_reward.py").write_text("def reward(completions): return [float(len(c)) for c in completions]\n")
     settings = ["reward.function=any_reward:reward", "sampling.max_new_tokens=1", f"run.steps={FAILED_STEPS}"]
     config = train_config(tmp_path / "run", *settings, "data.prompts_per_step=1", "method.rollouts_per_prompt=2")
-    with pytest.warns(ThreepoWarning, match="the first ones of the run, every completion was cut"):
+    with pytest.warns(ThreepoWarning, match="since the run began, every completion was cut"):
         api.train(config)
 
 

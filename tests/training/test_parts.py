@@ -281,6 +281,14 @@ def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path:
     torch.testing.assert_close(weight, before - 0.5, rtol=0, atol=1e-5)
 
 
+def test_momentum_of_another_model_is_refused(policy: Policy, tmp_path: Path) -> None:
+    source = build_optimizer(IVONConfig(), policy.model, seed=0)
+    save_checkpoint(tmp_path, policy, source, TrainState())
+    other = torch.nn.ParameterDict({"weight": torch.zeros(2)})
+    with pytest.raises(UserError, match="the model has no parameter model.*; it belongs to another model"):
+        restore_optimizer(tmp_path, IVON(other.named_parameters(), ess=1e9), TrainState())
+
+
 def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig())
     for step in (1, 2, 10):

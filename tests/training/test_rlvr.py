@@ -25,6 +25,7 @@ from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
+from threepo.rollout.local import LocalEngine
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
 from threepo.training.optimizers import begin_ivon, build_optimizer
@@ -301,6 +302,14 @@ def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_p
     settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
     with pytest.warns(ThreepoWarning, match=r"factors of: mlp 3\.0; .* optimizer\.ess = 9e\+09 would undo"):
         begin_ivon(settings, build_optimizer(settings, policy.model, seed=0), ModelConfig(path=str(tmp_path)))
+
+
+def test_a_refused_run_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[LocalEngine] = []
+    monkeypatch.setattr(LocalEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(UserError, match="engine: . policies of .* need"):
+        rlvr.assemble(train_config(tmp_path / "run", "engine.memory_gib=1e-6"))
+    assert closed
 
 
 def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[str]) -> None:

@@ -10,11 +10,11 @@ from threepo.posterior.operations import HESSIAN_RANGE, Scalars
 from threepo.types import Draw
 
 RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
-"""Far beyond what trains. Within them ess * (h + weight_decay) neither overflows nor vanishes in float32, for any h."""
+"""Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
 NOISE_SCALES = (1e-10, 1e10)
-"""The same; or 0, which is no noise."""
+"""The range of noise_scale; 0, which is no noise, is allowed too."""
 ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
-"""An lr up to the first is of AdamW's size; with it, a largest move below the second is surely not what was meant."""
+"""An lr up to the first is of AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
 
 def sigma_scalars(group: Mapping[str, Any]) -> Scalars:

@@ -166,7 +166,7 @@ class IVON(torch.optim.Optimizer):
             self.restore()
 
     def restore(self) -> None:
-        """Put the mean back. `perturbed` does it; call it only if Ctrl-C came just when that block was left.
+        """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
 
         In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
         """

@@ -135,14 +135,17 @@ def pieces(tensor: torch.Tensor) -> list[Piece]:
 
 
 def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
-    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as there are."""
+    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as possible.
+
+    For example, columns 2 and 3 of a tensor of shape (4, 6) are one piece: rows of 2 elements that begin 6 apart.
+    """
     if math.prod(part) == 0:
         return []
     strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
     starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
-    # A row: the last dimension that is cut, and those after it. Without one, or if it is the first, all is one row.
+    # A row covers the last dimension that is cut, and those after it. If only the first or none is cut, all is one row.
     last = max((d for d in range(len(whole)) if part[d] != whole[d]), default=0)
-    # Rows: of the dimensions before it as many as are whole, and one that is cut; one index of the others is one piece.
+    # A piece covers the dimensions before it that are whole, and one that is cut; the others give more pieces.
     first = max((d for d in range(last) if part[d] != whole[d]), default=0)
     rows = (math.prod(part[last:]), strides[last - 1]) if last else ()
     count = math.prod(part[first:])

@@ -98,7 +98,7 @@ def _mix(z: torch.Tensor, second: int | torch.Tensor) -> torch.Tensor:
 
 
 def sqrt_(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root in place. Torch's own in float32 is off by a bit now and then on some CPUs.
+    """Correctly rounded square root in place. Torch's own in float32 is sometimes one bit off on some CPUs.
 
     A float32's root is never so close to the middle of two float32 that an error in float64 could matter.
     """

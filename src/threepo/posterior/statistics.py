@@ -1,4 +1,4 @@
-"""What the log says about a posterior: is the Hessian alive, and how loud is the noise (method.md 1.6)?"""
+"""Metrics of a posterior: whether the Hessian has changed, and how large sigma is (method.md 1.6)."""
 
 import math
 

@@ -17,6 +17,29 @@ FAILED_STEPS = 5
 CONSTANT_STEPS = 20
 """The same for rewards that are all equal, which hard problems can cause for a few steps."""
 
+_FAILED = (
+    "the verifier has failed on every completion{1}, so no reward means anything: reward.function = {0!r} returns None,"
+    " raises an error or exceeds its time; try it on rows of completions/ in the run folder"
+)
+_CONSTANT = (
+    "all completions of a step have earned the same reward (now {:g}), so every advantage is 0: the problems are too "
+    "hard or too easy for this policy, or reward.function cannot tell completions apart; change the problems, the "
+    "policy or the reward"
+)
+_ENDLESS = (
+    "and so since the run began, every completion was cut at sampling.max_new_tokens = {}: if an answer needs fewer "
+    "tokens, the model never generates its end token; check that its tokenizer's eos_token and chat template are those "
+    "that it was trained with, or raise sampling.max_new_tokens"
+)
+_CUT = (
+    "every completion was cut at sampling.max_new_tokens = {} and graded unfinished: raise sampling.max_new_tokens, or "
+    "see in completions/ of the run folder whether the policy repeats itself"
+)
+_UNCHANGED = (
+    "the {} correction has masked or truncated nothing: the draws may be too close together to matter (lower "
+    "optimizer.ess), or the log-probs of the rollouts are wrong"
+)
+
 
 def watch(
     config: TrainConfig, streaks: Mapping[str, int], step: int, groups: Sequence[Group], record: UpdateRecord
@@ -32,42 +55,18 @@ def watch(
     constant = len({verdict.reward for verdict in verdicts}) == 1
     cut = all(completion.finish_reason == "length" for completion in completions)
     reason = next((f" ({verdict.detail})" for verdict in verdicts if verdict.detail), "")
-    verifier = (
-        f"the verifier has failed on every completion{reason}, so no reward means anything: reward.function = "
-        f"{config.reward.function!r} returns None or runs into an error or a time-out; try it on rows of completions/ "
-        f"in the run folder"
-    )
-    reward = (
-        f"all completions of a step have earned the same reward (now {verdicts[0].reward:g}), so every advantage is 0: "
-        f"the problems are too hard or too easy for this policy, or reward.function cannot tell completions apart; "
-        f"change the problems, the policy or the reward"
-    )
-    length = f"every completion was cut at sampling.max_new_tokens = {config.sampling.max_new_tokens}"
-    if step + 1 == FAILED_STEPS:  # no completion of the run has ended
-        length = (
-            f"the first ones of the run, {length}: if that is enough for an answer, the model never generates the "
-            f"token that ends one; check that the eos_token of its tokenizer and its chat template are those that it "
-            f"was trained with, or raise sampling.max_new_tokens"
-        )
-    else:
-        length += (
-            ": answers are longer than that now, and are graded unfinished; raise sampling.max_new_tokens, or see in "
-            "completions/ of the run folder whether the policy repeats itself"
-        )
-    alarms: dict[str, tuple[bool | None, int, str]] = {
-        "verifier": (failed, FAILED_STEPS, verifier),
-        "reward": (None if failed else constant, CONSTANT_STEPS, reward),
-        "length": (cut, FAILED_STEPS, length),
-    }
-    if record.correction:
-        correction = (
-            f"the {record.correction.kind} correction has masked or truncated nothing: the draws may be too close "
-            f"together to matter (lower optimizer.ess), or the log-probs of the rollouts are wrong"
-        )
+    endless = step + 1 == FAILED_STEPS  # no completion of the run has ended
+    correction = record.correction
+    alarms = [
+        ("verifier", failed, FAILED_STEPS, _FAILED.format(config.reward.function, reason)),
+        ("reward", None if failed else constant, CONSTANT_STEPS, _CONSTANT.format(verdicts[0].reward)),
+        ("length", cut, FAILED_STEPS, (_ENDLESS if endless else _CUT).format(config.sampling.max_new_tokens)),
+    ]
+    if correction:
         unchanged = corrects_nothing(record) if record.rows else None
-        alarms["correction"] = (unchanged, record.correction.warn_after, correction)
+        alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))
     after = dict(streaks)
-    for name, (happened, limit, message) in alarms.items():
+    for name, happened, limit, message in alarms:
         before = streaks.get(name, 0)
         if before < limit and happened is not None:
             after[name] = before + 1 if happened else 0

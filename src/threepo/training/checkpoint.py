@@ -71,6 +71,8 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState)
     restored = optimizer.state_dict() | {"state": {}}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
+        if name not in index:
+            raise UserError(f"{path / _OPTIMIZER_FILE}: the model has no parameter {name}; it belongs to another model")
         restored["state"].setdefault(index[name], {})[kind] = value
     optimizer.load_state_dict(restored)
     for group in optimizer.param_groups:

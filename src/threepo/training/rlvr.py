@@ -7,6 +7,7 @@ Every step is a function of the recipe and of what the last step left (weights a
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,11 +175,13 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     problems = problem_record(data, source, examination)
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
-    engine = build_engine(config.engine, policy)
-    engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
-    if examination:
-        examination.prepare(engine)
-    folder, tensorboard = open_folder(config, folder, state.step, problems)
+    with ExitStack() as on_failure:
+        engine = on_failure.enter_context(closing(build_engine(config.engine, policy)))
+        engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
+        if examination:
+            examination.prepare(engine)
+        folder, tensorboard = open_folder(config, folder, state.step, problems)
+        on_failure.pop_all()
     return Run(config, folder, tensorboard, policy, optimizer, state, engine, source, grader, examination)
 
 
