@@ -47,7 +47,7 @@ def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
 
 def _finish(folder: RunFolder, began: float, counts: dict[str, Any]) -> Path:
     summary = read_run(folder.path).summary()
-    folder.write_summary({"seconds": time.monotonic() - began, **summary, **counts})
+    write_json(folder.path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
     return folder.path
 
 

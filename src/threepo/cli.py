@@ -13,7 +13,7 @@ from typing import Any
 
 import threepo
 from threepo.errors import Interrupted, UserError
-from threepo.files import writable_folder, write_json
+from threepo.files import write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,9 +206,7 @@ def _eval(options: argparse.Namespace) -> None:
     from threepo.evaluation.tables import evaluation_table
 
     folder = options.output or default_folder(config)
-    with writable_folder(folder):
-        summary = evaluate(config, folder)
-    Console().print(evaluation_table(summary))
+    Console().print(evaluation_table(evaluate(config, folder)))
     print(f"every completion and the settings: {folder}")
 
 

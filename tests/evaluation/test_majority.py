@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.evaluation.majority import SUBSETS, majority_at_k, normalised, subsets
+from threepo.evaluation.scores import SUBSETS, majority_at_k, normalised, subsets
 
 
 def test_by_hand() -> None:

@@ -163,7 +163,7 @@ def test_a_folder_in_use_is_refused() -> None:
     config = load_evaluation("tiny-qwen2", "", COMMAND[6:], {"names": ["amc23"], "folder": "files"})
     Path("out").mkdir()
     with (
-        lock(Path("out/eval.lock"), Path("out")),
+        lock(Path("out/eval.lock")),
         pytest.raises(UserError, match="folder out: is in use by another process"),
     ):
         api.evaluate(config, Path("out"))

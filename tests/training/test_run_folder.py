@@ -13,7 +13,8 @@ import pytest
 from factories import completion
 from threepo.config import RunConfig
 from threepo.errors import UserError
-from threepo.files import atomic_file, atomic_folder, writable_folder, write_text
+from threepo.evaluation.records import Records
+from threepo.files import atomic_file, atomic_folder, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, completion_row, read_metrics
@@ -63,16 +64,20 @@ def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
             RunFolder.create(path, RunConfig())
+        with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
+            Records(path)
+
+
+def test_a_mistake_leaves_no_folder_of_an_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(UserError), Records(tmp_path / "runs" / "eval"):
+        raise UserError("fix it")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_odd_places_are_refused_in_one_line(tmp_path: Path) -> None:
     for path in (Path("/proc/x.png"), Path("."), tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(UserError, match="cannot write"), atomic_file(path) as temporary:
             temporary.write_text("a")
-    with pytest.raises(UserError, match="cannot write /proc/x"), writable_folder(Path("/proc/x")):
-        raise AssertionError
-    with pytest.raises(ZeroDivisionError), writable_folder(tmp_path / "new"):
-        _ = 1 / 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from threepo.config.records import differences
 from threepo.errors import UserError
-from threepo.evaluation.pass_at_k import ks_up_to, pass_at_k
-from threepo.evaluation.records import EVALUATION, set_name
-from threepo.files import read_json
-from threepo.run_folder import COMPLETIONS, SUMMARY
+from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.scores import ks_up_to, pass_at_k
+from threepo.files import finite, read_json
+from threepo.run_folder import SUMMARY
 
 EXACT_UP_TO = 14
 """Up to this many problems with a difference, all 2^n choices of signs are tried; above, `FLIPS` random ones."""
@@ -154,7 +154,7 @@ def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
     """Right completions of every problem in the first and in the second evaluation, in the same order."""
-    first, second = (_right(folder / COMPLETIONS / f"{set_name(name)}.parquet") for folder in folders)
+    first, second = (_right(completions_file(folder, name)) for folder in folders)
     if single := first.keys() ^ second.keys():
         raise UserError(
             f"--compare: the problems or answers of {name} differ: {len(first)} in {folders[0]} and {len(second)} in "
@@ -179,6 +179,5 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     results = {}
     for k in ks_up_to(samples):
         scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
-        values = asdict(paired([(first, second) for first, second in scores]))
-        results[str(k)] = values | {"error": None if math.isnan(values["error"]) else values["error"]}
+        results[str(k)] = finite(asdict(paired([(first, second) for first, second in scores])))
     return {"pass_at": results}

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from threepo.evaluation.examination import Examination, examine
 from threepo.evaluation.fingerprint import weights_digest
 from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
 from threepo.evaluation.records import Records, refuse_taken
-from threepo.evaluation.scores import as_json, average_scores, score
+from threepo.evaluation.scores import average_scores, score
 from threepo.files import read_json
 from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
@@ -39,26 +39,27 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
     refuse_taken(folder, settings, {})  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    if config.benchmarks.names:
-        sets = _benchmarks(config)
-        most = max(len(source.problems.known()) for source, _ in sets)
-        data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
-        config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
-    else:
-        sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
-    policy, posterior = _model(config)
-    exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
-    fingerprint = {"weights": weights_digest(policy, posterior)} | {
-        f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
-    }
-    with Records(folder, settings, fingerprint, _versions()) as records:
+    with Records(folder) as records:
+        if config.benchmarks.names:
+            sets = _benchmarks(config)
+            most = max(len(source.problems.known()) for source, _ in sets)
+            data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
+            config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
+        else:
+            sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
+        policy, posterior = _model(config)
+        exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
+        fingerprint = {"weights": weights_digest(policy, posterior)} | {
+            f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
+        }
+        records.begin(settings, fingerprint, _versions())
         if not records.finished:
             _complete(records, exams, policy, posterior, config, step)
             scores = {
                 label: score(records.rows(label), config.eval.samples, votes=_has_answers(exam, config.reward))
                 for label, exam in exams.items()
             }
-            results = {label: as_json(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
+            results = {label: asdict(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
             average = average_scores(list(scores.values()))
             records.finish({"model": config.model.path, "average": average, "benchmarks": results})
     return read_json(folder / SUMMARY)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from threepo.evaluation.pass_at_k import ks_up_to
+from threepo.evaluation.scores import ks_up_to
 
 _SHARES = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
 
