@@ -14,7 +14,6 @@ Imports nothing heavy, so anyone may look into a folder.
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,6 @@ CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 LOCK = "run.lock"
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -53,8 +51,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints of a run as (training steps done, folder), oldest first."""
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in (run / CHECKPOINTS).glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    found = ((path.name.removeprefix("step-"), path) for path in (run / CHECKPOINTS).glob("step-*"))
+    return sorted((int(step), path) for step, path in found if step.isdecimal())
 
 
 def model_folder(path: Path) -> Path:

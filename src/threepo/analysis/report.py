@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from threepo.errors import UserError
 from threepo.files import atomic_file, read_json
@@ -123,11 +123,8 @@ def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
+def _table(title: str, first: str, *others: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in others), title=title)
 
 
 def plot(runs: Sequence[RunReport], path: Path) -> None:

@@ -1,8 +1,11 @@
 """`threepo eval` as a function: a model on benchmarks or held-out problems, recorded in a folder."""
 
 import contextlib
+import hashlib
 import importlib.metadata
+import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,9 @@ import torch
 
 from threepo.config import EvaluationConfig, RewardConfig
 from threepo.config.records import to_plain
-from threepo.data.digest import problems_digest
+from threepo.data.digest import digest, problems_digest
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine
-from threepo.evaluation.fingerprint import weights_digest
 from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
 from threepo.evaluation.records import Records, refuse_taken
 from threepo.evaluation.scores import average_scores, score
@@ -26,6 +28,9 @@ from threepo.progress import progress
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of a model's configuration that change where it is saved or loaded, but not what it computes."""
 
 
 def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
             sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
         policy, posterior = _model(config)
         exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
-        fingerprint = {"weights": weights_digest(policy, posterior)} | {
+        fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
         records.begin(settings, fingerprint, _versions())
@@ -129,6 +134,27 @@ def _complete(
                     stop.obey(done, total, records.path, "problem", "the same command continues it, in")
     for label, exam in exams.items():
         records.join(label, len(exam.parts()))
+
+
+def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
+    """A digest of every weight, of the model's configuration, and of the posterior if draws are made."""
+    shape = {key: value for key, value in policy.model.config.to_dict().items() if key not in _NOT_THE_MODEL}
+    parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]
+    if posterior is not None:
+        parts += [repr(posterior.groups), repr((posterior.step, posterior.seed)), *_tensors(posterior.hessian)]
+    return digest(parts)
+
+
+def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """A line per tensor; hashing releases the GIL, so threads hash several at the same time."""
+
+    def line(name: str) -> str:
+        tensor = tensors[name].detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        return f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(line, sorted(tensors)))
 
 
 def _versions() -> dict[str, str]:

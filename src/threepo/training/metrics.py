@@ -1,6 +1,8 @@
 """The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together)."""
 
 import re
+import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +13,19 @@ from threepo.training.update import RowRecord, UpdateRecord
 from threepo.types import Completion, Group, Verdict
 
 Metrics = dict[str, float]
+
+
+@dataclass
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.times[name], self._last = now - self._last, now
 
 
 def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:

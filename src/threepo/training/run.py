@@ -15,10 +15,9 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import progress
 from threepo.run_folder import RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.clock import due
 from threepo.training.metrics import Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
-from threepo.training.schedule import factor
+from threepo.training.schedule import due, factor
 from threepo.training.trackers import TensorBoard
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
