@@ -146,8 +146,8 @@ def _train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from threepo.training.plan import plan
 
-        for label, value in plan(config, options.prompt_tokens, options.response_tokens):
-            print(f"{label:12} {value}")
+        for label, lines in plan(config, options.prompt_tokens, options.response_tokens).items():
+            print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")

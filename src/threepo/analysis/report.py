@@ -66,6 +66,7 @@ class RunReport:
         evaluated = [row for row in self.rows if "eval/pass_at_1" in row]
         before = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
         after = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
+        silent = [row["groups/zero_advantage_share"] for row in steps]
         data, method = self.config["data"], self.config["method"]
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),
@@ -74,7 +75,7 @@ class RunReport:
             "se_after": after.get("eval/se_between"),
             "reward_first": first.get("reward/mean"),
             "reward_last": last.get("reward/mean"),
-            "zero_advantage_share": _mean([row["groups/zero_advantage_share"] for row in steps]),
+            "zero_advantage_share": statistics.fmean(silent) if silent else None,
             "seconds_per_step": seconds,
             "rollouts": data["prompts_per_step"] * method["rollouts_per_prompt"] * len(steps),
             "steps": len(steps),
@@ -180,12 +181,8 @@ def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
     if metric == "sft/eval_loss":
         return axis.plot(x, y, color=colour, marker="o", markersize=4)[0]
     axis.plot(x, y, color=colour, alpha=0.2, linewidth=1)
-    smooth = [_mean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
+    smooth = [statistics.fmean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
     return axis.plot(x, smooth, color=colour, linewidth=1.8)[0]
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _score(value: float | None, error: float | None) -> str:

@@ -48,12 +48,12 @@ class Paired:
     ties: int
 
 
-def paired(sets: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0) -> Paired:
-    """Compare scores per problem, [problems] of the first and of the second, over one or several sets."""
+def paired(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Paired:
+    """Compare scores per problem over one or several sets, each a pair: [problems] of the first and of the second."""
     d = [second - first for first, second in sets]
     n = len(sets)
     every = np.concatenate(d)
-    error = math.sqrt(sum(_squared_error(x) for x in d)) / n
+    error = math.sqrt(sum(x.var(ddof=1) / len(x) if len(x) > 1 else math.nan for x in d)) / n
     generator = np.random.default_rng(seed)
     # A resample of n problems says how often each problem is in it.
     resampled = [generator.multinomial(len(x), np.full(len(x), 1 / len(x)), size=RESAMPLES) @ x / len(x) for x in d]
@@ -70,10 +70,6 @@ def paired(sets: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0) -> Pair
         losses=int((every < 0).sum()),
         ties=int((every == 0).sum()),
     )
-
-
-def _squared_error(differences: np.ndarray) -> float:
-    return float(differences.var(ddof=1)) / len(differences) if len(differences) > 1 else math.nan
 
 
 def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
@@ -179,5 +175,5 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     results = {}
     for k in ks_up_to(samples):
         scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
-        results[str(k)] = finite(asdict(paired([(first, second) for first, second in scores])))
+        results[str(k)] = finite(asdict(paired(scores)))
     return {"pass_at": results}

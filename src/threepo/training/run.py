@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from threepo.config import SFTConfig, TrainConfig
+from threepo.errors import UserError
 from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.policy_optimizer import PolicyOptimizer
@@ -74,8 +76,8 @@ def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> 
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
     if not resumed:
         refuse_taken(Path(config.run.folder), config)
-    if config.run.tensorboard:
-        TensorBoard.require()
+    if config.run.tensorboard and not find_spec("tensorboard"):
+        raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
 
 
 def build_or_restore(
