@@ -27,17 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except UserError as error:
-        print(f"threepo: {error}", file=sys.stderr)
-        return 2
+        message, status = str(error), 2
     except Interrupted as stop:
-        print(f"threepo: {stop}", file=sys.stderr)
-        return 128 + stop.signal_number
+        message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
-        print("threepo: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        message, status = "interrupted", 128 + signal.SIGINT
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
+    print(f"threepo: {message}", file=sys.stderr)
+    return status
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -136,7 +135,11 @@ def _train(options: argparse.Namespace) -> None:
         return
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
-    _check_dry_run(options)
+    if options.dry_run and options.resume:
+        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
+    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
+        if tokens < 0 or (tokens and not options.dry_run):
+            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
     if options.resume:
         config, folder = _resumed(options, record)
     elif options.recipe or options.settings:
@@ -155,15 +158,6 @@ def _train(options: argparse.Namespace) -> None:
 
     train: Any = api.train if options.kind == "train" else api.fine_tune
     print(api.closing_words(train(config, folder)))
-
-
-def _check_dry_run(options: argparse.Namespace) -> None:
-    """Raise `UserError` for options of --dry-run that would not be read, and for --dry-run with --resume."""
-    if options.dry_run and options.resume:
-        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
-    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
-        if tokens < 0 or (tokens and not options.dry_run):
-            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
 
 
 def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
@@ -195,9 +189,7 @@ def _eval(options: argparse.Namespace) -> None:
         return
     if not options.model:
         raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
-    benchmarks: dict[str, Any] = {}
-    if options.benchmarks is not None:
-        benchmarks["names"] = options.benchmarks.split(",")
+    benchmarks: dict[str, Any] = {} if options.benchmarks is None else {"names": options.benchmarks.split(",")}
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)

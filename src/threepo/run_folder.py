@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -39,14 +39,8 @@ Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
-    path = run / METRICS
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    text = (run / METRICS).read_text(encoding="utf-8") if (run / METRICS).is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -152,14 +146,12 @@ class RunFolder(LockedFolder):
     def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
         """A folder for a new run; `UserError` if there is a run in it already."""
         refuse_taken(path, config)
-        folder = cls(path)
-        try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(cls(path))
             if problems:
                 write_json(path / PROBLEMS, problems)
             write_json(path / CONFIG, to_plain(config))  # last: a folder with a config is a run
-        except BaseException as error:
-            folder.__exit__(type(error), error)
-            raise
+            stack.pop_all()
         return folder
 
     @classmethod

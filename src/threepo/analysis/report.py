@@ -41,18 +41,13 @@ class RunReport:
     """metrics.jsonl; the row of step -1 holds only the evaluation before training."""
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The rows of training steps."""
-        return [row for row in self.rows if row["step"] >= 0]
-
-    @property
     def is_fine_tuning(self) -> bool:
         """Whether it is a run of `threepo sft`, which has neither rollouts nor rewards."""
         return "method" not in self.config
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; those that the run did not measure are None."""
-        steps = self.steps
+        steps = [row for row in self.rows if row["step"] >= 0]
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
         seconds = statistics.median(row["time/step"] for row in steps) if steps else None
         if self.is_fine_tuning:
