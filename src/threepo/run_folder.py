@@ -95,12 +95,14 @@ def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -
 class LockedFolder:
     """A folder that one process writes, made if it is not there, and locked until the end of the context or process.
 
-    If a user's mistake ends the context before there is anything to keep, what is new is deleted again, so that the
+    If a `UserError` ends the context of a new folder without results, its files are deleted again, so that the
     corrected command can use the same folder.
     """
 
     files: tuple[str, ...]
     """What is deleted then. The first is in every folder that was begun; the last is the lock."""
+    results: tuple[str, ...]
+    """Files and folders, one of which is there once there is anything to keep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,15 +112,12 @@ class LockedFolder:
             path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(path / self.files[-1])
 
-    def worth_keeping(self) -> bool:
-        """Whether the folder holds a result."""
-        raise NotImplementedError
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, UserError) and self._fresh and not self.worth_keeping():
+        kept = not self._fresh or any((self.path / name).exists() for name in self.results)
+        if isinstance(error, UserError) and not kept:
             for name in self.files:
                 (self.path / name).unlink(missing_ok=True)
             if self._made:
@@ -136,11 +135,8 @@ class LockedFolder:
 class RunFolder(LockedFolder):
     """An open run folder."""
 
-    files = (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK)
-
-    def worth_keeping(self) -> bool:
-        """Whether a step is logged."""
-        return bool(read_metrics(self.path))
+    files = (CONFIG, PROBLEMS, CONVERSATIONS, LOCK)
+    results = (METRICS,)
 
     @classmethod
     def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":

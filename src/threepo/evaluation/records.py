@@ -85,10 +85,7 @@ class Records(LockedFolder):
     """An open evaluation folder."""
 
     files = (EVALUATION, LOCK)
-
-    def worth_keeping(self) -> bool:
-        """Whether completions or scores are saved."""
-        return self.finished or (self.path / PARTS).exists()
+    results = (PARTS, COMPLETIONS, SUMMARY)
 
     def begin(self, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]) -> None:
         """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.

@@ -10,7 +10,7 @@ from threepo.config import Method
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
 from threepo.training.update import RowRecord, UpdateRecord
-from threepo.types import Completion, Group, Verdict
+from threepo.types import Group
 
 Metrics = dict[str, float]
 
@@ -31,11 +31,11 @@ class Clock:
 def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
     """Rewards, lengths, and how many prompts give no gradient."""
     completions = [completion for group in groups for completion in group.completions]
-    verdicts = [_verdict(completion) for completion in completions]
+    verdicts = [completion.verdict for completion in completions if completion.verdict]
     _, flat = advantages(method, groups)
     # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
     silent = flat.all(dim=1)
-    solved = torch.tensor([all(_verdict(c).correct for c in group.completions) for group in groups])
+    solved = torch.tensor([all(c.verdict and c.verdict.correct for c in group.completions) for group in groups])
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
     details = sorted({verdict.detail for verdict in verdicts if verdict.detail})
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
@@ -98,11 +98,6 @@ def corrects_nothing(record: UpdateRecord) -> bool:
     """Whether the update had a correction and rows, and the correction changed no row."""
     active = record.correction is not None and record.correction.kind != "none"
     return active and bool(record.rows) and all(row.untouched for row in record.rows)
-
-
-def _verdict(completion: Completion) -> Verdict:
-    assert completion.verdict is not None, "metrics need graded completions"
-    return completion.verdict
 
 
 def _mean(values: list[float] | list[bool]) -> float:
