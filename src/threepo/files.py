@@ -109,11 +109,9 @@ def finite(value: Any) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `UserError` if it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); the file is damaged") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object")
     return value
 
 

@@ -127,7 +127,8 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
         raise UserError(f"--output {path}: the suffix says how to draw; end it in {', '.join(FORMATS)}")
-    panels = [(title, metric) for title, metric in PANELS if any(_measured(run, metric) for run in runs)]
+    measured = {metric for run in runs for row in run.rows for metric, value in row.items() if value is not None}
+    panels = [(title, metric) for title, metric in PANELS if metric in measured]
     if not panels:
         raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
     import matplotlib
@@ -135,10 +136,8 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = -(-len(panels) // 2)
-    figure, axes = plt.subplots(
-        rows, min(len(panels), 2), figsize=(11, 3.75 * rows), squeeze=False, layout="constrained"
-    )
+    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
+    figure, axes = plt.subplots(rows, columns, figsize=(11, 3.75 * rows), squeeze=False, layout="constrained")
     for unused in axes.flat[len(panels) :]:
         unused.set_visible(False)
     colours = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(len(runs), 10))
@@ -160,13 +159,9 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     plt.close(figure)
 
 
-def _measured(run: RunReport, metric: str) -> list[dict[str, Any]]:
-    return [row for row in run.rows if row.get(metric) is not None]
-
-
 def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
     """Draw one run's metric; returns its line for the legend, or None if the run does not have it."""
-    rows = _measured(run, metric)
+    rows = [row for row in run.rows if row.get(metric) is not None]
     if not rows:
         return None
     x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]

@@ -100,8 +100,6 @@ class Records(LockedFolder):
         if versions not in known:
             known.append(versions)
             write_json(file, self._origin)
-        if self.finished:
-            self._delete_parts()  # a process that was killed just after it wrote the scores left them
 
     @property
     def finished(self) -> bool:
@@ -136,11 +134,11 @@ class Records(LockedFolder):
         return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
     def finish(self, scores: Mapping[str, Any]) -> None:
-        """Write the scores with what they depend on, and delete the parts."""
+        """Write the scores with what they depend on."""
         write_json(self.path / SUMMARY, {**finite(scores), **self._origin})
-        self._delete_parts()
 
-    def _delete_parts(self) -> None:
+    def delete_parts(self) -> None:
+        """Delete the parts of a finished evaluation, those too that a process left which was killed before this."""
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
 
     def _part(self, label: str, part: int) -> Path:

@@ -67,6 +67,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
             results = {label: asdict(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
             average = average_scores(list(scores.values()))
             records.finish({"model": config.model.path, "average": average, "benchmarks": results})
+        records.delete_parts()
     return read_json(folder / SUMMARY)
 
 
