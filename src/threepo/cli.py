@@ -46,8 +46,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if unknown or (rest and not hasattr(options, "more")):
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
     if rest:
-        kind = Path if options.more == "runs" else str
-        setattr(options, options.more, [*getattr(options, options.more), *map(kind, rest)])
+        setattr(options, options.more, [*getattr(options, options.more), *rest])
     return options
 
 
@@ -86,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(command=_eval, more="settings")
 
     report = commands.add_parser("report", help="table and curves of training runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
     report.set_defaults(command=_report, more="runs")
 
@@ -225,7 +224,7 @@ def _report(options: argparse.Namespace) -> None:
 
     from threepo.analysis.report import plot, read_run, tables
 
-    runs = {str(path): read_run(path) for path in options.runs}
+    runs = {path: read_run(Path(path)) for path in options.runs}
     for table in tables(runs):
         Console().print(table)
     if options.output:

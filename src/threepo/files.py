@@ -63,7 +63,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder, which is there to be filled. `path` must not exist yet, or be an empty folder."""
+    """The same for a folder, which is yielded empty. `path` must not exist yet, or be an empty folder."""
     with atomic_file(path) as temporary:
         temporary.mkdir()
         yield temporary

@@ -194,7 +194,7 @@ class RunFolder(LockedFolder):
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
+        """Delete all but the newest `keep` checkpoints (0 keeps all), and unfinished ones of killed processes."""
         for _, path in checkpoints(self.path)[:-keep] if keep else []:
             # A half-deleted checkpoint must not look like one; the loop below deletes what has been renamed.
             os.rename(path, path.with_name(f".{path.name}.deleted"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EvaluationConfig, RewardConfig
+from threepo.config import EvaluationConfig
 from threepo.config.records import to_plain
 from threepo.data.digest import digest, problems_digest
 from threepo.evaluation.benchmarks import choices, open_benchmark
@@ -60,12 +60,13 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
         records.begin(settings, fingerprint, _versions())
         if not records.finished:
             _complete(records, exams, policy, posterior, config, step)
-            scores = {
-                label: score(records.rows(label), config.eval.samples, votes=_has_answers(exam, config.reward))
-                for label, exam in exams.items()
-            }
-            results = {label: asdict(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
-            average = average_scores(list(scores.values()))
+            scores, results = [], {}
+            for label, exam in exams.items():
+                grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
+                # Programs have no answers, so none of them can be the most frequent one.
+                scores.append(score(records.rows(label), config.eval.samples, votes=grader != "code"))
+                results[label] = asdict(scores[-1]) | _provenance(exam, policy)
+            average = average_scores(scores)
             records.finish({"model": config.model.path, "average": average, "benchmarks": results})
         records.delete_parts()
     return read_json(folder / SUMMARY)
@@ -85,15 +86,9 @@ def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
     """The policy, and its posterior if draws are wanted; of a run that goes on, both are of one checkpoint."""
     path, settings = Path(config.model.path), config.model
     if path.is_dir():
-        path = model_folder(path)
-        settings = replace(settings, path=str(path))
+        settings = replace(settings, path=str(model_folder(path)))
     policy = load_policy(settings, config.run.seed)
-    return policy, Posterior.from_pretrained(path) if config.eval.draws else None
-
-
-def _has_answers(exam: Examination, reward: RewardConfig) -> bool:
-    """Whether completions have answers, so that the most frequent one can be taken; programs have none."""
-    return (exam.problem_set.verifier if reward.function == "task" else reward.function) != "code"
+    return policy, Posterior.from_pretrained(settings.path) if config.eval.draws else None
 
 
 def _provenance(exam: Examination, policy: Policy) -> dict[str, Any]:
@@ -115,7 +110,7 @@ def _complete(
     config: EvaluationConfig,
     step: int,
 ) -> None:
-    """Make the parts that are missing, then join them; raises `Interrupted` between two parts if asked to stop."""
+    """Make the parts that are missing, then join them; raises `Interrupted` between two parts after a signal."""
     parts = [(label, number, part) for label, exam in exams.items() for number, part in enumerate(exam.parts())]
     missing = [(label, number, part) for label, number, part in parts if not records.has(label, number)]
     total = sum(len(exam.problems) for exam in exams.values())

@@ -1,4 +1,4 @@
-"""Memory and computing of a run, from its recipe and the shape of its model; loads no weights and writes nothing.
+"""Memory and compute of a run, from its recipe and the shape of its model; loads no weights and writes nothing.
 
 FLOPs follow the paper's count (appendix on compute): per weight and token, two forward and six forward and backward.
 What that count leaves out is listed next to it. Legend: W weights, P prompts a step, G completions of a prompt over all
@@ -125,7 +125,7 @@ def _engine_memory(config: TrainConfig, shape: Any, weights: int, rows: int, dra
 
 
 def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int) -> list[str]:
-    """The computing that the paper's count leaves out, for rows of `length` tokens."""
+    """The compute that the paper's count leaves out, for rows of `length` tokens."""
     text = shape.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     rollouts, draws, old = 0, 1, False
