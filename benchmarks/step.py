@@ -45,7 +45,7 @@ from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.config.recipes import load
 from threepo.models.tiny import make_model, make_tokenizer
 from threepo.training import rlvr
-from threepo.training.clock import Clock
+from threepo.training.metrics import Clock
 
 TRL = "TRL GRPOTrainer"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from threepo.config import Advantage, Correction, Method
     from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
     from threepo.errors import UserError
-    from threepo.evaluation.pass_at_k import pass_at_k
+    from threepo.evaluation.scores import pass_at_k
     from threepo.posterior.gaussian import Posterior
     from threepo.posterior.ivon import IVON
     from threepo.types import Draw, Problem, Verdict
@@ -39,7 +39,7 @@ __all__ = [
 _HOMES = {
     "threepo.config": ("Advantage", "Correction", "Method"),
     "threepo.errors": ("UserError",),
-    "threepo.evaluation.pass_at_k": ("pass_at_k",),
+    "threepo.evaluation.scores": ("pass_at_k",),
     "threepo.config.method": ("B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON"),
     "threepo.posterior.gaussian": ("Posterior",),
     "threepo.posterior.ivon": ("IVON",),

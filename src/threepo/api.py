@@ -47,7 +47,7 @@ def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
 
 def _finish(folder: RunFolder, began: float, counts: dict[str, Any]) -> Path:
     summary = read_run(folder.path).summary()
-    folder.write_summary({"seconds": time.monotonic() - began, **summary, **counts})
+    write_json(folder.path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
     return folder.path
 
 
@@ -59,15 +59,13 @@ def _seconds_before(run: Path, step: int) -> float:
 
 def closing_words(run: Path) -> str:
     """The last lines of a finished run: its result, its folder, and the command that comes next."""
-    rows = [row for row in read_metrics(run) if row["step"] >= 0]
-    name, command = ("reward/mean", f"threepo report {run}")
-    if name not in rows[0]:
+    summary, what, command = read_json(run / SUMMARY), "reward", f"threepo report {run}"
+    if "loss_first" in summary:
         prior = f" optimizer.load_hessian={run}" if (model_folder(run) / FILE_NAME).is_file() else ""
-        name, command = ("sft/loss", f"threepo train RECIPE model.path={run}{prior}")
-    first, last = ("-" if rows[i][name] is None else f"{rows[i][name]:.3g}" for i in (0, -1))
-    seconds = read_json(run / SUMMARY)["seconds"]
-    what = name.removesuffix("/mean").removeprefix("sft/")
-    return f"finished: {run}: {len(rows)} steps in {seconds:.0f} s, {what} {first} -> {last}\nnext: {command}"
+        what, command = "loss", f"threepo train RECIPE model.path={run}{prior}"
+    values = (summary[f"{what}_{at}"] for at in ("first", "last"))
+    change = " -> ".join("-" if value is None else f"{value:.3g}" for value in values)
+    return f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}\nnext: {command}"
 
 
 def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import threepo
 from threepo.errors import Interrupted, UserError
-from threepo.files import writable_folder, write_json
+from threepo.files import write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,17 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except UserError as error:
-        print(f"threepo: {error}", file=sys.stderr)
-        return 2
+        message, status = str(error), 2
     except Interrupted as stop:
-        print(f"threepo: {stop}", file=sys.stderr)
-        return 128 + stop.signal_number
+        message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
-        print("threepo: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        message, status = "interrupted", 128 + signal.SIGINT
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
+    print(f"threepo: {message}", file=sys.stderr)
+    return status
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,8 +46,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if unknown or (rest and not hasattr(options, "more")):
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
     if rest:
-        kind = Path if options.more == "runs" else str
-        setattr(options, options.more, [*getattr(options, options.more), *map(kind, rest)])
+        setattr(options, options.more, [*getattr(options, options.more), *rest])
     return options
 
 
@@ -87,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(command=_eval, more="settings")
 
     report = commands.add_parser("report", help="table and curves of training runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
     report.set_defaults(command=_report, more="runs")
 
@@ -136,7 +134,11 @@ def _train(options: argparse.Namespace) -> None:
         return
     if "=" in options.recipe:  # settings alone, without a recipe
         options.recipe, options.settings = "", [options.recipe, *options.settings]
-    _check_dry_run(options)
+    if options.dry_run and options.resume:
+        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
+    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
+        if tokens < 0 or (tokens and not options.dry_run):
+            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
     if options.resume:
         config, folder = _resumed(options, record)
     elif options.recipe or options.settings:
@@ -146,8 +148,8 @@ def _train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from threepo.training.plan import plan
 
-        for label, value in plan(config, options.prompt_tokens, options.response_tokens):
-            print(f"{label:12} {value}")
+        for label, lines in plan(config, options.prompt_tokens, options.response_tokens).items():
+            print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
@@ -155,15 +157,6 @@ def _train(options: argparse.Namespace) -> None:
 
     train: Any = api.train if options.kind == "train" else api.fine_tune
     print(api.closing_words(train(config, folder)))
-
-
-def _check_dry_run(options: argparse.Namespace) -> None:
-    """Raise `UserError` for options of --dry-run that would not be read, and for --dry-run with --resume."""
-    if options.dry_run and options.resume:
-        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
-    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
-        if tokens < 0 or (tokens and not options.dry_run):
-            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
 
 
 def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
@@ -195,9 +188,7 @@ def _eval(options: argparse.Namespace) -> None:
         return
     if not options.model:
         raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
-    benchmarks: dict[str, Any] = {}
-    if options.benchmarks is not None:
-        benchmarks["names"] = options.benchmarks.split(",")
+    benchmarks: dict[str, Any] = {} if options.benchmarks is None else {"names": options.benchmarks.split(",")}
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
@@ -206,9 +197,7 @@ def _eval(options: argparse.Namespace) -> None:
     from threepo.evaluation.tables import evaluation_table
 
     folder = options.output or default_folder(config)
-    with writable_folder(folder):
-        summary = evaluate(config, folder)
-    Console().print(evaluation_table(summary))
+    Console().print(evaluation_table(evaluate(config, folder)))
     print(f"every completion and the settings: {folder}")
 
 
@@ -235,7 +224,7 @@ def _report(options: argparse.Namespace) -> None:
 
     from threepo.analysis.report import plot, read_run, tables
 
-    runs = {str(path): read_run(path) for path in options.runs}
+    runs = {path: read_run(Path(path)) for path in options.runs}
     for table in tables(runs):
         Console().print(table)
     if options.output:

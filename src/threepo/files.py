@@ -2,11 +2,12 @@
 
 import errno
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,23 +44,6 @@ def _error_number(error: Exception) -> int:
 
 
 @contextmanager
-def writable_folder(path: Path) -> Iterator[None]:
-    """Check before long work that files can be made in `path`; delete folders made for it if the work fails."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # not empty: then it is no longer ours alone
-            for folder in made:
-                folder.rmdir()
-        raise
-
-
-@contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file or folder that is made there becomes `path` on success and vanishes otherwise.
 
@@ -79,14 +63,14 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder, which is there to be filled. `path` must not exist yet, or be an empty folder."""
+    """The same for a folder, which is yielded empty. `path` must not exist yet, or be an empty folder."""
     with atomic_file(path) as temporary:
         temporary.mkdir()
         yield temporary
 
 
-def lock(path: Path, folder: Path) -> IO[bytes]:
-    """Hold the lock file `path` of `folder` until the returned file is closed or the process ends, however it does.
+def lock(path: Path) -> IO[bytes]:
+    """Hold the lock file `path` until the returned file is closed or the process ends, even if it is killed.
 
     `UserError` if another process holds it.
     """
@@ -98,7 +82,9 @@ def lock(path: Path, folder: Path) -> IO[bytes]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         handle.close()
-        raise UserError(f"folder {folder}: is in use by another process; wait for it, or choose another") from error
+        raise UserError(
+            f"folder {path.parent}: is in use by another process; wait for it, or choose another"
+        ) from error
     return handle
 
 
@@ -113,14 +99,19 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def finite(value: Any) -> Any:
+    """`value` with null for NaN and infinity, which JSON does not have, at any depth of dictionaries."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `UserError` if it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); the file is damaged") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object")
     return value
 
 

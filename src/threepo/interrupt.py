@@ -1,6 +1,7 @@
 """SIGTERM, SIGHUP and Ctrl-C let the step in progress finish and its state be saved."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,15 +41,13 @@ def polite_stop() -> Iterator[StopRequest]:
         for each, handler in previous.items():
             signal.signal(each, handler)
 
-    try:
-        for number in (int(signal.SIGTERM), int(signal.SIGHUP), int(signal.SIGINT)):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # started under `nohup`, to outlive its terminal
-            previous[number] = signal.signal(number, handle)
-    except ValueError:  # not in the main thread
-        previous.clear()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            # Started under `nohup`, the process outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handle)
     try:
         yield request
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for each, handler in previous.items():
+            signal.signal(each, handler)

@@ -14,23 +14,22 @@ Imports nothing heavy, so anyone may look into a folder.
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.records import build, first_difference, to_plain
 from threepo.errors import UserError
-from threepo.files import atomic_file, disk_errors, lock, read_json, write_json, write_text
+from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
 from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 LOCK = "run.lock"
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -40,20 +39,14 @@ Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
-    path = run / METRICS
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    text = (run / METRICS).read_text(encoding="utf-8") if (run / METRICS).is_file() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints of a run as (training steps done, folder), oldest first."""
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in (run / CHECKPOINTS).glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    found = ((path.name.removeprefix("step-"), path) for path in (run / CHECKPOINTS).glob("step-*"))
+    return sorted((int(step), path) for step, path in found if step.isdecimal())
 
 
 def model_folder(path: Path) -> Path:
@@ -70,7 +63,7 @@ def refuse_taken(path: Path, config: Any) -> None:
     """Raise `UserError` if the folder `path` holds a run, of this config or of another one."""
     if not (path / CONFIG).is_file():
         return
-    lock(path / LOCK, path).close()  # refuses a run that another process has open
+    lock(path / LOCK).close()  # refuses a run that another process has open
     difference = first_difference(read_json(path / CONFIG), to_plain(config))
     if difference:
         raise UserError(f"run folder {path}: holds a run of another config ({difference}); choose another run.folder")
@@ -99,30 +92,62 @@ def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -
 # Writing
 
 
-class RunFolder:
-    """An open run folder; holds a lock on it until the end of the context or of the process."""
+class LockedFolder:
+    """A folder that one process writes, made if it is not there, and locked until the end of the context or process.
+
+    If a `UserError` ends the context of a new folder without results, its files are deleted again, so that the
+    corrected command can use the same folder.
+    """
+
+    files: tuple[str, ...]
+    """What is deleted then. The first is in every folder that was begun; the last is the lock."""
+    results: tuple[str, ...]
+    """Files and folders, one of which is there once there is anything to keep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fresh = not (path / CONFIG).is_file()
-        self._made = not path.exists()
+        self._fresh = not (path / self.files[0]).is_file()
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(path / LOCK, path)
-        self._metrics: IO[bytes] | None = None
+        self._lock = lock(path / self.files[-1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        kept = not self._fresh or any((self.path / name).exists() for name in self.results)
+        if isinstance(error, UserError) and not kept:
+            for name in self.files:
+                (self.path / name).unlink(missing_ok=True)
+            if self._made:
+                shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._made[1:]:
+                with suppress(OSError):  # another process has put something there
+                    folder.rmdir()
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+class RunFolder(LockedFolder):
+    """An open run folder."""
+
+    files = (CONFIG, PROBLEMS, CONVERSATIONS, LOCK)
+    results = (METRICS,)
 
     @classmethod
     def create(cls, path: Path, config: Any, problems: Mapping[str, Any] | None = None) -> "RunFolder":
         """A folder for a new run; `UserError` if there is a run in it already."""
         refuse_taken(path, config)
-        folder = cls(path)
-        try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(cls(path))
             if problems:
                 write_json(path / PROBLEMS, problems)
             write_json(path / CONFIG, to_plain(config))  # last: a folder with a config is a run
-        except BaseException as error:
-            folder.__exit__(type(error), error)
-            raise
+            stack.pop_all()
         return folder
 
     @classmethod
@@ -147,32 +172,10 @@ class RunFolder:
             (self.path / SUMMARY).unlink(missing_ok=True)
         return extended
 
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, UserError) and self._fresh and not read_metrics(self.path):
-            # The run never began: the user will fix the command and use the same folder.
-            if self._made:
-                shutil.rmtree(self.path, ignore_errors=True)
-            for name in (CONFIG, PROBLEMS, CONVERSATIONS, METRICS, LOCK):
-                (self.path / name).unlink(missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._lock.close()
-
     def log(self, row: Mapping[str, float]) -> None:
-        """Append a row to metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
-        path = self.path / METRICS
-        clean = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        with disk_errors(path):
-            if self._metrics is None:
-                self._metrics = open(path, "ab", buffering=0)  # noqa: SIM115 - held for the life of the run
-            self._metrics.write((json.dumps(clean) + "\n").encode())
+        """Append a row to metrics.jsonl. NaN and infinity become null."""
+        with disk_errors(self.path / METRICS), open(self.path / METRICS, "ab", buffering=0) as file:
+            file.write((json.dumps(finite(row)) + "\n").encode())
 
     def forget_after(self, step: int) -> None:
         """Delete metrics and completions of training steps `step` and later: they will be made again."""
@@ -191,16 +194,12 @@ class RunFolder:
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and what killed writers left; 0 keeps every checkpoint."""
+        """Delete all but the newest `keep` checkpoints (0 keeps all), and unfinished ones of killed processes."""
         for _, path in checkpoints(self.path)[:-keep] if keep else []:
             # A half-deleted checkpoint must not look like one; the loop below deletes what has been renamed.
             os.rename(path, path.with_name(f".{path.name}.deleted"))
         for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json."""
-        write_json(self.path / SUMMARY, summary)
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Stopped evaluations end like those that never were; a folder holds one evaluation, and it is the one asked for."""
+"""An interrupted evaluation ends like one that was never interrupted; a folder holds one evaluation."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def reward(completion_ids, answer):
         os.kill(os.getpid(), number)
     return [ids[0] % 2 for ids in completion_ids]
 """
-"""Right is what begins with an odd token. The fourth of six parts gets the process the signal that a file asks for."""
+"""Right is a completion whose first token is odd. In the fourth of six parts, it sends the signal that a file names."""
 COMMAND = (
     "eval",
     "tiny-qwen2",
@@ -79,7 +79,7 @@ def evaluated(folder: str, *settings: str) -> int:
 
 
 def calls() -> int:
-    """How often the judge has been asked: once a part."""
+    """How often the judge was called: once a part."""
     return len(Path("calls").read_text().splitlines())
 
 
@@ -91,7 +91,7 @@ def contents(folder: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("number", "saved"), [(signal.SIGKILL, 3), (signal.SIGINT, 4)])
-def test_a_stopped_evaluation_goes_on_and_ends_as_if_it_never_was(number: int, saved: int) -> None:
+def test_a_stopped_evaluation_that_is_continued_ends_like_a_whole_one(number: int, saved: int) -> None:
     result = killed(number)
     if number == signal.SIGKILL:
         assert result.returncode == -number
@@ -117,11 +117,11 @@ def test_parts_that_a_kill_left_beside_the_scores_go_with_the_next_start() -> No
     killed(signal.SIGKILL)
     shutil.copytree("stopped/parts", "left")
     assert evaluated("stopped") == 0
-    before, asked = contents("stopped"), calls()
+    before, graded = contents("stopped"), calls()
     os.rename("left", "stopped/parts")  # as a kill leaves them between the writing of the scores and their removal
     assert evaluated("stopped") == 0
     assert not Path("stopped/parts").exists()
-    assert (contents("stopped"), calls()) == (before, asked)
+    assert (contents("stopped"), calls()) == (before, graded)
 
 
 def test_the_parts_of_an_evaluation_make_no_difference() -> None:
@@ -163,7 +163,7 @@ def test_a_folder_in_use_is_refused() -> None:
     config = load_evaluation("tiny-qwen2", "", COMMAND[6:], {"names": ["amc23"], "folder": "files"})
     Path("out").mkdir()
     with (
-        lock(Path("out/eval.lock"), Path("out")),
+        lock(Path("out/eval.lock")),
         pytest.raises(UserError, match="folder out: is in use by another process"),
     ):
         api.evaluate(config, Path("out"))
@@ -184,7 +184,7 @@ def test_default_folders_differ_where_settings_do() -> None:
     assert folder(names=("aime24", "aime25", "amc23", "gsm8k")).startswith("runs/eval-tiny-qwen2-4-benchmarks-")
 
 
-def test_benchmarks_are_put_like_the_papers_whatever_the_training_was() -> None:
+def test_benchmarks_are_evaluated_as_in_the_paper_and_not_as_in_training() -> None:
     training = ["data.prompt_template=x {prompt}", "reward.function=exact", "eval.samples=2", "sampling.temperature=1"]
     run = api.train(train_config(Path("run"), "run.steps=1", *training))
     config = load_evaluation(str(run), "", [], {"names": ["amc23"], "folder": "files"})

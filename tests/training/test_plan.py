@@ -59,9 +59,9 @@ def test_a_shape_needs_no_weights(olmo3: str) -> None:
     assert weights == pytest.approx(7.3e9, rel=1e-3), "the paper's W"
 
 
-def said(lines: list[tuple[str, str]], words: str) -> float:
+def said(lines: dict[str, list[str]], words: str) -> float:
     """The number in front of these words."""
-    found = [value for _, value in lines if value.partition(" ")[2].startswith(words)]
+    found = [value for values in lines.values() for value in values if value.partition(" ")[2].startswith(words)]
     assert len(found) == 1, (words, lines)
     return float(found[0].split()[0].replace(",", ""))
 
@@ -170,7 +170,7 @@ def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
     monkeypatch.chdir(tmp_path)
     weights = model_shape(ModelConfig(path="tiny-qwen2"))[1]
     record = SFTConfig if recipe == "demo/warm_start" else TrainConfig
-    assert f"{weights:,} weights" in plan(load(record, recipe))[0][1]
+    assert f"{weights:,} weights" in plan(load(record, recipe))["model"][0]
     (tmp_path / "runs" / "demo" / "warm_start").mkdir(parents=True)
     if record is TrainConfig:
         with pytest.raises(UserError, match="runs/demo/warm_start': holds no config.json"):

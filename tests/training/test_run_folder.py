@@ -13,7 +13,8 @@ import pytest
 from factories import completion
 from threepo.config import RunConfig
 from threepo.errors import UserError
-from threepo.files import atomic_file, atomic_folder, writable_folder, write_text
+from threepo.evaluation.records import Records
+from threepo.files import atomic_file, atomic_folder, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, completion_row, read_metrics
@@ -63,36 +64,40 @@ def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
             RunFolder.create(path, RunConfig())
+        with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
+            Records(path)
 
 
-def test_odd_places_are_refused_in_one_line(tmp_path: Path) -> None:
-    for path in (Path("/proc/x.png"), Path("."), tmp_path, tmp_path / ("x" * 300)):
-        with pytest.raises(UserError, match="cannot write"), atomic_file(path) as temporary:
-            temporary.write_text("a")
-    with pytest.raises(UserError, match="cannot write /proc/x"), writable_folder(Path("/proc/x")):
-        raise AssertionError
-    with pytest.raises(ZeroDivisionError), writable_folder(tmp_path / "new"):
-        _ = 1 / 0
+def test_a_mistake_leaves_no_folder_of_an_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(UserError), Records(tmp_path / "runs" / "eval"):
+        raise UserError("fix it")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_run_that_the_user_must_mend_leaves_no_folder(tmp_path: Path) -> None:
+def test_odd_paths_are_refused_in_one_line(tmp_path: Path) -> None:
+    for path in (Path("/proc/x.png"), Path("."), tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot write"), atomic_file(path) as temporary:
+            temporary.write_text("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_that_the_user_must_fix_leaves_no_folder(tmp_path: Path) -> None:
     for made in (False, True):
         path = tmp_path / "run"
         if made:
             path.mkdir()
             (path / "notes.txt").write_text("mine")
-        with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig(), {"train": {}}):
-            raise UserError("mend it")
+        with pytest.raises(UserError, match="fix"), RunFolder.create(path, RunConfig(), {"train": {}}):
+            raise UserError("fix it")
         assert path.exists() is made
     assert [p.name for p in path.iterdir()] == ["notes.txt"], "what was there before stays"
-    with pytest.raises(UserError, match="mend"), RunFolder.create(path, RunConfig()) as folder:
+    with pytest.raises(UserError, match="fix"), RunFolder.create(path, RunConfig()) as folder:
         folder.log({"step": 0})
-        raise UserError("mend it")
+        raise UserError("fix it")
     assert len(read_metrics(path)) == 1
-    with pytest.raises(UserError, match="mend"), RunFolder.open(path)[0]:
-        raise UserError("mend it")
-    assert (path / "config.json").is_file(), "a run that is being resumed is never taken back"
+    with pytest.raises(UserError, match="fix"), RunFolder.open(path)[0]:
+        raise UserError("fix it")
+    assert (path / "config.json").is_file(), "a run that is being resumed is never deleted"
 
 
 def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
@@ -105,8 +110,8 @@ def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run", RunConfig(steps=6))
     with pytest.raises(UserError, match="holds this run already; continue it with --resume"):
         RunFolder.create(tmp_path / "run", RunConfig(steps=5))
-    opened, plain = RunFolder.open(tmp_path / "run")
-    assert plain["steps"] == 5
+    opened, config = RunFolder.open(tmp_path / "run")
+    assert config["steps"] == 5
     opened.close()
     with pytest.raises(UserError, match="holds no run"):
         RunFolder.open(tmp_path / "elsewhere")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from threepo.errors import UserError
 from threepo.files import atomic_file, read_json
@@ -41,18 +41,13 @@ class RunReport:
     """metrics.jsonl; the row of step -1 holds only the evaluation before training."""
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The rows of training steps."""
-        return [row for row in self.rows if row["step"] >= 0]
-
-    @property
     def is_fine_tuning(self) -> bool:
         """Whether it is a run of `threepo sft`, which has neither rollouts nor rewards."""
         return "method" not in self.config
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; those that the run did not measure are None."""
-        steps = self.steps
+        steps = [row for row in self.rows if row["step"] >= 0]
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
         seconds = statistics.median(row["time/step"] for row in steps) if steps else None
         if self.is_fine_tuning:
@@ -66,6 +61,7 @@ class RunReport:
         evaluated = [row for row in self.rows if "eval/pass_at_1" in row]
         before = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
         after = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
+        silent = [row["groups/zero_advantage_share"] for row in steps]
         data, method = self.config["data"], self.config["method"]
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),
@@ -74,7 +70,7 @@ class RunReport:
             "se_after": after.get("eval/se_between"),
             "reward_first": first.get("reward/mean"),
             "reward_last": last.get("reward/mean"),
-            "zero_advantage_share": _mean([row["groups/zero_advantage_share"] for row in steps]),
+            "zero_advantage_share": statistics.fmean(silent) if silent else None,
             "seconds_per_step": seconds,
             "rollouts": data["prompts_per_step"] * method["rollouts_per_prompt"] * len(steps),
             "steps": len(steps),
@@ -123,18 +119,16 @@ def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
+def _table(title: str, first: str, *others: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in others), title=title)
 
 
 def plot(runs: Sequence[RunReport], path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
         raise UserError(f"--output {path}: the suffix says how to draw; end it in {', '.join(FORMATS)}")
-    panels = [(title, metric) for title, metric in PANELS if any(_measured(run, metric) for run in runs)]
+    measured = {metric for run in runs for row in run.rows for metric, value in row.items() if value is not None}
+    panels = [(title, metric) for title, metric in PANELS if metric in measured]
     if not panels:
         raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
     import matplotlib
@@ -142,10 +136,8 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = -(-len(panels) // 2)
-    figure, axes = plt.subplots(
-        rows, min(len(panels), 2), figsize=(11, 3.75 * rows), squeeze=False, layout="constrained"
-    )
+    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
+    figure, axes = plt.subplots(rows, columns, figsize=(11, 3.75 * rows), squeeze=False, layout="constrained")
     for unused in axes.flat[len(panels) :]:
         unused.set_visible(False)
     colours = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(len(runs), 10))
@@ -167,13 +159,9 @@ def plot(runs: Sequence[RunReport], path: Path) -> None:
     plt.close(figure)
 
 
-def _measured(run: RunReport, metric: str) -> list[dict[str, Any]]:
-    return [row for row in run.rows if row.get(metric) is not None]
-
-
 def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
     """Draw one run's metric; returns its line for the legend, or None if the run does not have it."""
-    rows = _measured(run, metric)
+    rows = [row for row in run.rows if row.get(metric) is not None]
     if not rows:
         return None
     x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
@@ -183,12 +171,8 @@ def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
     if metric == "sft/eval_loss":
         return axis.plot(x, y, color=colour, marker="o", markersize=4)[0]
     axis.plot(x, y, color=colour, alpha=0.2, linewidth=1)
-    smooth = [_mean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
+    smooth = [statistics.fmean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
     return axis.plot(x, smooth, color=colour, linewidth=1.8)[0]
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _score(value: float | None, error: float | None) -> str:

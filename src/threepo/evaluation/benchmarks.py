@@ -119,9 +119,8 @@ def choices(settings: BenchmarksConfig) -> list[Choice]:
     """The benchmarks that are named, each once."""
     chosen = [Choice.parse(text) for text in settings.names]
     labels = [choice.label for choice in chosen]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UserError(f"benchmarks.names = {labels}: names {label} twice")
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise UserError(f"benchmarks.names = {labels}: names {twice[0]} twice")
     return chosen
 
 
@@ -160,7 +159,7 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig) -> ProblemSet:
 
 def _in_folder(folder: str, name: str, benchmark: Benchmark) -> str:
     """The file or folder of a benchmark in `benchmarks.folder`."""
-    names = [found for found in (name, benchmark.other_file) if found]
+    names = (name, benchmark.other_file or name)
     for path in (Path(folder) / f"{found}{suffix}" for found in names for suffix in ("", *SUFFIXES)):
         if path.exists():
             return str(path)

@@ -16,10 +16,10 @@ import numpy as np
 
 from threepo.config.records import differences
 from threepo.errors import UserError
-from threepo.evaluation.pass_at_k import ks_up_to, pass_at_k
-from threepo.evaluation.records import EVALUATION, set_name
-from threepo.files import read_json
-from threepo.run_folder import COMPLETIONS, SUMMARY
+from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.scores import ks_up_to, pass_at_k
+from threepo.files import finite, read_json
+from threepo.run_folder import SUMMARY
 
 EXACT_UP_TO = 14
 """Up to this many problems with a difference, all 2^n choices of signs are tried; above, `FLIPS` random ones."""
@@ -48,12 +48,12 @@ class Paired:
     ties: int
 
 
-def paired(sets: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0) -> Paired:
-    """Compare scores per problem, [problems] of the first and of the second, over one or several sets."""
+def paired(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Paired:
+    """Compare scores per problem over one or several sets, each a pair: [problems] of the first and of the second."""
     d = [second - first for first, second in sets]
     n = len(sets)
     every = np.concatenate(d)
-    error = math.sqrt(sum(_squared_error(x) for x in d)) / n
+    error = math.sqrt(sum(x.var(ddof=1) / len(x) if len(x) > 1 else math.nan for x in d)) / n
     generator = np.random.default_rng(seed)
     # A resample of n problems says how often each problem is in it.
     resampled = [generator.multinomial(len(x), np.full(len(x), 1 / len(x)), size=RESAMPLES) @ x / len(x) for x in d]
@@ -70,10 +70,6 @@ def paired(sets: Sequence[tuple[np.ndarray, np.ndarray]], seed: int = 0) -> Pair
         losses=int((every < 0).sum()),
         ties=int((every == 0).sum()),
     )
-
-
-def _squared_error(differences: np.ndarray) -> float:
-    return float(differences.var(ddof=1)) / len(differences) if len(differences) > 1 else math.nan
 
 
 def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
@@ -154,7 +150,7 @@ def _settings(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 
 def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
     """Right completions of every problem in the first and in the second evaluation, in the same order."""
-    first, second = (_right(folder / COMPLETIONS / f"{set_name(name)}.parquet") for folder in folders)
+    first, second = (_right(completions_file(folder, name)) for folder in folders)
     if single := first.keys() ^ second.keys():
         raise UserError(
             f"--compare: the problems or answers of {name} differ: {len(first)} in {folders[0]} and {len(second)} in "
@@ -179,6 +175,5 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     results = {}
     for k in ks_up_to(samples):
         scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
-        values = asdict(paired([(first, second) for first, second in scores]))
-        results[str(k)] = values | {"error": None if math.isnan(values["error"]) else values["error"]}
+        results[str(k)] = finite(asdict(paired(scores)))
     return {"pass_at": results}

@@ -79,19 +79,15 @@ def examine(
 ) -> Examination:
     """The first `eval.problems` problems of the set as prompts of the policy; `UserError` if one is too long."""
     settings, data = config.eval, config.data
-    sampling = replace(
-        config.sampling,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
-    )
+    decoding = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    longest = settings.max_new_tokens or config.sampling.max_new_tokens
+    sampling = replace(config.sampling, max_new_tokens=longest, **decoding)
     unlimited = replace(data, max_prompt_tokens=0)  # a limit for training; a score leaves no problem out for it
-    fitted, _ = fit_context(problem_set.problems, policy, unlimited, sampling.max_new_tokens)
+    fitted, _ = fit_context(problem_set.problems, policy, unlimited, longest)
     problems = fitted.first(settings.problems)
     prompts = policy.prompt_tokens(problems, data)
     for problem, tokens in zip(problems, prompts, strict=True):  # those of an endless source are not checked yet
-        policy.check_length(problem, len(tokens), sampling.max_new_tokens)
+        policy.check_length(problem, len(tokens), longest)
     return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed)
 
 
@@ -122,9 +118,7 @@ def fit_context(
     if not kept:
         raise UserError(f"{source.source}: no prompt fits into {limit}; raise it")
     if dropped:
-        print(
-            f"threepo: {source.source}: left out {dropped} of {len(lengths)} problems, too long for {limit}",
-            file=sys.stderr,
-        )
+        left_out = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
+        print(f"threepo: {source.source}: {left_out}", file=sys.stderr)
     fitted = replace(source, problems=tuple(problem for problem, _ in kept), too_long=dropped)
     return fitted, max(length for _, length in kept)

@@ -22,8 +22,17 @@ from threepo.config.records import first_difference, to_plain
 from threepo.errors import UserError
 from threepo.evaluation.problems import data_label
 from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, disk_errors, lock, read_json, write_json
-from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, model_folder, write_parquet
+from threepo.files import atomic_file, finite, read_json, write_json
+from threepo.run_folder import (
+    CHECKPOINTS,
+    COMPLETIONS,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    LockedFolder,
+    model_folder,
+    write_parquet,
+)
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
 
@@ -42,6 +51,11 @@ def default_folder(config: EvaluationConfig) -> Path:
 def set_name(label: str) -> str:
     """A set's label as a file name."""
     return re.sub(r"[^\w.+-]+", "-", label).strip("-")
+
+
+def completions_file(folder: Path, label: str) -> Path:
+    """All completions of a set in an evaluation's folder."""
+    return folder / COMPLETIONS / f"{set_name(label)}.parquet"
 
 
 def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> None:
@@ -67,46 +81,25 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
             )
 
 
-class Records:
-    """An open evaluation folder; holds a lock on it until the end of the context or of the process."""
+class Records(LockedFolder):
+    """An open evaluation folder."""
 
-    def __init__(
-        self, path: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]
-    ) -> None:
-        """A new evaluation, or one to continue; `UserError` if the folder holds anything else.
+    files = (EVALUATION, LOCK)
+    results = (PARTS, COMPLETIONS, SUMMARY)
+
+    def begin(self, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]) -> None:
+        """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
         `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
         `versions` of packages may change between the parts of an evaluation; all are kept.
         """
-        self.path = path
-        self._made = not path.exists()
-        with disk_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(path / LOCK, path)
-        try:
-            refuse_taken(path, config, fingerprint)
-            file = path / EVALUATION
-            known = read_json(file)["versions"] if file.is_file() else []
-            self._origin = {"config": config, "fingerprint": fingerprint, "versions": known}
-            if versions not in known:
-                known.append(versions)
-                write_json(file, self._origin)
-            if self.finished:
-                self._delete_parts()  # a process that was killed just after it wrote the scores left them
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._lock.close()
-        if isinstance(error, UserError) and not (self.path / PARTS).exists() and not self.finished:
-            for name in (EVALUATION, LOCK):  # the corrected command finds nothing of an evaluation that never began
-                (self.path / name).unlink(missing_ok=True)
-            if self._made:
-                self.path.rmdir()
+        refuse_taken(self.path, config, fingerprint)
+        file = self.path / EVALUATION
+        known = read_json(file)["versions"] if file.is_file() else []
+        self._origin = {"config": config, "fingerprint": fingerprint, "versions": known}
+        if versions not in known:
+            known.append(versions)
+            write_json(file, self._origin)
 
     @property
     def finished(self) -> bool:
@@ -141,15 +134,15 @@ class Records:
         return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
     def finish(self, scores: Mapping[str, Any]) -> None:
-        """Write the scores with what they depend on, and delete the parts."""
-        write_json(self.path / SUMMARY, {**scores, **self._origin})
-        self._delete_parts()
+        """Write the scores with what they depend on."""
+        write_json(self.path / SUMMARY, {**finite(scores), **self._origin})
 
-    def _delete_parts(self) -> None:
+    def delete_parts(self) -> None:
+        """Delete the parts of a finished evaluation, those too that a process left which was killed before this."""
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
 
     def _part(self, label: str, part: int) -> Path:
         return self.path / PARTS / set_name(label) / f"{part:05d}.parquet"
 
     def _joined(self, label: str) -> Path:
-        return self.path / COMPLETIONS / f"{set_name(label)}.parquet"
+        return completions_file(self.path, label)

@@ -1,23 +1,25 @@
 """`threepo eval` as a function: a model on benchmarks or held-out problems, recorded in a folder."""
 
 import contextlib
+import hashlib
 import importlib.metadata
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from threepo.config import EvaluationConfig, RewardConfig
+from threepo.config import EvaluationConfig
 from threepo.config.records import to_plain
-from threepo.data.digest import problems_digest
+from threepo.data.digest import digest, problems_digest
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine
-from threepo.evaluation.fingerprint import weights_digest
 from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
 from threepo.evaluation.records import Records, refuse_taken
-from threepo.evaluation.scores import as_json, average_scores, score
+from threepo.evaluation.scores import average_scores, score
 from threepo.files import read_json
 from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
@@ -26,6 +28,9 @@ from threepo.progress import progress
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of a model's configuration that change where it is saved or loaded, but not what it computes."""
 
 
 def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str, Any]:
@@ -39,28 +44,31 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
     refuse_taken(folder, settings, {})  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    if config.benchmarks.names:
-        sets = _benchmarks(config)
-        most = max(len(source.problems.known()) for source, _ in sets)
-        data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
-        config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
-    else:
-        sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
-    policy, posterior = _model(config)
-    exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
-    fingerprint = {"weights": weights_digest(policy, posterior)} | {
-        f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
-    }
-    with Records(folder, settings, fingerprint, _versions()) as records:
+    with Records(folder) as records:
+        if config.benchmarks.names:
+            sets = _benchmarks(config)
+            most = max(len(source.problems.known()) for source, _ in sets)
+            data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
+            config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
+        else:
+            sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
+        policy, posterior = _model(config)
+        exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
+        fingerprint = {"weights": _weights_digest(policy, posterior)} | {
+            f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
+        }
+        records.begin(settings, fingerprint, _versions())
         if not records.finished:
             _complete(records, exams, policy, posterior, config, step)
-            scores = {
-                label: score(records.rows(label), config.eval.samples, votes=_has_answers(exam, config.reward))
-                for label, exam in exams.items()
-            }
-            results = {label: as_json(scores[label]) | _provenance(exam, policy) for label, exam in exams.items()}
-            average = average_scores(list(scores.values()))
+            scores, results = [], {}
+            for label, exam in exams.items():
+                grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
+                # Programs have no answers, so none of them can be the most frequent one.
+                scores.append(score(records.rows(label), config.eval.samples, votes=grader != "code"))
+                results[label] = asdict(scores[-1]) | _provenance(exam, policy)
+            average = average_scores(scores)
             records.finish({"model": config.model.path, "average": average, "benchmarks": results})
+        records.delete_parts()
     return read_json(folder / SUMMARY)
 
 
@@ -78,15 +86,9 @@ def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
     """The policy, and its posterior if draws are wanted; of a run that goes on, both are of one checkpoint."""
     path, settings = Path(config.model.path), config.model
     if path.is_dir():
-        path = model_folder(path)
-        settings = replace(settings, path=str(path))
+        settings = replace(settings, path=str(model_folder(path)))
     policy = load_policy(settings, config.run.seed)
-    return policy, Posterior.from_pretrained(path) if config.eval.draws else None
-
-
-def _has_answers(exam: Examination, reward: RewardConfig) -> bool:
-    """Whether completions have answers, so that the most frequent one can be taken; programs have none."""
-    return (exam.problem_set.verifier if reward.function == "task" else reward.function) != "code"
+    return policy, Posterior.from_pretrained(settings.path) if config.eval.draws else None
 
 
 def _provenance(exam: Examination, policy: Policy) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _complete(
     config: EvaluationConfig,
     step: int,
 ) -> None:
-    """Make the parts that are missing, then join them; raises `Interrupted` between two parts if asked to stop."""
+    """Make the parts that are missing, then join them; raises `Interrupted` between two parts after a signal."""
     parts = [(label, number, part) for label, exam in exams.items() for number, part in enumerate(exam.parts())]
     missing = [(label, number, part) for label, number, part in parts if not records.has(label, number)]
     total = sum(len(exam.problems) for exam in exams.values())
@@ -128,6 +130,27 @@ def _complete(
                     stop.obey(done, total, records.path, "problem", "the same command continues it, in")
     for label, exam in exams.items():
         records.join(label, len(exam.parts()))
+
+
+def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
+    """A digest of every weight, of the model's configuration, and of the posterior if draws are made."""
+    shape = {key: value for key, value in policy.model.config.to_dict().items() if key not in _NOT_THE_MODEL}
+    parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]
+    if posterior is not None:
+        parts += [repr(posterior.groups), repr((posterior.step, posterior.seed)), *_tensors(posterior.hessian)]
+    return digest(parts)
+
+
+def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """A line per tensor; hashing releases the GIL, so threads hash several at the same time."""
+
+    def line(name: str) -> str:
+        tensor = tensors[name].detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        return f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(line, sorted(tensors)))
 
 
 def _versions() -> dict[str, str]:

@@ -1,15 +1,22 @@
-"""From graded completions to the scores that are reported (method.md 6)."""
+"""From graded completions to scores: unbiased pass@k, maj@k and standard errors (method.md 6)."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from threepo.evaluation.majority import majority_at_k
-from threepo.evaluation.pass_at_k import StandardErrors, average_error, ks_up_to, mean_pass_at_k, standard_errors
+from threepo.errors import UserError
+from threepo.rewards.equality import number, spelling, split_unit
 
+BOOTSTRAP_SAMPLES = 2000
+SUBSETS = 100
+"""maj@k takes all subsets of size k if there are at most this many, else this many drawn by a seed."""
+_NO_ANSWER = ""
+"""The class of all completions without an answer: they vote together, and always wrongly."""
 Row = Mapping[str, Any]
 """A graded completion as `run_folder.completion_row` has it."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
@@ -17,8 +24,22 @@ COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
 
 
 @dataclass(frozen=True)
+class StandardErrors:
+    """Of a mean pass@1 over P problems with K completions each."""
+
+    between: float
+    """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Includes the sampling
+    noise of the completions."""
+    sampling: float
+    """For the same problems, of sampling K completions again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
+    bootstrap: float
+    """Standard deviation under resampling of problems and then of completions within them. It counts sampling noise
+    twice, because the resampled scores include it already: too large, by up to a third for small K."""
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Scores of one policy on one set of problems."""
+    """Scores of one policy on one set of problems, as summary.json has them."""
 
     problems: int
     samples: int
@@ -27,8 +48,6 @@ class Scores:
     """Mean over problems of unbiased pass@k, for every k from 1 to K."""
     majority_at: dict[int, float]
     """Mean over problems of maj@k, for k = 1, 2, 4, ... and K; empty where completions have no answers to count."""
-    errors: StandardErrors
-    """Of pass@1."""
     pass_at_1_by_draw: dict[int, float]
     """By the number of the posterior's draw, from 0; empty at the mean."""
     no_answer_share: float
@@ -36,14 +55,14 @@ class Scores:
     """Completions that the verifier failed to judge; they count as wrong."""
     cut_share: float
     """Completions cut at max_new_tokens."""
+    standard_errors_of_pass_at_1: StandardErrors
 
     def metrics(self) -> dict[str, float]:
         """As logged while training."""
+        errors = asdict(self.standard_errors_of_pass_at_1)
         return {
             **{f"eval/pass_at_{k}": self.pass_at[k] for k in ks_up_to(self.samples)},
-            "eval/se_between": self.errors.between,
-            "eval/se_sampling": self.errors.sampling,
-            "eval/se_bootstrap": self.errors.bootstrap,
+            **{f"eval/se_{name}": error for name, error in errors.items()},
             "eval/no_answer_share": self.no_answer_share,
             "eval/cut_share": self.cut_share,
         }
@@ -55,19 +74,69 @@ def score(rows: Sequence[Row], samples: int, *, votes: bool = True) -> Scores:
     right = [int(count) for count in correct.sum(axis=1)]
     draws = sorted({row["draw_index"] for row in rows} - {None})
     return Scores(
-        problems=len(correct),
+        problems=len(right),
         samples=samples,
-        pass_at={k: mean_pass_at_k(right, samples, k) for k in range(1, samples + 1)},
+        pass_at={k: sum(pass_at_k(samples, c, k) for c in right) / len(right) for k in range(1, samples + 1)},
         majority_at=_majority(rows, samples) if votes else {},
-        errors=standard_errors(correct),
         pass_at_1_by_draw={
-            number: _mean([row["correct"] for row in rows if row["draw_index"] == draw])
-            for number, draw in enumerate(draws)
+            i: _mean([row["correct"] for row in rows if row["draw_index"] == draw]) for i, draw in enumerate(draws)
         },
         no_answer_share=_mean([row["status"] == "no_answer" for row in rows]),
         error_share=_mean([row["status"] == "error" for row in rows]),
         cut_share=_mean([row["finish_reason"] == "length" for row in rows]),
+        standard_errors_of_pass_at_1=standard_errors(correct),
     )
+
+
+def average_scores(sets: Sequence[Scores]) -> dict[str, Any]:
+    """The unweighted mean over n sets of problems. Its standard errors e of independent sets: sqrt(sum e^2) / n."""
+    first = sets[0]
+    errors = [asdict(scores.standard_errors_of_pass_at_1) for scores in sets]
+    majority = first.majority_at if all(scores.majority_at for scores in sets) else {}
+    return {
+        "sets": len(sets),
+        "pass_at": {k: _mean([scores.pass_at[k] for scores in sets]) for k in first.pass_at},
+        "majority_at": {k: _mean([scores.majority_at[k] for scores in sets]) for k in majority},
+        "standard_errors_of_pass_at_1": {
+            name: math.sqrt(math.fsum(error[name] ** 2 for error in errors)) / len(sets) for name in errors[0]
+        },
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def ks_up_to(samples: int) -> list[int]:
+    """The k that are reported for K samples: 1, 2, 4, ..., and K itself."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k completions is right, estimated without bias from c right ones among n.
+
+    1 - C(n-c, k) / C(n, k) (Chen et al., 2021), in the product form that does not overflow. Needs 0 <= c <= n and
+    1 <= k <= n; `UserError` otherwise.
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise UserError(f"pass_at_k(n={n}, c={c}, k={k}): needs 0 <= c <= n and 1 <= k <= n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
+    """The three standard errors for a [P, K] matrix of right (1) and wrong (0). With P or K = 1 some are NaN."""
+    problems, samples = correct.shape
+    scores = correct.mean(axis=1)
+    between = float(scores.std(ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan
+    within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
+    generator = np.random.default_rng(seed)
+    means = np.empty(BOOTSTRAP_SAMPLES)
+    for i in range(BOOTSTRAP_SAMPLES):
+        chosen = scores[generator.integers(problems, size=problems)]
+        means[i] = generator.binomial(samples, chosen).mean() / samples
+    return StandardErrors(between, math.sqrt(within / problems), float(means.std(ddof=1)))
 
 
 def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
@@ -81,30 +150,31 @@ def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
     return {k: _mean([majority_at_k(answers[p], correct[p], k) for p in problems]) for k in ks_up_to(samples)}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, seed: int = 0) -> float:
+    """Share of subsets of k of one problem's completions whose most frequent answer is right.
+
+    A tie goes to the answer that occurs first. Of C(K, k) subsets all are taken, or `SUBSETS` drawn by `seed`.
+    """
+    classes = [_NO_ANSWER if answer is None else normalised(answer) for answer in answers]
+    chosen = subsets(len(classes), k, seed)
+    votes = np.array([classes.index(name) for name in classes])[chosen]  # [subsets, k]
+    counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)  # for every vote, how many agree with it
+    elected = chosen[np.arange(len(chosen)), counts.argmax(axis=1)]  # argmax takes the first of equals
+    right = np.array([name != _NO_ANSWER and good for name, good in zip(classes, correct, strict=True)])
+    return float(right[elected].mean())
 
 
-def average_scores(sets: Sequence[Scores]) -> dict[str, Any]:
-    """The unweighted mean over sets of problems, with its standard errors, ready for JSON."""
-    first = sets[0]
-    errors = [asdict(scores.errors) for scores in sets]
-    majority = first.majority_at if all(scores.majority_at for scores in sets) else {}
-    return {
-        "sets": len(sets),
-        "pass_at": _finite({k: _mean([scores.pass_at[k] for scores in sets]) for k in first.pass_at}),
-        "majority_at": _finite({k: _mean([scores.majority_at[k] for scores in sets]) for k in majority}),
-        "standard_errors_of_pass_at_1": _finite({key: average_error([e[key] for e in errors]) for key in errors[0]}),
-    }
+def normalised(answer: str) -> str:
+    r"""A text that is equal for answers of equal spelling, number and unit: 27.0 and 27, 1/2 and \frac{1}{2}."""
+    body, unit = split_unit(spelling(answer))
+    read = number(body)
+    return f"{read.value if read else body.replace(', ', ',')} {unit}".strip()
 
 
-def as_json(scores: Scores) -> dict[str, Any]:
-    """The scores ready for JSON."""
-    values = asdict(scores)
-    values["standard_errors_of_pass_at_1"] = values.pop("errors")
-    return {key: _finite(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
-def _finite(values: Mapping[Any, float]) -> dict[str, float | None]:
-    """JSON has no NaN, which is the standard error of one problem or completion: it becomes null."""
-    return {str(key): value if math.isfinite(value) else None for key, value in values.items()}
+@cache
+def subsets(samples: int, k: int, seed: int) -> np.ndarray:
+    """Subsets of size k of the numbers 0 .. samples - 1, each ascending: [subsets, k], for reading only."""
+    if math.comb(samples, k) <= SUBSETS:
+        return np.array(list(combinations(range(samples), k)))
+    generator = np.random.default_rng([seed, samples, k])
+    return np.array([np.sort(generator.choice(samples, size=k, replace=False)) for _ in range(SUBSETS)])

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
-from threepo.evaluation.pass_at_k import ks_up_to
+from threepo.evaluation.scores import ks_up_to
 
 _SHARES = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
 
@@ -58,11 +58,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> Group:
     return Group(*names, f"pass@k in per cent, {samples} completions a problem, paired by problem", table)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(*columns)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
+def _table(first: str, *others: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in others))
 
 
 def _percent(value: float | None) -> str:

@@ -1,6 +1,8 @@
 """The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together)."""
 
 import re
+import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -8,24 +10,42 @@ from threepo.config import Method
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
 from threepo.training.update import RowRecord, UpdateRecord
-from threepo.types import Completion, Group, Verdict
+from threepo.types import Group
 
 Metrics = dict[str, float]
+
+
+@dataclass
+class Clock:
+    """Wall-clock seconds of the parts of a step."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.times[name], self._last = now - self._last, now
 
 
 def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
     """Rewards, lengths, and how many prompts give no gradient."""
     completions = [completion for group in groups for completion in group.completions]
+    verdicts = [completion.verdict for completion in completions if completion.verdict]
     _, flat = advantages(method, groups)
     # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
     silent = flat.all(dim=1)
-    solved = torch.tensor([all(_verdict(c).correct for c in group.completions) for group in groups])
+    solved = torch.tensor([all(c.verdict and c.verdict.correct for c in group.completions) for group in groups])
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
-    return _outcome_shares([_verdict(c) for c in completions]) | {
-        "reward/mean": _mean([_verdict(c).reward for c in completions]),
-        "reward/correct_share": _mean([_verdict(c).correct for c in completions]),
-        "reward/no_answer_share": _mean([_verdict(c).status == "no_answer" for c in completions]),
-        "reward/error_share": _mean([_verdict(c).status == "error" for c in completions]),
+    details = sorted({verdict.detail for verdict in verdicts if verdict.detail})
+    layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
+    return {
+        **{_share_of(detail): _mean([v.detail == detail for v in verdicts]) for detail in details},
+        **({_share_of("format_ok"): _mean(layouts)} if layouts else {}),
+        "reward/mean": _mean([v.reward for v in verdicts]),
+        "reward/correct_share": _mean([v.correct for v in verdicts]),
+        "reward/no_answer_share": _mean([v.status == "no_answer" for v in verdicts]),
+        "reward/error_share": _mean([v.status == "error" for v in verdicts]),
         "groups/zero_advantage_share": float(silent.double().mean()),
         "groups/all_right_share": float((silent & solved).double().mean()),
         "groups/flat_share": float(flat.double().mean()),
@@ -33,14 +53,6 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
         "completions/length_max": float(lengths.max()),
         "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
     }
-
-
-def _outcome_shares(verdicts: list[Verdict]) -> Metrics:
-    """How often a verdict had each detail, and how often a completion kept the layout, where there is one."""
-    details = {verdict.detail for verdict in verdicts if verdict.detail}
-    shares = {_share_of(detail): _mean([v.detail == detail for v in verdicts]) for detail in sorted(details)}
-    layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
-    return shares | ({_share_of("format_ok"): _mean(layouts)} if layouts else {})
 
 
 def _share_of(detail: str) -> str:
@@ -86,11 +98,6 @@ def corrects_nothing(record: UpdateRecord) -> bool:
     """Whether the update had a correction and rows, and the correction changed no row."""
     active = record.correction is not None and record.correction.kind != "none"
     return active and bool(record.rows) and all(row.untouched for row in record.rows)
-
-
-def _verdict(completion: Completion) -> Verdict:
-    assert completion.verdict is not None, "metrics need graded completions"
-    return completion.verdict
 
 
 def _mean(values: list[float] | list[bool]) -> float:

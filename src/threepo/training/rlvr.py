@@ -27,10 +27,10 @@ from threepo.rollout.engines import build_engine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import TrainState
-from threepo.training.clock import Clock, due
 from threepo.training.ess import next_ess, refuse_unmeasured
-from threepo.training.metrics import Metrics, rollout_metrics, update_metrics
+from threepo.training.metrics import Clock, Metrics, rollout_metrics, update_metrics
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
+from threepo.training.schedule import due
 from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group
 

@@ -3,22 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from threepo.config import SFTConfig, TrainConfig
+from threepo.errors import UserError
 from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import progress
 from threepo.run_folder import RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.clock import due
 from threepo.training.metrics import Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
-from threepo.training.schedule import factor
+from threepo.training.schedule import due, factor
 from threepo.training.trackers import TensorBoard
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
@@ -75,8 +76,8 @@ def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> 
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
     if not resumed:
         refuse_taken(Path(config.run.folder), config)
-    if config.run.tensorboard:
-        TensorBoard.require()
+    if config.run.tensorboard and not find_spec("tensorboard"):
+        raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
 
 
 def build_or_restore(

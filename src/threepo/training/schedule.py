@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, so that a resumed run needs no scheduler state."""
+"""What follows from the step alone, so that a resumed run needs no state for it: the learning rate, and what is due."""
 
 import math
 
@@ -18,3 +18,8 @@ def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
         return 1.0
     progress = (step - warmup + 1) / max(steps - warmup, 1)
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def due(done: int, every: int, total: int) -> bool:
+    """Whether work that happens every so many steps (0: only at the end) is due after `done` of `total` steps."""
+    return done == total or (every > 0 and done % every == 0)

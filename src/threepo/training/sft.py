@@ -25,9 +25,10 @@ from threepo.posterior.statistics import posterior_metrics
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
 from threepo.training.batching import flatten, pack
 from threepo.training.checkpoint import TrainState
-from threepo.training.clock import Clock, due
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
+from threepo.training.metrics import Clock
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
+from threepo.training.schedule import due
 from threepo.types import Draw, SupervisedRow
 
 SFT_DRAW = 1 << 21

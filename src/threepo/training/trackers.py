@@ -5,19 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import ThreepoWarning
 
 
 class TensorBoard:
     """Writes scalars as TensorBoard event files."""
-
-    @staticmethod
-    def require() -> None:
-        """Raise `UserError` if the package is not there."""
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError as error:
-            raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'") from error
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
