@@ -359,7 +359,7 @@ def test_a_replica_that_is_stuck_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         return replica
 
     monkeypatch.setattr(module, "Replica", stopped)
-    with pytest.raises(UserError, match=r"replica 0 \(process \d+\) sent nothing for 5 seconds during 'start'"):
+    with pytest.raises(UserError, match=r"replica [01] \(process \d+\) sent nothing for 5 seconds during 'start'"):
         engine_for(tiny("tiny-llama", tied=False), replicas=2, timeout_s=5.0)
     assert len(pids) == 2
     assert all(map(gone, pids))

@@ -28,7 +28,7 @@ from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engine import completed, rows_by_draw
+from threepo.rollout.engines import completed, rows_by_draw
 from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
 from threepo.rollout.replicas import Replica, call_all
 from threepo.rollout.sampling import row_key
