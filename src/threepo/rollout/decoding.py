@@ -60,7 +60,7 @@ class Decoding:
         self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self._cache = RowCache(len(rows_by_draw) * rows_per_draw, max(map(len, prompts)) + longest)
-        self._batch = _Batch(torch.empty(len(_Batch.FIELDS), 0, dtype=torch.int64, device=device))
+        self._batch = _Batch(torch.empty(5, 0, dtype=torch.int64, device=device))
         self._counts = [0] * len(rows_by_draw)
         """Rows of each draw in the batch."""
         self._rows = Rows(self._counts, device)
@@ -194,8 +194,6 @@ class Decoding:
 
 class _Batch:
     """What the device knows of each row in the batch, all [B] int64."""
-
-    FIELDS = ("row", "length", "token", "made", "slot")
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values

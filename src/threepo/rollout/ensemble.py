@@ -177,10 +177,8 @@ class Ensemble:
         AttentionInterface.register(ATTENTION, attend)
         self.model.set_attn_implementation(ATTENTION)
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
-        self.stacks = {name: by_parameter[p] for name, p in self.model.named_parameters()}
-        """By a parameter's first name."""
-        self.by_any_name = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
-        """A tied parameter's stack under each of its names."""
+        self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        """A tied parameter's stack is there under each of its names."""
         owners = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
         self._pass = Pass()
         replaced = {module: _stacked(module, by_parameter, self._pass) for module in owners}
@@ -197,12 +195,12 @@ class Ensemble:
     @property
     def bytes_per_draw(self) -> int:
         """Memory for the weights of one draw, with padding to whole panels."""
-        return sum(stack.numbers for stack in self.stacks.values()) * self.dtype.itemsize
+        return sum(stack.numbers for stack in set(self.stacks.values())) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
         """Memory that the weights of all loaded draws take now."""
-        return sum(stack.memory.nbytes for stack in self.stacks.values())
+        return sum(stack.memory.nbytes for stack in set(self.stacks.values()))
 
     def model_for(self, rows: Rows) -> Any:
         """The model, for a pass with these rows."""
@@ -217,11 +215,11 @@ class Ensemble:
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
         """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names."""
-        return {name: stack.values[index] for name, stack in self.by_any_name.items()}
+        return {name: stack.values[index] for name, stack in self.stacks.items()}
 
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""
-        for stack in self.stacks.values():
+        for stack in set(self.stacks.values()):
             stack.pack(index)
 
 

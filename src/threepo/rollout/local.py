@@ -84,7 +84,7 @@ class LocalEngine:
 
     def _parameters_outside(self, posterior: WeightSource) -> dict[str, torch.Tensor]:
         """The model's parameters that the posterior does not have, by name."""
-        stacks, known = self._ensemble.by_any_name, set()
+        stacks, known = self._ensemble.stacks, set()
         for name, _ in posterior.weights(None):
             if name not in stacks:
                 raise UserError(

@@ -4,7 +4,6 @@ The memory is an anonymous file (memfd): it needs no room in /dev/shm, and nothi
 """
 
 import math
-import mmap
 import os
 from collections.abc import Mapping
 from itertools import accumulate
@@ -31,9 +30,7 @@ class SharedTensors:
     def __init__(self, layout: Layout, path: str = "") -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
-        if path:
-            self._descriptor = os.open(path, os.O_RDWR)
-        else:
+        if not path:
             # Checked first: instead of refusing this memory, the kernel would kill a process later.
             available = available_bytes(torch.device("cpu"))
             if total > available:
@@ -43,14 +40,15 @@ class SharedTensors:
                 )
             self._descriptor = os.memfd_create("threepo-weights")
             os.posix_fallocate(self._descriptor, 0, total)  # fails now, and not by a bus error at a later write
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        memory = torch.frombuffer(mmap.mmap(self._descriptor, total), dtype=torch.uint8)
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = path
+        memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
         self.tensors: dict[str, torch.Tensor] = {
             name: memory[begin : begin + size].view(dtype).view(shape)
             for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
         }
 
     def close(self) -> None:
-        """Free the memory, as soon as the other process has done so too."""
+        """Free memory that was made here, as soon as the other process has ended too."""
         self.tensors = {}
         os.close(self._descriptor)

@@ -50,16 +50,16 @@ class VLLMEngine:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
         self._policy = policy
-        self._dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         self._max_length = settings.vllm.max_model_len or policy.context
         if self._max_length > policy.context:
             raise UserError(
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
-        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[self._dtype]
+        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
         self._sources = _sources(policy.model)
         state = policy.model.state_dict()
-        self._layout = layout_of({name: state[name] for name in self._sources}, self._dtype)
+        self._layout = layout_of({name: state[name] for name in self._sources}, dtype)
         self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
