@@ -32,7 +32,7 @@ import torch
 from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.engines import RolloutEngine
 from threepo.rollout.local import LocalEngine
 from threepo.types import Draw, Problem, Request
 

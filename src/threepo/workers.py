@@ -1,35 +1,104 @@
-"""Processes for work that may hang, use too much memory or crash: a time limit for each item, and a memory limit.
+"""Python processes that can be killed, and a pool of them for work that may hang, use too much memory or crash.
 
     pool = WorkerPool("threepo.rewards.algebra:judge", timeout_s=10, memory_mib=1024)
     outcomes = pool.map([(r"\\\\frac{2}{4}", "0.5"), ("9^{9^{9^9}}", "1")])
 
-An item that exceeds a limit or ends its process costs only itself. Processes start when they are needed, do not import
-the caller's main module, ignore Ctrl-C, and end with the process that owns them, even if that is killed. The function
-is trusted, the items are data: this is no sandbox for programs.
+An item that exceeds a limit or ends its process costs only itself. The function is trusted, the items are data: this is
+no sandbox for programs.
 """
 
 import fcntl
 import os
 import pkgutil
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from threepo.errors import UserError
 
+ENDING_SECONDS = 10.0
+"""How long a process may take to end once it has closed its connection or was killed."""
 SPARE_MIB = 64
 """Memory that must remain for the items when a process has started."""
 MEMORY_STATUS = 77
 """Exit status of a process that ran out of memory."""
+
+
+class Process:
+    """A Python process that runs `program`, which calls `owner` for the other end of `connection`.
+
+    It does not import the caller's main module, and Ctrl-C does not reach it. It ends with its owner, even if that is
+    killed, and everything that it has started ends with it.
+    """
+
+    def __init__(self, program: str, environment: Mapping[str, str], output: IO[bytes] | None = None) -> None:
+        self.connection, theirs = Pipe()
+        self._owner = os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits it
+        try:
+            self._process = subprocess.Popen(
+                # -P: a folder in the working directory must not be imported instead of a package of its name.
+                [sys.executable, "-P", "-c", program, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+        self.pid = self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether it can be used. A fork of the owner cannot use it."""
+        return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
+
+    def ending(self) -> str:
+        """How a process that closed its connection ended, such as `killed by SIGSEGV` or `exit status 3`."""
+        try:
+            status = self._process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection and does not end"
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Kill the process and everything that it has started."""
+        if self._owner != os.getpid() or self.connection.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        # A process that hangs in a driver ends when the driver returns; there is no use in waiting for that.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        self.connection.close()
+        assert self._process.stdin
+        self._process.stdin.close()
+
+
+def owner() -> Connection:
+    """In a `Process`: the connection to its owner. From now on the process ends with the owner.
+
+    The kernel then closes standard input, and SIGIO ends the process's group, even while Python is busy.
+    (PR_SET_PDEATHSIG would already act when the owner's thread that started the process ends.)
+    """
+    fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:  # the owner has gone already
+        sys.exit()
+    return Connection(int(sys.argv[1]))
 
 
 class Outcome(NamedTuple):
@@ -43,100 +112,73 @@ class Outcome(NamedTuple):
 class WorkerPool:
     """Up to `workers` processes (0: one for each core) that call the function `module:name` with each item's parts.
 
-    Threads that share a pool take turns.
+    Processes start when they are needed, and again for the next item after they ended; a fork starts its own. Threads
+    that share a pool take turns.
     """
 
     def __init__(self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0) -> None:
-        size = workers or len(os.sched_getaffinity(0))
-        self._workers = [_Worker(function, timeout_s, memory_mib) for _ in range(size)]
+        self._function, self._timeout, self._memory = function, timeout_s, memory_mib
+        self._processes: list[Process | None] = [None] * (workers or len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
-        weakref.finalize(self, _end, self._workers)
+        weakref.finalize(self, _close, self._processes)
 
     def close(self) -> None:
         """End the processes. They also end when the pool is collected."""
-        _end(self._workers)
+        _close(self._processes)
 
     def map(self, items: Sequence[Sequence[Any]]) -> list[Outcome]:
         """The outcome of each item, in their order. `UserError` if the memory limit is too small to start."""
-        idle = list(self._workers)
+        idle = list(range(len(self._processes)))
 
         def run(item: Sequence[Any]) -> Outcome:
-            worker = idle.pop()
+            index = idle.pop()
             try:
-                return worker.run(item)
+                return self._run(index, item)
             finally:
-                idle.append(worker)
+                idle.append(index)
 
-        # The processes inherit the signal mask of the threads.
-        threads = ThreadPoolExecutor(
-            len(idle), initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, {signal.SIGINT})
-        )
-        with self._lock, threads:
+        with self._lock, ThreadPoolExecutor(len(idle)) as threads:
             try:
                 return list(threads.map(run, items))
             except BaseException:  # such as Ctrl-C: nobody wants the items that are still running
                 self.close()
                 raise
 
-
-class _Worker:
-    """A process, started for its first item and again for the next item after it ended. A fork starts its own."""
-
-    def __init__(self, function: str, timeout_s: float, memory_mib: int) -> None:
-        self._function, self._timeout, self._memory = function, timeout_s, memory_mib
-        self._owner = 0
-        self._process: subprocess.Popen[bytes]
-        self._link: Connection
-
-    def run(self, item: Sequence[Any]) -> Outcome:
-        if self._owner != os.getpid() or self._process.poll() is not None:
-            self._start()
+    def _run(self, index: int, item: Sequence[Any]) -> Outcome:
+        process = self._processes[index]
+        if not process or not process.is_running():
+            process = self._processes[index] = self._start()
         try:
-            self._link.send(item)
-            if self._link.poll(self._timeout):
-                return self._link.recv()  # type: ignore[no-any-return]
-        except (EOFError, OSError):  # the process has ended
-            status = self._process.wait()
-            reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            return Outcome(failure="memory" if status == MEMORY_STATUS else reason)
-        self.end()
-        return Outcome(failure="time-out")
+            process.connection.send(item)
+            if process.connection.poll(self._timeout):
+                return process.connection.recv()  # type: ignore[no-any-return]
+            failure = "time-out"
+        except (EOFError, OSError):
+            failure = process.ending()
+        process.close()
+        return Outcome(failure="memory" if failure == f"exit status {MEMORY_STATUS}" else failure)
 
-    def end(self) -> None:
-        if self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
-
-    def _start(self) -> None:
-        self._link, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from threepo.workers import _serve; _serve()"],
-                stdin=theirs.fileno(),
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        self._owner = os.getpid()
+    def _start(self) -> Process:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = Process("from threepo.workers import _serve; _serve()", environment)
         try:
-            self._link.send((self._function, self._memory))
-            refusal = self._link.recv()
+            process.connection.send((self._function, self._memory))
+            refusal = process.connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"the process for {self._function} ended before its first item") from None
         if refusal:
             raise UserError(refusal)
+        return process
 
 
-def _end(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
+def _close(processes: Sequence[Process | None]) -> None:
+    for process in filter(None, processes):
+        process.close()
 
 
 def _serve() -> None:
-    """What a process does: import the function, set the memory limit, and call the function with each item.
-
-    While an item runs, the kernel ends the process by SIGIO as soon as the owner has gone, whatever Python is doing.
-    (PR_SET_PDEATHSIG would already act when the owner's thread that started the process ends.)
-    """
-    link = Connection(0)
+    """What a worker does: import the function, set the memory limit, and call the function with each item."""
+    link = owner()
     name, memory_mib = link.recv()
     function = pkgutil.resolve_name(name)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -149,18 +191,13 @@ def _serve() -> None:
     null = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
     os.dup2(null, 1)
     os.dup2(null, 2)
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     link.send("")
     while True:
         item = link.recv()
-        fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)
-        if link.poll():  # the owner sends nothing now, so it has gone
-            return
         try:
             outcome = Outcome(function(*item))
         except MemoryError:
             os._exit(MEMORY_STATUS)  # the heap is in pieces
         except (Exception, SystemExit) as error:
             outcome = Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        fcntl.fcntl(0, fcntl.F_SETFL, 0)
         link.send(outcome)

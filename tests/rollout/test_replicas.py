@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ import torch
 from threepo.errors import UserError
 from threepo.rollout import shared
 from threepo.rollout.memory import available_bytes
-from threepo.rollout.replicas import Replica, gather
+from threepo.rollout.replicas import Replica, call_all
 from threepo.rollout.shared import SharedTensors, layout_of
 
 PROGRAM = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 from threepo.rollout.replicas import serve_requests
 
 class Server:
-    def __init__(self, caller):
-        self.caller = caller
+    def __init__(self, report):
+        self.report = report
     def double(self, x):
         return 2 * x
     def sleep(self, seconds):
@@ -34,16 +34,19 @@ class Server:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.05)
-            self.caller.report()
+            self.report()
         return seconds
     def die(self, words):
         print(words, flush=True)
         os._exit(3)
     def child(self):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid
-    def total(self, layout):
+    def stop_in_the_answer(self):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return bytes(100_000_000)
+    def total(self, layout, path):
         from threepo.rollout.shared import SharedTensors
-        tensors = SharedTensors(layout, self.caller.descriptor()).tensors
+        tensors = SharedTensors(layout, path).tensors
         return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
 
 serve_requests(Server)
@@ -70,11 +73,6 @@ def start_two(folder: Path, timeout: float) -> list[Replica]:
     return [Replica(f"replica {i}", PROGRAM, os.environ, folder / f"{i}.log", timeout) for i in range(2)]
 
 
-def answer_of(replica: Replica, request: str, *arguments: Any) -> Any:
-    replica.send(request, *arguments)
-    return gather([replica])[0]
-
-
 def close(started: list[Replica]) -> None:
     """Nothing is left behind, in any state of the processes."""
     for replica in started:
@@ -94,42 +92,35 @@ def impatient(tmp_path: Path) -> Iterator[list[Replica]]:
     """Replicas that may be silent for TIMEOUT, but not until they have started: a busy machine takes its time."""
     started = start_two(tmp_path, TIMEOUT)
     for replica in started:
-        replica.timeout = PATIENCE
-        assert answer_of(replica, "double", 1) == 2
-        replica.timeout = TIMEOUT
+        replica.limit_silence(PATIENCE)
+        assert replica.call("double", 1) == 2
+        replica.limit_silence(TIMEOUT)
     yield started
     close(started)
 
 
 def test_answers_come_in_the_order_of_the_replicas(replicas: list[Replica]) -> None:
-    replicas[0].send("sleep", 0.5)
-    replicas[1].send("double", "ab")
-    assert gather(replicas) == [0.5, "abab"]
+    assert call_all({replicas[0]: ("sleep", 0.5), replicas[1]: ("double", "ab")}) == [0.5, "abab"]
 
 
 def test_a_failure_has_its_traceback_and_the_process_goes_on(replicas: list[Replica]) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)replica 0 failed to double:.*in double\nTypeError"):
-        answer_of(replicas[0], "double", None)
-    assert answer_of(replicas[0], "double", 4) == 8
+        replicas[0].call("double", None)
+    assert replicas[0].call("double", 4) == 8
 
 
 def test_a_death_is_an_error_at_once_with_the_end_of_the_log(replicas: list[Replica]) -> None:
-    replicas[0].send("work", 60)
-    replicas[1].send("die", "out of cheese")
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 during 'die'; .*out of cheese"):
-        gather(replicas)
-    replicas[1].request = ""
-    with pytest.raises(UserError, match=r"replica 1 ended with exit status 3 during 'double'"):
-        answer_of(replicas[1], "double", 1)
+    with pytest.raises(UserError, match=r"replica 1 ended during 'die' \(exit status 3\); .*out of cheese"):
+        call_all({replicas[0]: ("work", 60), replicas[1]: ("die", "out of cheese")})
     assert time.monotonic() - began < 30
+    assert all(gone(replica.pid) for replica in replicas)
 
 
 def test_a_kill_is_an_error_with_its_signal(replicas: list[Replica]) -> None:
-    replicas[0].send("sleep", 60)
-    os.kill(replicas[0].pid, signal.SIGKILL)
-    with pytest.raises(UserError, match=r"replica 0 was killed by SIGKILL during 'sleep'"):
-        gather(replicas[:1])
+    threading.Timer(0.5, os.kill, (replicas[0].pid, signal.SIGKILL)).start()
+    with pytest.raises(UserError, match=r"replica 0 ended during 'sleep' \(killed by SIGKILL\)"):
+        replicas[0].call("sleep", 60)
 
 
 def stuck(number: int, request: str) -> str:
@@ -140,26 +131,32 @@ def stuck(number: int, request: str) -> str:
 
 
 def test_work_may_last_longer_than_the_timeout_while_it_is_reported(impatient: list[Replica]) -> None:
-    impatient[0].send("work", TIMEOUT + 1.5)
-    assert gather(impatient[:1]) == [TIMEOUT + 1.5]
+    assert impatient[0].call("work", TIMEOUT + 1.5) == TIMEOUT + 1.5
 
 
 @pytest.mark.parametrize("how", ["stopped", "never comes back"])
 def test_one_that_is_stuck_is_an_error_though_another_reports(impatient: list[Replica], how: str) -> None:
-    impatient[0].send("work", 100)
     if how == "stopped":
         os.kill(impatient[1].pid, signal.SIGSTOP)
-    impatient[1].send("work" if how == "stopped" else "sleep", 100)
-    with pytest.raises(UserError, match=stuck(1, "work" if how == "stopped" else "sleep")):
-        gather(impatient)
+    request = "work" if how == "stopped" else "sleep"
+    with pytest.raises(UserError, match=stuck(1, request)):
+        call_all({impatient[0]: ("work", 100), impatient[1]: (request, 100)})
+
+
+def test_one_that_is_stopped_in_the_middle_of_a_message_is_an_error(impatient: list[Replica]) -> None:
+    with pytest.raises(UserError, match=stuck(0, "stop_in_the_answer")):
+        impatient[0].call("stop_in_the_answer")
+    os.kill(impatient[1].pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match=stuck(1, "double")):
+        impatient[1].call("double", bytes(10_000_000))
 
 
 def test_a_start_that_is_stuck_is_an_error(replicas: list[Replica]) -> None:
     """Stopped before it has read anything, most likely before it has imported anything."""
     os.kill(replicas[0].pid, signal.SIGSTOP)
-    replicas[0].timeout = TIMEOUT
+    replicas[0].limit_silence(TIMEOUT)
     with pytest.raises(UserError, match=stuck(0, "double")):
-        answer_of(replicas[0], "double", 1)
+        replicas[0].call("double", 1)
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
@@ -167,14 +164,12 @@ def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) 
     program = f"""
 import os
 from pathlib import Path
-from threepo.rollout.replicas import Replica, gather
+from threepo.rollout.replicas import Replica
 replica = Replica("replica", {PROGRAM!r}, os.environ, Path({str(tmp_path / "log")!r}), {PATIENCE})
-replica.send("double", 1)
-gather([replica])
-replica.timeout = {TIMEOUT}
-replica.send("work", 1.5)
+replica.call("double", 1)
+replica.limit_silence({TIMEOUT})
 print(replica.pid, flush=True)
-print(gather([replica]))
+print(replica.call("work", 1.5))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout
@@ -184,16 +179,16 @@ print(gather([replica]))
         time.sleep(TIMEOUT + 1)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        assert trainer.stdout.read() == "[1.5]\n"
+        assert trainer.stdout.read() == "1.5\n"
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_closing_ends_what_the_process_started_too(tmp_path: Path, busy: bool) -> None:
     replica = Replica("replica", PROGRAM, os.environ, tmp_path / "log", PATIENCE)
-    child = answer_of(replica, "child")
+    child = replica.call("child")
     assert Path(f"/proc/{child}").exists()
     if busy:
-        replica.send("sleep", 60)
+        replica.connection.send(("sleep", (60,)))
     began = time.monotonic()
     replica.close()
     assert time.monotonic() - began < 5
@@ -207,11 +202,10 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, end: str) -
     program = f"""
 import os
 from pathlib import Path
-from threepo.rollout.replicas import Replica, gather
+from threepo.rollout.replicas import Replica
 replica = Replica("replica", {PROGRAM!r}, os.environ, Path({str(tmp_path / "log")!r}), {PATIENCE})
-replica.send("child")
-print(replica.pid, *gather([replica]), flush=True)
-replica.send("sleep", 100)
+print(replica.pid, replica.call("child"), flush=True)
+replica.connection.send(("sleep", (100,)))
 {end}
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -233,8 +227,8 @@ def test_tensors_are_shared_and_not_sent(replicas: list[Replica]) -> None:
     for name, tensor in tensors.items():
         memory.tensors[name].copy_(tensor)
         assert memory.tensors[name].shape == tensor.shape
-    replicas[0].send("total", layout, descriptor=memory.descriptor)
-    assert gather(replicas[:1]) == [{"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}]
+    totals = {"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}
+    assert replicas[0].call("total", layout, memory.path) == totals
     memory.close()
 
 

@@ -28,7 +28,7 @@ from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import vllm as module
 from threepo.rollout.probe import all_nan, check_probe
-from threepo.rollout.replicas import TICK_SECONDS, Replica, gather
+from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
 from threepo.run_folder import read_metrics
@@ -266,12 +266,11 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
     assert "lm_head.weight" in shared
     for (name, wrong), right in zip(all_nan(shared), [t.clone() for t in shared.values()], strict=True):
         shared[name].copy_(wrong)
-        replica.send("push", 0)
+        measured = replica.call("push", 0)
         with pytest.raises(UserError, match=rf"does not compute with the weights of {name} .* off by nan on average"):
-            check_probe(expected, gather([replica])[0], 0.1, name)
+            check_probe(expected, measured, 0.1, name)
         shared[name].copy_(right)
-    replica.send("push", 0)
-    check_probe(expected, gather([replica])[0], 1e-5, "all")
+    check_probe(expected, replica.call("push", 0), 1e-5, "all")
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
@@ -279,10 +278,12 @@ def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
     policy, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
     time.sleep(TICK_SECONDS)
-    replica = engine._replicas[0]
-    replica.send("generate", {0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens)
-    assert replica.receive() == ("working", None)
-    assert len(gather([replica])[0]) == 1
+    connection = engine._replicas[0].connection
+    connection.send(("generate", ({0: [((1, 2, 3), 0)]}, SAMPLING, policy.stop_tokens)))
+    assert not connection.recv(), "no report"
+    while not (answer := connection.recv()):
+        pass
+    assert len(answer[0]) == 1
 
 
 def test_a_tied_weight_may_go_by_the_name_of_the_head(tied: Setup) -> None:
@@ -358,7 +359,7 @@ def test_a_replica_that_is_stuck_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         return replica
 
     monkeypatch.setattr(module, "Replica", stopped)
-    with pytest.raises(UserError, match=r"replica 0 \(process \d+\) sent nothing for 5 seconds during 'start'"):
+    with pytest.raises(UserError, match=r"replica [01] \(process \d+\) sent nothing for 5 seconds during 'start'"):
         engine_for(tiny("tiny-llama", tied=False), replicas=2, timeout_s=5.0)
     assert len(pids) == 2
     assert all(map(gone, pids))
@@ -373,7 +374,7 @@ def test_a_replica_that_dies_is_an_error_at_once() -> None:
     threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
     many = [replace(request, rollout=i) for i in range(2000) for request in requests_for(policy, DRAWS[:2], 1)]
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"replica 1 was killed by SIGKILL during 'generate'"):
+    with pytest.raises(UserError, match=r"replica 1 ended during 'generate' \(killed by SIGKILL\)"):
         engine.generate(many, replace(SAMPLING, max_new_tokens=300), 0)
     assert time.monotonic() - began < 10
     assert all(map(gone, pids)), "the other replica lives on"

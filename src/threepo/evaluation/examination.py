@@ -14,7 +14,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader, graded
-from threepo.rollout.engine import RolloutEngine
+from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Request
 

@@ -147,24 +147,23 @@ class _StepHooks(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    if args.max_grad_norm:
-        raise UserError(
-            f"TrainingArguments max_grad_norm = {args.max_grad_norm!r}: IVON learns its Hessian from the gradients, so "
-            f"they must not be clipped; set max_grad_norm=0.0 (ivon={{'clip_radius': ...}} limits steps)"
-        )
-    if args.weight_decay:
-        raise UserError(
-            f"TrainingArguments weight_decay = {args.weight_decay!r}: in IVON it is the precision of the prior; leave "
-            f"it at 0 here and set ivon={{'weight_decay': ...}}"
-        )
+    no_sharding = (
+        "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with FSDP2 "
+        "in your own loop"
+    )
+    reasons = {
+        "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
+        "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",
+        "weight_decay": "in IVON it is the precision of the prior; leave it at 0 here and set "
+        "ivon={'weight_decay': ...}",
+        "fsdp": no_sharding,
+        "deepspeed": no_sharding,
+    }
+    for name, reason in reasons.items():
+        if value := getattr(args, name, None):
+            raise UserError(f"TrainingArguments {name} = {value!r}: {reason}")
     if args.mixed_precision == "fp16":
         raise UserError(
             "TrainingArguments fp16 = True: float16 needs scaled gradients, which IVON would mistake for curvature; "
             "set bf16=True instead, or neither"
         )
-    for name in ("fsdp", "deepspeed"):
-        if getattr(args, name, None):
-            raise UserError(
-                f"TrainingArguments {name} = {getattr(args, name)!r}: IVONTrainer does not shard; leave it out (data "
-                f"parallelism works without it), or use threepo.IVON with FSDP2 in your own loop"
-            )

@@ -110,9 +110,7 @@ def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
     order = {
         row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)
     }
-    pieces = min(pieces, len(order))
-    if pieces <= 1:
-        return [batch]
+    pieces = max(1, min(pieces, len(order)))
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
     return [
         replace(

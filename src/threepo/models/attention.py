@@ -14,7 +14,6 @@ Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a hea
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,17 +32,14 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Attributes of models and configurations with the number of tokens that one token sees."""
 
 
-@dataclass(frozen=True)
 class Tile:
-    """Consecutive rows that attention computes side by side."""
+    """Consecutive rows that attention computes side by side; the first token is token `begin` of all T."""
 
-    begin: int
-    """First of its tokens among all T."""
-    end: int
-    rows: int
-    longest: int
-    slots: torch.Tensor | None
-    """Index of each of its tokens in [rows * longest]; None where there is no padding."""
+    def __init__(self, lengths: Sequence[int], begin: int, device: torch.device) -> None:
+        self.begin, self.end = begin, begin + sum(lengths)
+        self.rows, self.longest = len(lengths), max(lengths)
+        self.slots = padded_slots(lengths, device) if sum(lengths) < self.rows * self.longest else None
+        """Index of each of its tokens in [rows * longest]; None where there is no padding."""
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """The tile's tokens of [T, H, D] as [R, L, H, D], with zeros as padding."""
@@ -68,7 +64,7 @@ class PackedRows:
         positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         self.position_ids = positions.unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
-        self.tiles = [_tile(row_lengths[a:b], int(starts[a]), device) for a, b in _tile_bounds(row_lengths)]
+        self.tiles = [Tile(row_lengths[a:b], int(starts[a]), device) for a, b in _tile_bounds(row_lengths)]
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
@@ -172,12 +168,6 @@ def _tile_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
             begin, longest, tokens = row, 0, 0
         longest, tokens = max(longest, length), tokens + length
     return [*bounds, (begin, len(lengths))]
-
-
-def _tile(lengths: Sequence[int], begin: int, device: torch.device) -> Tile:
-    longest, tokens = max(lengths), sum(lengths)
-    slots = padded_slots(lengths, device) if tokens < longest * len(lengths) else None
-    return Tile(begin, begin + tokens, len(lengths), longest, slots)
 
 
 def padded_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

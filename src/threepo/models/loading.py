@@ -74,10 +74,19 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _found(path: str, *, with_tokenizer: bool = True) -> str:
-    """What to load: a local model directory, after a check, or a hub id."""
+    """What to load: a hub id, or a local model directory; `UserError` if it has no configuration or no tokenizer."""
     folder = Path(path)
     if path.startswith((".", "/", "~")) or folder.exists():
-        return str(_checked_folder(path, with_tokenizer))
+        folder = model_folder(folder.expanduser())
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
+        tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        if with_tokenizer and not any((folder / name).is_file() for name in tokenizers):
+            raise UserError(
+                f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r}), or name one in model.tokenizer"
+            )
+        return str(folder)
     here = [*TINY_MODELS, *(str(file.parent) for file in folder.parent.glob("*/config.json"))]
     near = difflib.get_close_matches(path, here, n=1, cutoff=0.7)
     if path.count("/") > 1 or (near and near[0] in TINY_MODELS):  # no id of the hub
@@ -86,20 +95,6 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
     hint = f" (did you mean {near[0]}?)" if near else ""
     print(f"threepo: no folder {path} here{hint}; asking the Hugging Face hub for it", file=sys.stderr)
     return path
-
-
-def _checked_folder(path: str, with_tokenizer: bool) -> Path:
-    """The local model directory of `path`; `UserError` if it has no configuration or no tokenizer."""
-    folder = model_folder(Path(path).expanduser())
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if with_tokenizer and not any((folder / name).is_file() for name in names):
-        raise UserError(
-            f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
-            f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r}), or name one in model.tokenizer"
-        )
-    return folder
 
 
 def _refuse_incomplete(path: str, loaded: dict[str, Any]) -> None:

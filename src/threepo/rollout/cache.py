@@ -110,14 +110,14 @@ class Prefill:
         Padding is on the right, where causal attention from a real token never looks. `window`: how many keys a token
         sees, its own included (0: all).
         """
-        self._keep(self.cache.layer(layer, k, v), k, v)
+        self._write(self.cache.layer(layer, k, v), k, v)
         mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
 
-    def _keep(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _write(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
         length = k.shape[2]
         layer.values[self.slots, :, :length] = v[self.sources]
         if layer.blocked:

@@ -60,7 +60,7 @@ class Decoding:
         self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self._cache = RowCache(len(rows_by_draw) * rows_per_draw, max(map(len, prompts)) + longest)
-        self._batch = _Batch(torch.empty(len(_Batch.FIELDS), 0, dtype=torch.int64, device=device))
+        self._batch = _Batch(torch.empty(5, 0, dtype=torch.int64, device=device))
         self._counts = [0] * len(rows_by_draw)
         """Rows of each draw in the batch."""
         self._rows = Rows(self._counts, device)
@@ -72,18 +72,18 @@ class Decoding:
         self._settle()
         while any(self._counts):
             running = self._advance()
-            size, after = sum(self._counts), self._size(running)
             room = sum(min(len(queue), self._per_draw - n) for queue, n in zip(self._waiting, running, strict=True))
-            if after <= SETTLE_BELOW * size or room > (1 - SETTLE_BELOW) * len(self._counts) * self._per_draw:
+            shrunk = sum(self._batch_counts(running)) <= SETTLE_BELOW * sum(self._counts)
+            if shrunk or room > (1 - SETTLE_BELOW) * len(self._counts) * self._per_draw:
                 self._settle()
         return [
             (self._tokens[i, :length].tolist(), self._logprobs[i, :length].tolist())
             for i, length in enumerate(self._lengths[: self._none].tolist())
         ]
 
-    def _size(self, counts: Sequence[int]) -> int:
-        """Rows of a batch with so many of each draw; some are empty if all draws need equally many."""
-        return sum(counts) if self._ensemble.ragged else len(counts) * max(counts)
+    def _batch_counts(self, counts: Sequence[int]) -> list[int]:
+        """Rows of each draw in a batch with so many real ones: empty rows are added if all draws need equally many."""
+        return list(counts) if self._ensemble.ragged else [max(counts)] * len(counts)
 
     def _advance(self) -> list[int]:
         """Decode one more token of every row; returns how many rows of each draw go on."""
@@ -130,10 +130,8 @@ class Decoding:
             [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]
             for queue, mine in zip(self._waiting, stayed, strict=True)
         ]
-        counts = [len(mine) + len(begin) for mine, begin in zip(stayed, new, strict=True)]
-        size = self._size(counts)
-        if not self._ensemble.ragged:
-            counts = [max(counts)] * len(counts)
+        counts = self._batch_counts([len(mine) + len(begin) for mine, begin in zip(stayed, new, strict=True)])
+        size = sum(counts)
         sources: list[int] = []
         started: list[tuple[int, int, int]] = []
         for draw, (mine, begin, count) in enumerate(zip(stayed, new, counts, strict=True)):
@@ -176,9 +174,7 @@ class Decoding:
 
     def _prefill(self, prompts: list[list[tuple[Prompt, list[int]]]]) -> None:
         """Read some prompts of each draw into the given slots."""
-        counts = [len(mine) for mine in prompts]
-        if not self._ensemble.ragged:
-            counts = [max(counts)] * len(counts)
+        counts = self._batch_counts([len(mine) for mine in prompts])
         longest = max(len(prompt) for mine in prompts for prompt, _ in mine)
         ids = torch.zeros(sum(counts), longest, dtype=torch.int64)
         first, sources, slots = 0, [], []
@@ -198,8 +194,6 @@ class Decoding:
 
 class _Batch:
     """What the device knows of each row in the batch, all [B] int64."""
-
-    FIELDS = ("row", "length", "token", "made", "slot")
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values

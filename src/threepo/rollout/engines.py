@@ -1,12 +1,65 @@
-"""The table of rollout engines. To add one: a file with its class, a line here, and its settings in config."""
+"""Rollout engines: their interface and their table.
+
+To add one: a file with its class, a line in `ENGINES`, and its settings in config.
+"""
 
 import pkgutil
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from threepo.config import EngineConfig
+from threepo.config import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
-from threepo.rollout.engine import RolloutEngine
+from threepo.posterior.policy_optimizer import WeightSource
+from threepo.types import Completion, Draw, Request
+
+
+class RolloutEngine(Protocol):
+    """Holds its own copies of weights, and stamps every completion with the step and the draw that generated it."""
+
+    def prepare(self, draws: int, tokens: int) -> None:
+        """`UserError` if the weights of so many draws and a row of so many tokens for each do not fit into memory."""
+
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
+        """Replace the loaded weights by those of these draws (None: the mean) at training step `step`."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
+        """Complete the requests, in their order. Each must name a draw that is loaded.
+
+        A row's random numbers are a function of (seed, step, problem, rollout), so its completion does not depend on
+        the other rows of the batch.
+        """
+
+    def close(self) -> None:
+        """Free all memory and processes of the engine, which cannot be used afterwards."""
+
+
+def rows_by_draw(requests: Sequence[Request], loaded: Sequence[Draw | None]) -> list[list[int]]:
+    """For each loaded draw: the indices of its requests."""
+    rows: dict[Draw | None, list[int]] = {draw: [] for draw in loaded}
+    for index, request in enumerate(requests):
+        if request.draw not in rows:
+            raise RuntimeError(f"{request.draw} is not loaded into the engine; loaded: {loaded}")
+        rows[request.draw].append(index)
+    return list(rows.values())
+
+
+def completed(
+    policy: Policy, request: Request, tokens: Sequence[int], logprobs: Sequence[float], step: int
+) -> Completion:
+    """The completion of a request: generated tokens, a stop token included, with a log-prob for each."""
+    stopped = tokens[-1] in policy.stop_tokens
+    return Completion(
+        problem=request.problem,
+        prompt_tokens=request.prompt_tokens,
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        text=policy.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),
+        finish_reason="stop" if stopped else "length",
+        draw=request.draw,
+        rollout=request.rollout,
+        policy_step=step,
+        opening=policy.opening(request.prompt_tokens),
+    )
 
 
 class EngineMemory(NamedTuple):

@@ -10,7 +10,7 @@ Legend: N draws, B rows of all draws, L positions of each row in a pass, D width
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,31 +30,25 @@ class Stack:
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.order: Literal["as written", "transposed", "packed"] = "as written"
-        """Order of [out, in] in memory. "transposed" is [in, out], which makes torch's batched products faster (in
-        bfloat16 by a tenth on a CPU); "packed" is the order of compiled products, after `pack`."""
+        self.is_packed = False
+        """Whether `pack` brings the values [out, in] into the order of compiled products."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
     def numbers(self) -> int:
         """Elements in memory for one draw."""
-        if self.order == "packed":
-            return stacked_linear.padded(self.shape[0]) * self.shape[1]
-        return self.shape.numel()
+        return stacked_linear.padded(self.shape[0]) * self.shape[1] if self.is_packed else self.shape.numel()
 
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for the values of so many draws; old values are lost."""
         self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
         self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
-        if self.order == "transposed":
-            self.values = self.memory.view(draws, *self.shape[::-1]).transpose(-1, -2)
-        else:
-            self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
+        self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
         """[N, *shape], for writing; after packing it no longer shows the values."""
 
     def pack(self, index: int) -> None:
-        """Reorder the values of one draw, after writing, if products read them in a special order."""
-        if self.order == "packed":
+        """Reorder the values of one draw, after writing, for compiled products."""
+        if self.is_packed:
             stacked_linear.pack(self.memory[index].view(-1, self.shape[1]))
 
     @property
@@ -100,7 +94,7 @@ class StackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
         bias = None if self.bias is None else self.bias.values
-        if self.weight.order == "packed":
+        if self.weight.is_packed:
             x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
             positions, rest = divmod(len(x2), rows.count)
             assert not rest, f"{rows.count} rows cannot have equally many of {len(x2)} positions"
@@ -123,7 +117,7 @@ class StackedEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, L] to [B, L, D]."""
         table, draws = self.weight.values, self.current.rows.draws.unsqueeze(1)
-        if self.weight.order == "packed":  # tied to the head
+        if self.weight.is_packed:  # tied to the head
             words = stacked_linear.panels(self.weight.packed)
             panel, lane = ids // stacked_linear.LANES, ids % stacked_linear.LANES
             return words[draws, panel, :, lane].view(table.dtype)
@@ -175,23 +169,23 @@ class Ensemble:
         self.device = next(model.parameters()).device
         empty = {id(p): nn.Parameter(p.detach().to("meta", dtype), requires_grad=False) for p in model.parameters()}
         self.model = copy.deepcopy(model, empty).eval()
-        _use_our_attention(self.model)
+        if not getattr(self.model, "_supports_attention_backend", False):
+            raise UserError(
+                f"engine.kind = 'local': cannot replace the attention of {type(model).__name__}, which decoding with a "
+                f"cache for several policies needs; use engine.kind = 'vllm'"
+            )
+        AttentionInterface.register(ATTENTION, attend)
+        self.model.set_attn_implementation(ATTENTION)
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
-        self.stacks = {name: by_parameter[p] for name, p in self.model.named_parameters()}
-        """By a parameter's first name."""
-        self.by_any_name = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
-        """A tied parameter's stack under each of its names."""
+        self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
+        """A tied parameter's stack is there under each of its names."""
         owners = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
         self._pass = Pass()
         replaced = {module: _stacked(module, by_parameter, self._pass) for module in owners}
-        embeddings = {module.weight for module in replaced.values() if isinstance(module, StackedEmbedding)}
-        linear = [module for module in replaced.values() if isinstance(module, StackedLinear)]
-        for module in linear:
-            if stacked_linear.serves(module.weight.shape[1], dtype, self.device):
-                module.weight.order = "packed"
-            elif module.weight not in embeddings:
-                module.weight.order = "transposed"
-        self.ragged = all(module.weight.order == "packed" for module in linear)
+        matrices = [module.weight for module in replaced.values() if isinstance(module, StackedLinear)]
+        for weight in matrices:
+            weight.is_packed = stacked_linear.serves(weight.shape[1], dtype, self.device)
+        self.ragged = all(weight.is_packed for weight in matrices)
         """Whether draws may have different numbers of rows in a pass."""
         for parent in list(self.model.modules()):
             for name, child in parent.named_children():
@@ -201,12 +195,12 @@ class Ensemble:
     @property
     def bytes_per_draw(self) -> int:
         """Memory for the weights of one draw, with padding to whole panels."""
-        return sum(stack.numbers for stack in self.stacks.values()) * self.dtype.itemsize
+        return sum(stack.numbers for stack in set(self.stacks.values())) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
         """Memory that the weights of all loaded draws take now."""
-        return sum(stack.memory.nbytes for stack in self.stacks.values())
+        return sum(stack.memory.nbytes for stack in set(self.stacks.values()))
 
     def model_for(self, rows: Rows) -> Any:
         """The model, for a pass with these rows."""
@@ -221,22 +215,12 @@ class Ensemble:
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
         """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names."""
-        return {name: stack.values[index] for name, stack in self.by_any_name.items()}
+        return {name: stack.values[index] for name, stack in self.stacks.items()}
 
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""
-        for stack in self.stacks.values():
+        for stack in set(self.stacks.values()):
             stack.pack(index)
-
-
-def _use_our_attention(model: Any) -> None:
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(
-            f"engine.kind = 'local': cannot replace the attention of {type(model).__name__}, which decoding with a "
-            f"cache for several policies needs; use engine.kind = 'vllm'"
-        )
-    AttentionInterface.register(ATTENTION, attend)
-    model.set_attn_implementation(ATTENTION)
 
 
 def check_positions(config: Any, tokens: int) -> None:

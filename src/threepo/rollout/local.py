@@ -15,7 +15,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.cache import whole_blocks
 from threepo.rollout.decoding import Decoding
-from threepo.rollout.engine import completed, rows_by_draw
+from threepo.rollout.engines import completed, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, check_positions
 from threepo.rollout.memory import GIB, available_bytes, bytes_per_token, sampling_bytes
 from threepo.rollout.sampling import row_key
@@ -84,7 +84,7 @@ class LocalEngine:
 
     def _parameters_outside(self, posterior: WeightSource) -> dict[str, torch.Tensor]:
         """The model's parameters that the posterior does not have, by name."""
-        stacks, known = self._ensemble.by_any_name, set()
+        stacks, known = self._ensemble.stacks, set()
         for name, _ in posterior.weights(None):
             if name not in stacks:
                 raise UserError(

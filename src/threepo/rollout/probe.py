@@ -1,14 +1,13 @@
 """Check that an engine computes with the weights it was given: log-probs of a fixed prompt, there and in the trainer.
 
-A comparison of the weights themselves would prove little: vLLM fuses and repacks them after loading, so the tensors
-that its kernels read cannot be read back. The failure that was seen, an output head that kept its old weights, was in
-such a packed copy. Every weight takes part in the log-probs of the probe, except the embeddings of other tokens.
+vLLM fuses and repacks weights after loading, so the tensors that its kernels read cannot be compared with ours. (An
+output head did keep its old weights in such a packed copy.) Every weight takes part in the log-probs of the probe,
+except the embeddings of other tokens.
 
-Old and new weights are close from one training step to the next, and so are their log-probs. Therefore an engine starts
-with weights that are not numbers: a tensor that keeps some of them gives a probe that is not a number. First every
-parameter is overwritten in place, which finds tensors that no push reaches. (vLLM's own initial values are about zero,
-and would pass for a bias.) Then such weights are pushed, which finds tensors that only the first push reaches. A packed
-copy that no push reaches keeps the start's values, and differs.
+Log-probs change little in one training step. Therefore an engine starts with weights that are NaN: a tensor that keeps
+some of them makes the probe NaN. First every parameter is overwritten in place, which finds tensors that no push
+reaches. (vLLM's own initial values are about zero, and would pass for a bias.) Then NaN weights are pushed, which finds
+tensors that only the first push reaches. A packed copy that no push reaches keeps the start's values, and differs.
 """
 
 import math

@@ -4,7 +4,6 @@ The memory is an anonymous file (memfd): it needs no room in /dev/shm, and nothi
 """
 
 import math
-import mmap
 import os
 from collections.abc import Mapping
 from itertools import accumulate
@@ -26,12 +25,12 @@ def layout_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Layout
 
 
 class SharedTensors:
-    """Tensors by name in shared memory: new memory, or that of a file descriptor from another process."""
+    """Tensors by name in shared memory: new memory, or the memory at the `path` of another process's tensors."""
 
-    def __init__(self, layout: Layout, descriptor: int | None = None) -> None:
+    def __init__(self, layout: Layout, path: str = "") -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
-        if descriptor is None:
+        if not path:
             # Checked first: instead of refusing this memory, the kernel would kill a process later.
             available = available_bytes(torch.device("cpu"))
             if total > available:
@@ -39,16 +38,17 @@ class SharedTensors:
                     f"engine.kind = 'vllm': no memory for a copy of the weights: {total / 1e9:.1f} GB, and "
                     f"{available / 1e9:.1f} GB are left; every draw of a step takes one (method.draws, eval.draws)"
                 )
-            descriptor = os.memfd_create("threepo-weights")
-            os.posix_fallocate(descriptor, 0, total)  # fails now, and not by a bus error at a later write
-        self.descriptor = descriptor
-        memory = torch.frombuffer(mmap.mmap(descriptor, total), dtype=torch.uint8)
+            self._descriptor = os.memfd_create("threepo-weights")
+            os.posix_fallocate(self._descriptor, 0, total)  # fails now, and not by a bus error at a later write
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = path
+        memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
         self.tensors: dict[str, torch.Tensor] = {
             name: memory[begin : begin + size].view(dtype).view(shape)
             for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
         }
 
     def close(self) -> None:
-        """Free the memory, as soon as the other process has done so too."""
+        """Free memory that was made here, as soon as the other process has ended too."""
         self.tensors = {}
-        os.close(self.descriptor)
+        os.close(self._descriptor)

@@ -15,16 +15,11 @@ from threepo.compiled import Library, fields
 
 LANES = 16
 """Outputs in a panel, and 32-bit words that are read at a time."""
-LIBRARY = Library(
-    Path(__file__).with_name("_stacked_linear.so"),
-    version=2,
-    slower="rollouts in bfloat16 take up to 1.5 times as long",
-)
+_SLOWER = "rollouts in bfloat16 take up to 1.5 times as long"
+LIBRARY = Library(Path(__file__).with_name("_stacked_linear.so"), version=2, slower=_SLOWER)
 _WORD = 4
 _SERIAL = 1 << 18
 """Multiplications below which a second thread does not pay."""
-_SERIAL_PACKING = 1 << 14
-"""The same for packing, in words."""
 
 
 class _Product(ctypes.Structure):
@@ -67,8 +62,7 @@ def pack(weights: torch.Tensor) -> None:
     assert weights.is_contiguous(), weights.stride()
     found = panels(weights)
     work = _Packing(weights=found.data_ptr(), words=found.shape[1], panels=len(found))
-    threads = torch.get_num_threads() if found.numel() > _SERIAL_PACKING else 1
-    LIBRARY.call("threepo_stacked_linear_pack", work, threads)
+    LIBRARY.call("threepo_stacked_linear_pack", work, torch.get_num_threads())
     if work.failed:
         raise MemoryError(f"no memory to pack weights of {weights.shape[1]} inputs")
 
@@ -88,13 +82,8 @@ def product(
     y = x.new_empty(len(x), outputs)
     threads = torch.get_num_threads() if x.numel() * outputs > _SERIAL else 1
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in (starts, x, weights, bias, y))
-    work = _Product(
-        *(len(weights), x.shape[1], outputs),
-        *pointers,
-        bfloat16=x.dtype == torch.bfloat16,
-        level=level(x.dtype),
-        threads=threads,
-    )
+    settings = {"bfloat16": x.dtype == torch.bfloat16, "level": level(x.dtype), "threads": threads}
+    work = _Product(len(weights), x.shape[1], outputs, *pointers, **settings)
     LIBRARY.call("threepo_stacked_linear_work", work, threads)
     if work.failed:
         raise MemoryError(f"no memory to gather rows of {x.shape[1]} inputs")

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engine import completed, rows_by_draw
+from threepo.rollout.engines import completed, rows_by_draw
 from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
-from threepo.rollout.replicas import Replica, gather
+from threepo.rollout.replicas import Replica, call_all
 from threepo.rollout.sampling import row_key
 from threepo.rollout.shared import SharedTensors, layout_of
-from threepo.rollout.vllm_server import Decoded
+from threepo.rollout.vllm_server import Decoded, Row
 from threepo.types import Completion, Draw, Request
 
 _PROGRAM = "from threepo.rollout import replicas, vllm_server; replicas.serve_requests(vllm_server.Server)"
@@ -50,16 +50,16 @@ class VLLMEngine:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
         self._policy = policy
-        self._dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         self._max_length = settings.vllm.max_model_len or policy.context
         if self._max_length > policy.context:
             raise UserError(
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
-        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[self._dtype]
+        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
         self._sources = _sources(policy.model)
         state = policy.model.state_dict()
-        self._layout = layout_of({name: state[name] for name in self._sources}, self._dtype)
+        self._layout = layout_of({name: state[name] for name in self._sources}, dtype)
         self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
@@ -76,10 +76,9 @@ class VLLMEngine:
                 log = folder / f"replica-{i}.log"
                 name = f"engine.vllm: replica {i}"
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
-            for replica in self._replicas:
-                replica.send("start", settings, str(folder), self._max_length, self._probe)
+            start = ("start", settings, str(folder), self._max_length, self._probe)
             try:
-                gather(self._replicas)
+                call_all(dict.fromkeys(self._replicas, start))
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(
@@ -99,7 +98,6 @@ class VLLMEngine:
         shows other weights by its probe.
         """
         distinct = list(dict.fromkeys(draws))
-        pushed = self._replicas[: len(distinct)]
         with self._closed_on_error():
             self._draws, self._expected, self._step = [], [], step
             self._share(len(distinct))
@@ -107,47 +105,38 @@ class VLLMEngine:
                 self._write(posterior, draw, self._shared[index])
                 own = {name: self._shared[index].tensors[name] for name, of in self._sources.items() if of == name}
                 self._expected.append(expected_logprobs(self._policy, own, self._probe))
-                if index < len(pushed):
-                    pushed[index].send("push", index)
             self._draws = distinct
-            for index, measured in enumerate(gather(pushed)):
+            pushes = {replica: ("push", index) for index, replica in enumerate(self._replicas[: len(distinct)])}
+            for index, measured in enumerate(call_all(pushes)):
                 self._check(index, measured)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        rows = {index: mine for index, mine in enumerate(rows_by_draw(requests, self._draws)) if mine}
+        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
+        # vLLM holds seeds in signed 64-bit integers.
+        encoded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
+        rows = rows_by_draw(requests, self._draws)
+        of_replica: dict[Replica, dict[int, list[Row]]] = {}
+        for index, mine in enumerate(rows):
+            if mine:
+                replica = self._replicas[index % len(self._replicas)]
+                of_replica.setdefault(replica, {})[index] = [encoded[i] for i in mine]
+        decoded: dict[int, Decoded] = {}
         with self._closed_on_error():
-            decoded = self._decode(requests, rows, sampling, seed)
+            stops = self._policy.stop_tokens
+            answers = call_all({replica: ("generate", own, sampling, stops) for replica, own in of_replica.items()})
+            for index, (measured, completions) in (item for answer in answers for item in answer.items()):
+                if measured is not None:
+                    self._check(index, measured)
+                decoded.update(zip(rows[index], completions, strict=True))
         return [completed(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:
         """End all processes and free the shared memory."""
         self._draws = []
         self._end()
-
-    def _decode(
-        self, requests: Sequence[Request], rows: Mapping[int, Sequence[int]], sampling: SamplingConfig, seed: int
-    ) -> dict[int, Decoded]:
-        """Send every replica the rows of its draws at once; what each request has become, by its index."""
-        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
-        # vLLM holds seeds in signed 64-bit integers.
-        encoded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
-        indices_of: dict[int, list[int]] = {}
-        for index in rows:
-            indices_of.setdefault(index % len(self._replicas), []).append(index)
-        for n, indices in indices_of.items():
-            rows_of = {index: [encoded[i] for i in rows[index]] for index in indices}
-            self._replicas[n].send("generate", rows_of, sampling, self._policy.stop_tokens)
-        decoded: dict[int, Decoded] = {}
-        answers = gather([self._replicas[n] for n in indices_of])
-        for indices, answer in zip(indices_of.values(), answers, strict=True):
-            for index, (measured, completions) in zip(indices, answer, strict=True):
-                if measured is not None:
-                    self._check(index, measured)
-                decoded.update(zip(rows[index], completions, strict=True))
-        return decoded
 
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self._max_length:
@@ -162,17 +151,14 @@ class VLLMEngine:
             index = len(self._shared)
             self._shared.append(SharedTensors(self._layout))
             replica = self._replicas[index % len(self._replicas)]
-            replica.send("share", index, self._layout, descriptor=self._shared[index].descriptor)
-            gather([replica])
+            replica.call("share", index, self._layout, self._shared[index].path)
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """Write the weights of a draw, a tied tensor under each name; the model's where the posterior has none."""
-        written = {name: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
-        weights = {self._sources[name]: value for name, value in written.items()}
+        written = {self._sources[name]: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
         state = self._policy.model.state_dict()
         for name, source in self._sources.items():
-            if name not in written:
-                shared.tensors[name].copy_(weights.get(source, state[name]))
+            shared.tensors[name].copy_(written.get(source, state[name]))
 
     def _check(self, index: int, measured: Sequence[float]) -> None:
         what = f"{self._draws[index] or 'the mean'} at step {self._step}"

@@ -7,14 +7,13 @@ vLLM decodes step by step here, with a report after every step and every reload.
 all is done.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.rollout.probe import all_nan, fill_with_nan
-from threepo.rollout.replicas import Caller
 from threepo.rollout.shared import Layout, SharedTensors
 
 _CPU_CACHE_BYTES = 1 << 30
@@ -28,8 +27,8 @@ Decoded = tuple[list[int], list[float]]
 class Server:
     """Its methods are the requests. Weights are named by the index of the shared memory that they are in."""
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
         self._shared: dict[int, SharedTensors] = {}
         self._probe: Sequence[int] = ()
         self._held: int | None = None
@@ -43,9 +42,9 @@ class Server:
         self._engine.apply_model(fill_with_nan)
         self._probe = probe
 
-    def share(self, index: int, layout: Layout) -> None:
+    def share(self, index: int, layout: Layout, path: str) -> None:
         """Map the shared memory that weights `index` will be in."""
-        self._shared[index] = SharedTensors(layout, self._caller.descriptor())
+        self._shared[index] = SharedTensors(layout, path)
 
     def push(self, index: int) -> list[float]:
         """Load weights `index` into vLLM; returns the log-probs of the probe under what it holds then."""
@@ -54,29 +53,26 @@ class Server:
             self._reload(all_nan(weights))  # the rehearsal
         self._reload(iter(weights.items()))
         self._held = index
-        return self._probe_logprobs()
+        # Prompt log-probs are never served from the prefix cache.
+        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        found = self._run([self._probe], [parameters])[0].prompt_logprobs
+        return [of[token].logprob for of, token in zip(found[1:], self._probe[1:], strict=True)]
 
     def generate(
         self, rows_of: Mapping[int, Sequence[Row]], sampling: SamplingConfig, stop_tokens: Sequence[int]
-    ) -> list[tuple[list[float] | None, list[Decoded]]]:
+    ) -> dict[int, tuple[list[float] | None, list[Decoded]]]:
         """Decode the rows of each of several weights in turn, with the result of `push` where one was needed."""
         decoding = _decoding(sampling, stop_tokens)
-        return [
-            (None if index == self._held else self.push(index), self._decode(rows, decoding))
+        return {
+            index: (None if index == self._held else self.push(index), self._decode(rows, decoding))
             for index, rows in rows_of.items()
-        ]
+        }
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
-        self._caller.report()
-
-    def _probe_logprobs(self) -> list[float]:
-        # Prompt log-probs are never served from the prefix cache.
-        parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        found = self._run([self._probe], [parameters])[0].prompt_logprobs
-        return [of[token].logprob for of, token in zip(found[1:], self._probe[1:], strict=True)]
+        self._report()
 
     def _decode(self, rows: Sequence[Row], decoding: dict[str, Any]) -> list[Decoded]:
         found = self._run([prompt for prompt, _ in rows], [{**decoding, "seed": seed} for _, seed in rows])
@@ -99,7 +95,7 @@ class Server:
         engine, finished = self._engine.llm_engine, []
         while engine.has_unfinished_requests():
             finished += [output for output in engine.step() if output.finished]
-            self._caller.report()
+            self._report()
         assert len(finished) == len(prompts)
         return sorted(finished, key=lambda output: int(output.request_id))  # numbered as they were enqueued
 

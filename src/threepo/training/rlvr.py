@@ -22,8 +22,7 @@ from threepo.methods import method as lattice
 from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import posterior_metrics
 from threepo.rewards.grading import Grader, graded
-from threepo.rollout.engine import RolloutEngine
-from threepo.rollout.engines import build_engine
+from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import TrainState
