@@ -26,13 +26,14 @@ POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) fo
 """Values of up to eight symbols at each of five points: of both signs, and not zeros of common expressions."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"([0-9.]+)\^\\circ ?"), r"{\\frac{\1\\pi}{180}}"),
-    (re.compile(r"([A-Za-z])('+)"), lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
-    (re.compile(r"\\([gG])amma(?![A-Za-z])"), r"\1_{greek}"),  # not Euler's constant
-    (re.compile(r"(?<=[0-9)])(?=\()"), r"\\cdot "),  # 3(4) is not a mixed number
-    (re.compile(r"\^\{(\w)\}(?!\w)"), r"^\1"),  # the parser reads x^2 faster than x^{2}
-    (re.compile(r"%"), r"\\%"),
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"([0-9.]+)\^\\circ ?", r"{\\frac{\1\\pi}{180}}"),
+    (r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
+    (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
+    (r"(?<=[0-9)])(?=\()", r"\\cdot "),  # 3(4) is not a mixed number
+    (r"\^\{(\w)\}(?!\w)", r"^\1"),  # the parser reads x^2 faster than x^{2}
+    (r"%", r"\\%"),
 ]
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -71,15 +72,9 @@ def formula(text: str) -> Basic | MatrixBase:
         raise NotAFormula(text)
     tex = text if "," in text else re.sub(r"(.*)\\pm(?![A-Za-z]) ?(.*)", r"\1+\2,\1-\2", text)  # also in a fraction
     for pattern, replacement in _STEPS:
-        tex = pattern.sub(replacement, tex)
+        tex = re.sub(pattern, replacement, tex)
     try:
-        read = latex2sympy(
-            tex,
-            is_real=True,
-            convert_degrees=False,
-            normalization_config=None,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
-        )
+        read = latex2sympy(tex, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
         assert isinstance(read, Basic | MatrixBase)
         changes: dict[Basic, Basic] = {value: Rational(str(value)) for value in read.atoms(Float)}
         changes |= {part: Symbol(str(part), real=True) for part in read.atoms(AppliedUndef, Derivative)}

@@ -53,13 +53,12 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
     (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
     (rf"\\frac ?({_GROUP}) ?{_ARGUMENT}", r"\\frac\1{\2}"),
-    (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, whatever TeX says
+    (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, not 2^{1}0
     (r" +", " "),
     (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
     (rf"(?<![\w.}})/])({_DECIMAL})/({_DECIMAL})(?![\w({{\\^]|,[0-9]{{3}})", r"\\frac{\1}{\2}"),
     (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),  # blanks that keep nothing apart
 ]
-_REPLACEMENTS = [(re.compile(pattern), replacement) for pattern, replacement in _STEPS]
 
 
 @lru_cache(maxsize=10_000)
@@ -70,8 +69,8 @@ def spelling(text: str) -> str:
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # as JSON writes commands
     text = " ".join(text.split())
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in _STEPS:
+        text = re.sub(pattern, replacement, text)
     return bare(text)
 
 
