@@ -461,7 +461,7 @@ INTERRUPTED = """
 import os, signal
 from threepo.config import SandboxConfig
 from threepo.rewards.sandbox.interface import Submission
-from threepo.rewards.sandbox.open import open_sandbox
+from threepo.rewards.sandbox import open_sandbox
 signal.signal(signal.SIGINT, lambda *_: None)  # as a trainer that first ends its step
 program = "import time\\ntime.sleep(int(input()) / 4)"
 outcomes = open_sandbox(SandboxConfig()).run(Submission(kind="stdin", program=program, cases=("0", "1")))

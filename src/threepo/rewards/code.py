@@ -17,7 +17,7 @@ from typing import Any
 
 from threepo.config import RewardConfig
 from threepo.rewards.code_tests import CodeTests, parse_tests
-from threepo.rewards.sandbox.open import open_sandbox
+from threepo.rewards.sandbox import open_sandbox
 from threepo.types import Completion, Problem, Verdict
 
 COLUMN = "tests"
@@ -53,17 +53,12 @@ class CodeGrader:
                 endings.append(tests.judged(index, outcome))
                 if endings[-1] == "sandbox error" or (self._binary and endings[-1] != "passed"):
                     break  # no other test can change the verdict
-        failed = next((ending for ending in endings if ending != "passed"), None)
-        error = "sandbox error" in endings
-        share = 0.0 if error else endings.count("passed") / len(tests.submission.cases)
-        return Verdict(
-            correct=failed is None,
-            status="error" if error else "wrong" if failed else "right",
-            answer=program,
-            reward=float(failed is None) if self._binary else share,
-            detail="sandbox error" if error else failed or "passed",
-            format_ok=True,
-        )
+        if endings[-1] == "sandbox error":
+            return Verdict(False, "error", program, 0.0, "sandbox error", format_ok=True)
+        detail = next((ending for ending in endings if ending != "passed"), "passed")
+        right = detail == "passed"
+        reward = float(right) if self._binary else endings.count("passed") / len(endings)
+        return Verdict(right, "right" if right else "wrong", program, reward, detail, format_ok=True)
 
 
 def extract_program(completion: str) -> str | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from typing import Any
 
 from threepo.rewards.sandbox.interface import Outcome, Submission
@@ -26,7 +27,6 @@ REL_TOLERANCE = 1e-5
 ABS_TOLERANCE = 1e-6
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_INTEGER = re.compile(r"[+-]?\d+")
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,12 @@ def _result(given: Any, result: Any) -> Any:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Whether an output is right: the same lines but for blanks at their ends, or the same words, numbers by value."""
-    given, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected))
-    return given == wanted or (len(given) == len(wanted) and all(map(_same_words, given, wanted)))
+    """Whether an output is right: each line has the same words, and numbers are compared by value."""
+    given, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
+    return given == wanted or (
+        list(map(len, given)) == list(map(len, wanted))
+        and all(map(_same_word, chain.from_iterable(given), chain.from_iterable(wanted)))
+    )
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -162,18 +165,13 @@ def _close(value: float, expected: float) -> bool:
         return False
 
 
-def _same_words(line: str, expected: str) -> bool:
-    given, wanted = line.split(), expected.split()
-    return len(given) == len(wanted) and all(map(_same_word, given, wanted))
-
-
 def _same_word(word: str, expected: str) -> bool:
     """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
     if word == expected:
         return True
     if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return False
-    if not _INTEGER.fullmatch(expected):
+    if not expected.lstrip("+-").isdecimal():
         return _close(float(word), float(expected))
     try:
         return Decimal(word) == Decimal(expected)

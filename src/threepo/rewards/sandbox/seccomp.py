@@ -39,7 +39,7 @@ LOW = 0xFFFFFFFF
 """Where the kernel reads 32 bits of an argument, a comparison of all 64 could be dodged."""
 
 Rule = tuple[str | int, int, tuple[int, int, int, int] | None]
-"""A call, what it returns, and the argument that it is refused for: its position, operator, and one or two operands."""
+"""A call, what it returns, and the argument that it is refused for: its position, operator, and one or two values."""
 
 
 def harness_filter() -> bytes:
