@@ -7,13 +7,16 @@ import argparse
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import threepo
-from threepo.errors import Interrupted, UserError
+from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
+
+_format_warning = warnings.formatwarning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before `datasets` is imported: ours is the only progress bar, and an error is one line.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
+    warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
     try:
         options.command(options)
@@ -37,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     print(f"threepo: {message}", file=sys.stderr)
     return status
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """How a warning is printed: those about the run in one line, all others as Python does."""
+    if issubclass(category, ThreepoWarning):
+        return f"threepo: warning: {message}\n"
+    return _format_warning(message, category, filename, lineno, line)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -176,6 +176,7 @@ class RunFolder(LockedFolder):
         """Append a row to metrics.jsonl. NaN and infinity become null."""
         with disk_errors(self.path / METRICS), open(self.path / METRICS, "ab", buffering=0) as file:
             file.write((json.dumps(finite(row)) + "\n").encode())
+            os.fsync(file.fileno())  # after a power cut, no checkpoint is ahead of the log
 
     def forget_after(self, step: int) -> None:
         """Delete metrics and completions of training steps `step` and later: they will be made again."""

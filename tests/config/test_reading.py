@@ -125,6 +125,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("data.levels=[a]", "data.levels = '.a.': must be a list"),
         ("data.prompt_template=hello", "must contain {prompt}"),
         ("optimizer.kind=adamw", "method.preset = 'c3po' is trained by ivon"),
+        ("optimizer.max_grad_norm=1", "max_grad_norm = 1: method.preset = 'c3po' is trained by ivon, which does not"),
         ("sampling.temperature=0", "method.preset = 'thompson'"),
         ("sampling.top_p=0.9", "importance ratios are wrong"),
         ("sampling.top_p=0", "sampling.top_p = 0: must be greater than 0"),

@@ -2,13 +2,14 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from factories import answered
 from threepo.config import RewardConfig
 from threepo.errors import UserError
-from threepo.rewards.grading import load_grader
+from threepo.rewards.grading import load_grader, refuse_ignored
 from threepo.types import Problem
 
 PROBLEMS = [Problem(id="a", prompt="1+1", answer="2", columns={"unit": "m"}), Problem(id="b", prompt="2+2", answer="4")]
@@ -168,3 +169,25 @@ def test_exact_and_task() -> None:
     assert [v.correct for v in grade(list(map(answered, PROBLEMS, ["<think>x</think> 2", "5"])))] == [True, False]
     with pytest.raises(UserError, match="set it to 'exact', 'math', 'code' or your own"):
         load_grader(RewardConfig(), None, PROBLEMS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"function": "exact", "scoring": "format_penalty"},
+            "'format_penalty': this reward knows 'binary' only",
+        ),
+        ({"function": "math", "scoring": "passed_share"}, "knows 'binary' and 'format_penalty' only"),
+        ({"function": "a:b", "scoring": "passed_share"}, "knows 'binary' only"),
+        (
+            {"function": "code", "correct_from": 0.5},
+            "= 0.5: is read for reward functions of your own only",
+        ),
+    ],
+)
+def test_settings_that_a_grader_ignores_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        refuse_ignored(RewardConfig(**settings), None)
+    refuse_ignored(RewardConfig(function="code", scoring="passed_share"), None)
+    refuse_ignored(RewardConfig(function="a:b", correct_from=0.5), None)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
-from threepo.config.records import RECORDS, build, require, shown, to_plain
+from threepo.config.records import RECORDS, build, field_names, require, shown, to_plain
 from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
 from threepo.files import read_json
@@ -159,7 +159,12 @@ def _with_preset(table: Table) -> Table:
         fix = (
             f"method.preset = {preset!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"
         )
-        require(kind in (None, own) or kind not in ("adamw", "ivon"), "optimizer.kind", kind, fix)
+        kinds = field_names("optimizer")
+        require(kind in (None, own) or kind not in list(kinds), "optimizer.kind", kind, fix)
+        others = {key for kind, names in kinds.items() if kind != own for key in names} - set(kinds[own])
+        fix = f"method.preset = {preset!r} is trained by {own}, which does not have it; start from a recipe for {own}"
+        for key in others & optimizer.keys() if kind is None else ():
+            require(False, f"optimizer.{key}", optimizer[key], fix)
         method = merge(to_plain(PRESETS[preset]), method)
     return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
 

@@ -86,15 +86,17 @@ def _explain(error: ValidationError, table: str) -> str:
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
         return str(cause)  # two settings that do not go together: it names them
-    name = table
+    name, chosen = table, ""
     for key in first["loc"]:
         if isinstance(key, int):
             name += f"[{key}]"
-        elif not (len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]):  # the kind that pydantic has chosen
+        elif len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]:
+            chosen = key  # by pydantic, from `kind`
+        else:
             name = f"{name}.{key}" if name else key
     kind, value = first["type"], shown(first["input"])
     if kind == "unexpected_keyword_argument":
-        return _unknown(name)
+        return _unknown(name, chosen)
     if kind == "missing" and name.endswith("]"):
         return f"{name.rpartition('[')[0]} = {value}: has too few values"
     if kind == "missing":
@@ -107,11 +109,18 @@ def _explain(error: ValidationError, table: str) -> str:
     return f"{name} = {value}: {message.replace('a valid array', 'a list').replace('an object', 'a table')}"
 
 
-def _unknown(name: str) -> str:
+def field_names(table: str) -> dict[str, list[str]]:
+    """The keys of a table, by kind; one kind "" where it has no kinds."""
+    return {kind: [f.name for f in dataclasses.fields(record)] for kind, record in RECORDS.get(table, {}).items()}
+
+
+def _unknown(name: str, chosen: str) -> str:
     table, _, key = name.rpartition(".")
+    kinds = field_names(table)
+    if owner := next((kind for kind, names in kinds.items() if key in names), ""):
+        return f"{name}: is for {table}.kind = {owner!r}, and the kind is {chosen!r}; remove it, or change the kind"
     tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
-    records = RECORDS.get(table, {}).values()
-    known = list(dict.fromkeys([f.name for record in records for f in dataclasses.fields(record)] or tables))
+    known = list(dict.fromkeys([key for names in kinds.values() for key in names] or tables))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {table and f'{table}.'}{near[0]}?" if near else f"known here: {', '.join(known)}"
     return f"unknown {'key' if table else 'table'} {name}; {hint}"

@@ -8,7 +8,7 @@ from threepo.config import DataConfig, RewardConfig
 from threepo.config.sources import is_file
 from threepo.data.finite import FiniteProblems
 from threepo.data.source import OpenedSource, open_heldout
-from threepo.rewards.grading import Grader, lack, load_grader
+from threepo.rewards.grading import Grader, lack, load_grader, refuse_ignored
 
 Source = TypeVar("Source", bound=OpenedSource)
 
@@ -43,6 +43,7 @@ def with_grader(source: Source, reward: RewardConfig, data: DataConfig) -> tuple
     A problem that lacks what the grader needs is a broken row: `data.broken_rows` says whether it is left out or a
     `UserError`.
     """
+    refuse_ignored(reward, source.verifier)
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
         problems = problems.without(lambda problem: lack(reward, source.verifier, problem))

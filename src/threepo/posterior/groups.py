@@ -77,8 +77,8 @@ def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
         factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
         warnings.warn(
             f"IVON lr = {group['lr']:g}: no weight moves by more than {factors} * clip_radius = {move:.2g} a step; "
-            f"AdamW's learning rates are too small here: set lr to 1 (reinforcement learning) to 50 (fine-tuning); "
-            f"in TrainingArguments it is learning_rate",
+            f"AdamW's learning rates are too small here: set lr (in TrainingArguments: learning_rate) to 1 "
+            f"(reinforcement learning) to 50 (fine-tuning)",
             ThreepoWarning,
             stacklevel=stacklevel + 1,
         )

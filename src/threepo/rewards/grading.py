@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from threepo.answers import exact_match, lacks_answer
 from threepo.config import RewardConfig
+from threepo.config.records import require
 from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
@@ -27,6 +28,8 @@ class BuiltIn(NamedTuple):
     build: Callable[[RewardConfig], Grader]
     lack: Callable[[Problem], str]
     """What a problem lacks to be graded, and which setting may help; empty for nothing."""
+    scorings: tuple[str, ...]
+    """Values of `reward.scoring` that it knows besides `binary`."""
 
 
 def _one_by_one(verify: Verify) -> Grader:
@@ -34,9 +37,9 @@ def _one_by_one(verify: Verify) -> Grader:
 
 
 GRADERS = {
-    "exact": BuiltIn(lambda _: _one_by_one(exact_match), lacks_answer),
-    "math": BuiltIn(MathGrader, lacks_answer),
-    "code": BuiltIn(CodeGrader, lacks_tests),
+    "exact": BuiltIn(lambda _: _one_by_one(exact_match), lacks_answer, ()),
+    "math": BuiltIn(MathGrader, lacks_answer, ("format_penalty",)),
+    "code": BuiltIn(CodeGrader, lacks_tests, ("passed_share",)),
 }
 """What `reward.function` and a data source can name."""
 
@@ -59,6 +62,18 @@ def load_grader(
     if function in GRADERS:
         return GRADERS[function].build(settings)
     return UserFunction(function, settings.correct_from, known)
+
+
+def refuse_ignored(settings: RewardConfig, verifier: Verify | VerifierName | None) -> None:
+    """Raise `UserError` for settings that the grader would ignore."""
+    function = _function(settings, verifier)
+    known = GRADERS[function].scorings if isinstance(function, str) and function in GRADERS else ()
+    scorings = ("binary", *known)
+    fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
+    require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
+    own = isinstance(function, str) and function not in GRADERS
+    fix = "is read for reward functions of your own only; remove it"
+    require(own or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
 
 def lack(settings: RewardConfig, verifier: Verify | VerifierName | None, problem: Problem) -> str:
