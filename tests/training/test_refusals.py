@@ -86,7 +86,7 @@ def test_rows_that_the_reward_cannot_grade_can_be_left_out(capsys: pytest.Captur
     assert "bad.jsonl: left out 2 of 9 rows as broken: row 3: has no answer, " in said
     assert json.loads((run / "summary.json").read_text())["data"]["broken"] == 3
     write("bad.jsonl", [{"prompt": "a"}])
-    with pytest.raises(UserError, match="bad.jsonl: holds no problems .*; row 1: has no answer, .* data.answer_column"):
+    with pytest.raises(UserError, match="bad.jsonl: holds no problems .*row 1: has no answer, .* data.answer_column"):
         api.train(config("data.train=bad.jsonl", "data.broken_rows=skip", "run.folder=other"))
     assert "left out" not in capsys.readouterr().err
 
