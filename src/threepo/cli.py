@@ -53,7 +53,7 @@ def _one_line(
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments in any order: argparse itself takes no words of a list after an option."""
+    """Arguments in any order: argparse does not accept positional words after an option."""
     options, rest = parser.parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown or (rest and not hasattr(options, "more")):

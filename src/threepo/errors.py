@@ -1,4 +1,4 @@
-"""What threepo says when something that a user can mend is wrong.
+"""What threepo says when something that a user can fix is wrong.
 
 `UserError` is for input: a recipe, a path, an impossible combination. The command line prints its one line and
 exits with 2, without a traceback. Everything else that goes wrong is a bug, ours or a caller's, and keeps its
@@ -7,7 +7,7 @@ traceback.
 
 
 class UserError(ValueError):
-    """Bad input. The message names the field or file, the value found, and how to mend it."""
+    """Bad input. The message names the field or file, the value found, and how to fix it."""
 
 
 class ThreepoWarning(UserWarning):

@@ -19,7 +19,7 @@ _FIXES = {
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY), "something else has that name; choose another"
     ),
-    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "nothing can be made there; choose another path"),
+    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "the path is not valid; choose another path"),
 }
 
 

@@ -31,7 +31,7 @@ class StopRequest:
 def polite_stop() -> Iterator[StopRequest]:
     """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process.
 
-    Only the main thread may handle signals; in any other the request never comes.
+    Only the main thread may handle signals; in other threads the request is never set.
     """
     request = StopRequest()
     previous: dict[int, Any] = {}

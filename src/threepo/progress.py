@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live bar; or, where the output is no terminal, a line now and then."""
+"""Progress on the terminal: a live bar; or, if it is not a terminal, a line now and then."""
 
 import time
 from collections.abc import Iterator, Mapping

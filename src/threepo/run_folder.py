@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.records import build, first_difference, to_plain
+from threepo.config.records import build, first_difference, to_dict
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
 from threepo.types import Completion
@@ -64,7 +64,7 @@ def refuse_taken(path: Path, config: Any) -> None:
     if not (path / CONFIG).is_file():
         return
     lock(path / LOCK).close()  # refuses a run that another process has open
-    difference = first_difference(read_json(path / CONFIG), to_plain(config))
+    difference = first_difference(read_json(path / CONFIG), to_dict(config))
     if difference:
         raise UserError(f"run folder {path}: holds a run of another config ({difference}); choose another run.folder")
     raise UserError(
@@ -73,7 +73,7 @@ def refuse_taken(path: Path, config: Any) -> None:
 
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if a run began with other problems or conversations than it would go on with.
+    """Raise `UserError` if its problems or conversations have changed since the run began.
 
     `now` is what its problems.json or conversations.json, `name`, would hold if the run began now.
     """
@@ -146,7 +146,7 @@ class RunFolder(LockedFolder):
             folder = stack.enter_context(cls(path))
             if problems:
                 write_json(path / PROBLEMS, problems)
-            write_json(path / CONFIG, to_plain(config))  # last: a folder with a config is a run
+            write_json(path / CONFIG, to_dict(config))  # last: a folder with a config is a run
             stack.pop_all()
         return folder
 
@@ -159,9 +159,9 @@ class RunFolder(LockedFolder):
 
     def extend(self, config: Config, steps: Any) -> Config:
         """Change the number of steps in config.json; returns the new config."""
-        values = to_plain(config)
+        values = to_dict(config)
         values["run"]["steps"] = steps
-        extended = build(type(config), values)  # refuses what is no number of steps
+        extended = build(type(config), values)  # checks the type
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
         if not config.run.steps:
             raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")

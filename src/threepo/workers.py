@@ -140,7 +140,7 @@ class WorkerPool:
         with self._lock, ThreadPoolExecutor(len(idle)) as threads:
             try:
                 return list(threads.map(run, items))
-            except BaseException:  # such as Ctrl-C: nobody wants the items that are still running
+            except BaseException:  # such as Ctrl-C: stop the items that are still running
                 self.close()
                 raise
 
@@ -197,7 +197,7 @@ def _serve() -> None:
         try:
             outcome = Outcome(function(*item))
         except MemoryError:
-            os._exit(MEMORY_STATUS)  # the heap is in pieces
+            os._exit(MEMORY_STATUS)  # memory may be inconsistent
         except (Exception, SystemExit) as error:
             outcome = Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         link.send(outcome)

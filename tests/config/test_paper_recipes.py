@@ -4,7 +4,7 @@ import pytest
 
 from threepo.config import AdamWConfig, Correction, IVONConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
-from threepo.config.records import differences, to_plain
+from threepo.config.records import differences, to_dict
 from threepo.errors import UserError
 
 MODELS = {"olmo3_7b": ("allenai/Olmo-3-1025-7B", 1e9), "qwen25_math_7b": ("Qwen/Qwen2.5-Math-7B", 1e10)}
@@ -59,7 +59,7 @@ def test_code_is_the_papers(method: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_entropy_bonus_is_all_that_its_baseline_adds(model: str) -> None:
     grpo, bonus = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/entreg")
-    changed = {name for name, _, _ in differences(to_plain(grpo), to_plain(bonus))}
+    changed = {name for name, _, _ in differences(to_dict(grpo), to_dict(bonus))}
     assert changed == {"objective.entropy_coefficient", "run.folder"}
     assert bonus.objective.entropy_coefficient == 1e-3
 

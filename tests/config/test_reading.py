@@ -17,7 +17,7 @@ from threepo.config.recipes import (
     read_toml,
     shipped_recipes,
 )
-from threepo.config.records import build, to_plain
+from threepo.config.records import build, to_dict
 from threepo.errors import UserError
 
 BASE = ["model.path=m", "data.train=sorting"]
@@ -63,7 +63,7 @@ def test_axes_can_be_changed_on_top_of_a_preset() -> None:
 
 def test_a_resolved_configuration_survives_json() -> None:
     config = load(TrainConfig, "", [*BASE, "method.preset=m3po", "optimizer.ess=1e10", "data.levels=[2, 3]"])
-    assert build(TrainConfig, json.loads(json.dumps(to_plain(config)))) == config
+    assert build(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
 def test_overrides_are_toml_values_or_text() -> None:

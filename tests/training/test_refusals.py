@@ -1,4 +1,4 @@
-"""What a user can mend is refused before a run has a folder, or costs no more than the step in which it showed."""
+"""What a user can fix is refused before a run has a folder, or costs no more than the step in which it showed."""
 
 import importlib.util
 import json

@@ -224,7 +224,7 @@ def test_what_is_too_long_or_broken_is_refused_or_counted(
     assert "kept 22 of 25 rows (left out: broken 2, too_long 1)" in said
     assert "chats.jsonl: left out 2 of 25 rows as broken: row 24: has no message" in said
     assert "; row 25: has neither messages" in said
-    with pytest.raises(UserError, match="none is left; see the counts above"):
+    with pytest.raises(UserError, match="every row was left out; see the counts above"):
         prepared(policy, [*lenient, "conversations.max_tokens=3"])
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
-from threepo.config.records import RECORDS, build, field_names, require, shown, to_plain
+from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
 from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
 from threepo.files import read_json
@@ -81,7 +81,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
 
 
 def parse_overrides(texts: Sequence[str]) -> Table:
-    """All overrides as one table, in any order; the last of equal keys counts. A value that is no TOML is text."""
+    """All overrides as one table, in any order; later overrides win. A value that is not valid TOML is text."""
     table: Table = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -165,7 +165,7 @@ def _with_preset(table: Table) -> Table:
         fix = f"method.preset = {preset!r} is trained by {own}, which does not have it; start from a recipe for {own}"
         for key in others & optimizer.keys() if kind is None else ():
             require(False, f"optimizer.{key}", optimizer[key], fix)
-        method = merge(to_plain(PRESETS[preset]), method)
+        method = merge(to_dict(PRESETS[preset]), method)
     return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
 
 

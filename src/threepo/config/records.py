@@ -76,7 +76,7 @@ def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Rec
         raise UserError(_explain(error, name)) from None
 
 
-def to_plain(record: Any) -> dict[str, Any]:
+def to_dict(record: Any) -> dict[str, Any]:
     """A record as nested dictionaries and lists, ready for JSON; `build` reads it back to an equal record."""
     return _adapter(type(record)).dump_python(record, mode="json")  # type: ignore[no-any-return]
 

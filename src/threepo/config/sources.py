@@ -30,7 +30,7 @@ def is_file(source: str) -> bool:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on this machine; a word alone is a name, even where a folder is called so."""
+    """Whether a path is on this machine; a bare word is a name, even if such a folder exists."""
     if not path or path.startswith(HUB_FILE):
         return False
     return is_file(path) or path.startswith(("~", ".", "/")) or ("/" in path and Path(path).is_dir())

@@ -154,7 +154,7 @@ def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
     if single := first.keys() ^ second.keys():
         raise UserError(
             f"--compare: the problems or answers of {name} differ: {len(first)} in {folders[0]} and {len(second)} in "
-            f"{folders[1]}, {len(single)} of them only in one, such as {min(single)[0]}; evaluate both on the same"
+            f"{folders[1]}, {len(single)} of them in only one, such as {min(single)[0]}; evaluate both on the same"
         )
     return list(first.values()), [second[problem] for problem in first]
 

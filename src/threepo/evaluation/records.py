@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import EvaluationConfig
-from threepo.config.records import first_difference, to_plain
+from threepo.config.records import first_difference, to_dict
 from threepo.errors import UserError
 from threepo.evaluation.problems import data_label
 from threepo.evaluation.scores import COLUMNS
@@ -43,7 +43,7 @@ def default_folder(config: EvaluationConfig) -> Path:
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [data_label(config.data)]
     some = "+".join(sets) if len(sets) <= 3 else f"{len(sets)}-benchmarks"
-    settings = json.dumps([to_plain(config), str(model)], sort_keys=True)
+    settings = json.dumps([to_dict(config), str(model)], sort_keys=True)
     digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
     return Path("runs") / f"eval-{name}-{set_name(some)}-{digest}"
 
@@ -66,7 +66,7 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
     if not (folder / EVALUATION).is_file():
         for name in (CONFIG, SUMMARY, METRICS, CHECKPOINTS, COMPLETIONS):
             if (folder / name).exists():
-                raise UserError(f"--output {folder}: holds the {name} of something else; choose another folder")
+                raise UserError(f"--output {folder}: holds the {name} of something else already; choose another folder")
         return
     recorded = read_json(folder / EVALUATION)
     if difference := first_difference(recorded["config"], dict(config)):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from threepo.config import EvaluationConfig
-from threepo.config.records import to_plain
+from threepo.config.records import to_dict
 from threepo.data.digest import digest, problems_digest
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine
@@ -40,7 +40,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
     only read. Returns what summary.json holds. `step` is part of the random address of every completion: an evaluation
     while training has that of its step.
     """
-    settings = {**to_plain(config), "step": step}
+    settings = {**to_dict(config), "step": step}
     refuse_taken(folder, settings, {})  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

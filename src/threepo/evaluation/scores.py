@@ -16,7 +16,7 @@ BOOTSTRAP_SAMPLES = 2000
 SUBSETS = 100
 """maj@k takes all subsets of size k if there are at most this many, else this many drawn by a seed."""
 _NO_ANSWER = ""
-"""The class of all completions without an answer: they vote together, and always wrongly."""
+"""The class of all completions without an answer: they count as one wrong answer."""
 Row = Mapping[str, Any]
 """A graded completion as `run_folder.completion_row` has it."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")

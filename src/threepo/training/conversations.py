@@ -107,9 +107,9 @@ def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str)
     rows, kept, tokens, counted = (f"{prepared.record[key]:,}" for key in ("rows", "kept", "tokens", "loss_tokens"))
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in sorted(prepared.record["dropped"].items()))
     counts = f"kept {kept} of {rows} rows{f' (left out: {dropped})' if dropped else ''}, {tokens} tokens"
-    print(f"threepo: conversations {name}: {counts}, {counted} of them to imitate", file=sys.stderr)
+    print(f"threepo: conversations {name}: {counts}, {counted} of them in the loss", file=sys.stderr)
     if not prepared.kept:
-        raise UserError(f"conversations {name}: none is left; see the counts above")
+        raise UserError(f"conversations {name}: every row was left out; see the counts above")
     return prepared
 
 

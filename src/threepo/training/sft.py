@@ -1,4 +1,4 @@
-"""Warm start by supervised fine-tuning (sft.md): imitate texts, and learn a posterior while at it.
+"""Warm start by supervised fine-tuning (sft.md): imitate texts, and learn a posterior at the same time.
 
     threepo sft RECIPE [section.key=value ...]
     threepo sft --resume RUN
@@ -136,7 +136,7 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:
-    """The conversations of a recipe; a resumed run goes on with those it began with, or not at all."""
+    """The conversations of a recipe; a resumed run must use those that it began with."""
     settings = config.conversations
     assert settings is not None, "a recipe has demonstrations or conversations"
     saved = resumed.path / CONVERSATIONS if resumed else Path()
