@@ -184,6 +184,20 @@ def test_a_changed_file_gives_its_new_rows_and_nothing_is_written_next_to_it(suf
     assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
+def test_a_replaced_file_is_read_even_with_the_old_time_of_modification(suffix: str, tmp_path: Path) -> None:
+    """As tar -x, rsync -t and cp -p leave it. The tokenised conversations are cached under the fingerprint."""
+    path, fingerprints = tmp_path / f"p{suffix}", set()
+    for value in ("1", "2", "333"):
+        rows = [{"a": value}]
+        content = f"a\n{value}\n".encode() if suffix == ".csv" else lines(rows)
+        write_parquet(path, rows) if suffix == ".parquet" else write(path, content)
+        os.utime(path, (1e9, 1e9))
+        assert rows_of(str(path)) == rows
+        fingerprints.add(open_rows(str(path)).table._fingerprint)
+    assert len(fingerprints) == 3
+
+
 WITHOUT_NETWORK = """
 import socket, sys
 attempts = []

@@ -7,6 +7,7 @@ an object becomes a list, 1 next to 1.5 becomes 1.0, and an integer above 64 bit
 
 import csv
 import glob
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
+from threepo.data.digest import digest
 from threepo.errors import UserError
 
 Row = dict[str, Any]
@@ -97,15 +99,22 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
     if not any(map(os.path.getsize, files)):
         raise UserError(f"{name}: is empty")
     paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
+    # The name is part of the key of the cache. Without it, the key has only the path and the time of modification.
+    content = {"config_name": digest(map(_file_digest, files))}
     if not suffixes & {".jsonl", ".json", ".csv"}:
-        return Rows(name, datasets.Dataset.from_parquet(paths))
-    text = datasets.Features({"text": datasets.Value("string")})
+        return Rows(name, datasets.Dataset.from_parquet(paths, **content))
+    options = content | {"features": datasets.Features({"text": datasets.Value("string")})}
     if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
         # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other (but in a .gz).
-        table = datasets.Dataset.from_text(paths, features=text, encoding_errors="backslashreplace")
+        table = datasets.Dataset.from_text(paths, **options, encoding_errors="backslashreplace")
         return Rows(name, table, _json_lines)
-    table = datasets.Dataset.from_text(paths, features=text, sample_by="document")
+    table = datasets.Dataset.from_text(paths, **options, sample_by="document")
     return Rows(name, table, _csv_document if ".csv" in suffixes else _json_document)
+
+
+def _file_digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
