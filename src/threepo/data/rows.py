@@ -68,6 +68,8 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error  # `datasets` wraps the errors of its readers
+        if isinstance(cause, UnicodeDecodeError):
+            raise UserError(f"{name}: is not UTF-8: {cause}; save it as UTF-8, or convert it with iconv") from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
         hint = "check the file" if is_local(path) else "check the name and the connection, or name a local copy"
         raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
@@ -88,6 +90,16 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
+        offered = {"": files}
+        if builder.DEFAULT_CONFIG_NAME is None and builder.config.name == "default":
+            # No README.md says which files belong to the data set, so the builder has those of one kind only.
+            patterns = datasets.data_files.get_data_patterns(str(local.absolute()))
+            offered = datasets.data_files.DataFilesDict.from_patterns(patterns, str(local.absolute()))
+        kinds = {Path(path.removesuffix(".gz")).suffix for paths in offered.values() for path in paths}
+        kinds &= {".csv", ".json", ".jsonl", ".parquet"}
+        if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
+            found = " and ".join(sorted(kinds))
+            raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
@@ -141,7 +153,11 @@ def _json_document(text: str) -> Iterator[Row | BrokenRow]:
 def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    names = list(filter(None, rows.fieldnames or ()))
+    if twice := [repr(column) for column in dict.fromkeys(names) if names.count(column) > 1]:
+        raise csv.Error(f"its header names {', '.join(twice)} more than once; rename the columns")
+    for row in rows:
         yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
