@@ -27,5 +27,9 @@ def lacks_answer(problem: Problem) -> str:
     """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
     if problem.answer.strip():
         return ""
-    columns = ", ".join(map(repr, problem.columns)) or "none"
-    return f"has no answer, which reward.function needs; its other columns are {columns}; set data.answer_column"
+    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
+    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
+    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
+    if empty and not others:
+        return reason
+    return f"{reason}; its other columns are {others or 'none'}; set data.answer_column"

@@ -123,7 +123,8 @@ def test_a_broken_line_breaks_its_own_row(line: bytes, reason: str, tmp_path: Pa
         ("p.jsonl", b"", r"p.jsonl: is empty"),
         ("p.json", b'[{"a": 1}', r"p.json: is not valid: "),
         ("p.csv", b'a,b\n"open,1\n', r"p.csv: is not valid: unexpected end"),
-        ("p.csv", "a\né\n".encode("latin-1"), r"p.csv: cannot be read: UnicodeDecodeError"),
+        ("p.csv", b"a,b,a,\n1,2,3,\n", r"p.csv: is not valid: its header names 'a' more than once; rename the"),
+        ("p.csv", "a\né\n".encode("latin-1"), r"p.csv: is not UTF-8: .* byte 0xe9 .*; save it as UTF-8, or .* iconv$"),
     ],
 )
 def test_damaged_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -158,6 +159,21 @@ def test_a_folder_of_shards_is_one_source(tmp_path: Path) -> None:
     assert rows_of(f"{tmp_path}/c/") == [{"a": "1"}, {"a": "2"}]
 
 
+def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
+    """Unless its README.md says which of them are the data."""
+    write(tmp_path / "a.csv", b"a\n1\n")
+    write(tmp_path / "b.jsonl.gz", lines(ROWS))
+    write(tmp_path / "notes.txt", b"notes")
+    with pytest.raises(UserError, match=r": has .csv and .jsonl files; name one file, or keep one kind in the folder$"):
+        open_rows(str(tmp_path))
+    readme = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    write(tmp_path / "README.md", readme.format("a.csv").encode())
+    assert rows_of(str(tmp_path)) == [{"a": "1"}]
+    write(tmp_path / "README.md", readme.format("['a.csv', 'b.jsonl.gz']").encode())
+    with pytest.raises(UserError, match="has .csv and .jsonl files"):
+        open_rows(str(tmp_path))
+
+
 def test_splits_and_configurations_of_a_folder(tmp_path: Path) -> None:
     """As the hub lays a data set out."""
     write(tmp_path / "README.md", README.encode())
@@ -182,6 +198,20 @@ def test_a_changed_file_gives_its_new_rows_and_nothing_is_written_next_to_it(suf
         write_parquet(path, rows) if suffix == ".parquet" else write(path, lines(rows))
         assert rows_of(str(path)) == rows_of(str(path)) == rows
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
+def test_a_replaced_file_is_read_even_with_the_old_time_of_modification(suffix: str, tmp_path: Path) -> None:
+    """As tar -x, rsync -t and cp -p leave it. The tokenised conversations are cached under the fingerprint."""
+    path, fingerprints = tmp_path / f"p{suffix}", set()
+    for value in ("1", "2", "333"):
+        rows = [{"a": value}]
+        content = f"a\n{value}\n".encode() if suffix == ".csv" else lines(rows)
+        write_parquet(path, rows) if suffix == ".parquet" else write(path, content)
+        os.utime(path, (1e9, 1e9))
+        assert rows_of(str(path)) == rows
+        fingerprints.add(open_rows(str(path)).table._fingerprint)
+    assert len(fingerprints) == 3
 
 
 WITHOUT_NETWORK = """

@@ -59,7 +59,8 @@ class FiniteProblems:
         kept = tuple(problem for problem, reason in faults if not reason)
         broken = [f"{problem.label}: {reason}" for problem, reason in faults if reason]
         if not kept:
-            raise UserError(f"{self.source}: holds no problems that can be graded; {broken[0]}")
+            first = broken[0].removeprefix(f"{self.source}, ")
+            raise UserError(f"{self.source}: holds no problems that can be graded; {first}")
         report_broken(self.source, broken, self.rows)
         return replace(self, problems=kept, broken=self.broken + len(broken))
 

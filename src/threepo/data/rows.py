@@ -7,6 +7,7 @@ an object becomes a list, 1 next to 1.5 becomes 1.0, and an integer above 64 bit
 
 import csv
 import glob
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
+from threepo.data.digest import digest
 from threepo.errors import UserError
 
 Row = dict[str, Any]
@@ -66,6 +68,8 @@ def open_rows(source: str, split: str = "train", configuration: str | None = Non
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error  # `datasets` wraps the errors of its readers
+        if isinstance(cause, UnicodeDecodeError):
+            raise UserError(f"{name}: is not UTF-8: {cause}; save it as UTF-8, or convert it with iconv") from error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:2])}"
         hint = "check the file" if is_local(path) else "check the name and the connection, or name a local copy"
         raise UserError(f"{name}: cannot be read: {reason}; {hint}") from error
@@ -86,6 +90,16 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
+        offered = {"": files}
+        if builder.DEFAULT_CONFIG_NAME is None and builder.config.name == "default":
+            # No README.md says which files belong to the data set, so the builder has those of one kind only.
+            patterns = datasets.data_files.get_data_patterns(str(local.absolute()))
+            offered = datasets.data_files.DataFilesDict.from_patterns(patterns, str(local.absolute()))
+        kinds = {Path(path.removesuffix(".gz")).suffix for paths in offered.values() for path in paths}
+        kinds &= {".csv", ".json", ".jsonl", ".parquet"}
+        if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
+            found = " and ".join(sorted(kinds))
+            raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
         return _open_files(datasets, name, files)
     if is_local(path):
         raise UserError(f"{name}: no such file or folder")
@@ -97,15 +111,22 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
     if not any(map(os.path.getsize, files)):
         raise UserError(f"{name}: is empty")
     paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
+    # The name is part of the key of the cache. Without it, the key has only the path and the time of modification.
+    content = {"config_name": digest(map(_file_digest, files))}
     if not suffixes & {".jsonl", ".json", ".csv"}:
-        return Rows(name, datasets.Dataset.from_parquet(paths))
-    text = datasets.Features({"text": datasets.Value("string")})
+        return Rows(name, datasets.Dataset.from_parquet(paths, **content))
+    options = content | {"features": datasets.Features({"text": datasets.Value("string")})}
     if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
         # A byte that is not UTF-8 becomes \x.., which JSON refuses: it breaks its own row and no other (but in a .gz).
-        table = datasets.Dataset.from_text(paths, features=text, encoding_errors="backslashreplace")
+        table = datasets.Dataset.from_text(paths, **options, encoding_errors="backslashreplace")
         return Rows(name, table, _json_lines)
-    table = datasets.Dataset.from_text(paths, features=text, sample_by="document")
+    table = datasets.Dataset.from_text(paths, **options, sample_by="document")
     return Rows(name, table, _csv_document if ".csv" in suffixes else _json_document)
+
+
+def _file_digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
@@ -132,7 +153,11 @@ def _json_document(text: str) -> Iterator[Row | BrokenRow]:
 def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
     """Every cell of a .csv file is text; a row that is too short lacks its last columns."""
     csv.field_size_limit((1 << 31) - 1)
-    for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    names = list(filter(None, rows.fieldnames or ()))
+    if twice := [repr(column) for column in dict.fromkeys(names) if names.count(column) > 1]:
+        raise csv.Error(f"its header names {', '.join(twice)} more than once; rename the columns")
+    for row in rows:
         yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 

@@ -121,7 +121,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
     name, most_rows = getattr(settings, part), settings.eval_rows if part == "eval" else 0
     source, tokenizer = open_conversations(name), policy.tokenizer
     preparation = _Preparation(policy, settings, source)
-    fingerprint = source.rows.table._fingerprint  # changes when a file of the source changes
+    fingerprint = source.rows.table._fingerprint  # changes when the bytes of a local file change
     parts = (
         (FORMAT, source.published, fingerprint, most_rows),
         (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
