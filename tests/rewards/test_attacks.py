@@ -283,6 +283,10 @@ CHEATS = {
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
     "lies about memory": "import os\nos._exit(86)",
     "lies about failure": "import os\nos._exit(87)",
+    "changes what runs the tests": "import builtins\nbuiltins.exec = lambda *a: None\ndef f(x): return 0",
+    "changes what reads the tests": (
+        "import os\npread = os.pread\nos.pread = lambda file, size, start: pread(file, 32, start)\ndef f(x): return 0"
+    ),
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 0",
 }
 """These pass no tests of any form."""
