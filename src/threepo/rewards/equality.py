@@ -171,6 +171,12 @@ _NAME = re.compile(
     r"[A-Za-z]++(?:\{[^{}]*\})?|[A-Za-z'| ]|_\{[^{}]*\}|\^\{-1\}|\([^()]*\))+"
 )
 """The name of a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
+_MULTIPLE = re.compile(
+    rf"-?(?:(?<=-)|{_DECIMAL}|\\frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
+    r"[A-Za-z']+(?:_\{\w+\})?(?:\^\{\w\})?"
+)
+"""A number times a name: `2x = 6` is an equation for x, and not the value of a quantity."""
+_NUMERIC = re.compile(r"(?=.*[0-9])(?:[^A-Za-z\\%]|\\(?:frac|sqrt|times|cdot|pi|log|ln|binom)(?![A-Za-z]))+")
 _RELATION = re.compile(r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?")
 _POINT = re.compile(r"([(\[])([^()\[\]]+,[^()\[\]]+)([)\]])")
 _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
@@ -187,12 +193,18 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     if given.replace(", ", ",") == reference.replace(", ", ","):
         return True
     one, other = _sides(given), _sides(reference)
+    if one and _is_numeric(given, one, not other):
+        return equal(*one, compare) and equal(one[1], reference, compare)
+    if other and _is_numeric(reference, other):
+        return equal(given, other[1], compare)
     if one and other:
         if one[0] == other[0]:
             return equal(one[1], other[1], compare)
         if all(_NAME.fullmatch(name) and number(value) for name, value in (one, other)):
             return False  # x = 5 is not y = 5
     elif one:
+        if _MULTIPLE.fullmatch(one[0]) and not split_unit(one[0])[1]:
+            return False
         return equal(one[1], reference, compare)
     elif other and _NAME.fullmatch(other[0]):
         return equal(given, other[1], compare)
@@ -215,6 +227,12 @@ def _sides(text: str) -> tuple[str, str] | None:
     if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
         sides.reverse()
     return sides[0], sides[-1]
+
+
+def _is_numeric(text: str, sides: tuple[str, str], any_right: bool = False) -> bool:
+    """Whether an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
+    numeric = [bool(_NUMERIC.fullmatch(side)) for side in sides]
+    return set(_RELATION.findall(text)) == {"="} and numeric[0] and (any_right or numeric[1])
 
 
 def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
