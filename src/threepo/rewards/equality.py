@@ -83,10 +83,14 @@ def _in_ascii(text: str) -> str:
 
 
 class Number(NamedTuple):
-    """A number, and for a decimal that may be cut or rounded, the value of one unit in its last digit; else 0."""
+    """A number, and for a decimal that may be cut or rounded, one unit in its last digit, with its sign; else 0."""
 
     value: Fraction
     resolution: Fraction
+
+    def stands_for(self, value: Fraction) -> bool:
+        """Whether it is a decimal that is cut or rounded from this value."""
+        return self.resolution != 0 and -0.5 <= (value - self.value) / self.resolution < 1
 
 
 _NUMBER = re.compile(
@@ -114,7 +118,8 @@ def number(text: str) -> Number | None:
         decimals = len(decimal.partition(".")[2])
         if decimals >= VALUE_DIGITS <= len(decimal.replace(".", "").lstrip("0")):
             resolution = Fraction(10) ** (exponent - decimals)
-    return Number(value * (-1) ** part["signs"].count("-"), resolution)
+    sign = (-1) ** part["signs"].count("-")
+    return Number(value * sign, resolution * sign)
 
 
 PERCENT, DEGREES = "%", "°"
@@ -244,7 +249,7 @@ def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -
     if one and other:
         percents = (unit == PERCENT) - (reference_unit == PERCENT)  # 50% is 50, and 1/2
         values = other.value, other.value * Fraction(100) ** percents
-        return one.value in values or abs(one.value - other.value) < max(one.resolution, other.resolution)
+        return one.value in values or one.stands_for(other.value) or other.stands_for(one.value)
     if (one and _NO_NUMBER.search(reference)) or (other and _NO_NUMBER.search(given)):
         return False
     word, reference_word = _word(given), _word(reference)
