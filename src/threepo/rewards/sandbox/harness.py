@@ -6,8 +6,9 @@ This module is sent as source or as compiled code, to a SandboxFusion server (`o
 The harness and its parent send messages with their length in front. The parent sends the order and the cases; the
 harness sends `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its ending.
 Each case runs in a process forked from the harness, which cannot reach the parent. The harness reads a case of a
-function or a script only after that fork, when the program's own top level has run: until then neither the tests nor
-the mark that proves their end are in the program's memory.
+function or a script only after that fork, when the program's top level has run. A program that imitates the harness can
+ask for its case earlier, through the same pipes, and return the mark that proves the end of its tests: one process has
+no secrets from itself.
 """
 
 from __future__ import annotations
