@@ -283,6 +283,10 @@ CHEATS = {
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
     "lies about memory": "import os\nos._exit(86)",
     "lies about failure": "import os\nos._exit(87)",
+    "changes what runs the tests": "import builtins\nbuiltins.exec = lambda *a: None\ndef f(x): return 0",
+    "changes what reads the tests": (
+        "import os\npread = os.pread\nos.pread = lambda file, size, start: pread(file, 32, start)\ndef f(x): return 0"
+    ),
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 0",
 }
 """These pass no tests of any form."""
@@ -307,6 +311,13 @@ FROM_WITHIN = {
         "import os\ndef f(x):\n    for i in range(1024):\n        try:\n"
         "            if b'71' + b'990' in os.pread(i, 10**6, 0):\n                return int('71' + '990')\n"
         "        except OSError: pass\n    return 0"
+    ),
+    "asks for its case before the harness does": (
+        "import fcntl, os, stat\nends = {}\nfor i in range(3, 1024):\n    try: mode = os.fstat(i).st_mode\n"
+        "    except OSError: continue\n"
+        "    ends['file' if stat.S_ISREG(mode) else fcntl.fcntl(i, fcntl.F_GETFL) & os.O_ACCMODE] = i\n"
+        "if 'file' in ends:\n    os.write(ends[os.O_WRONLY], b'?')\n    os.read(ends[os.O_RDONLY], 1)\n"
+        "    os.write(ends[os.O_WRONLY], os.pread(ends['file'], 32, 0))\n    os._exit(0)\ndef f(x): return 0"
     ),
 }
 """These pass some tests that are code, which nothing can stop in one process, but none by inputs and outputs."""
@@ -358,6 +369,7 @@ def test_tests_that_are_code_must_come_to_their_end(name: str, kind: str, inside
         ("skips the tests", "unittest"),
         ("ends the loop that it is called in", "map"),
         ("looks for the answer among its objects", "equal"),
+        ("asks for its case before the harness does", "equal"),
     ],
 )
 def test_tests_that_are_code_can_be_deceived_from_within(name: str, kind: str, inside: Contained) -> None:

@@ -43,6 +43,13 @@ def test_labelled_answers(answer: str, reference: str, same: bool) -> None:
     assert equal(spelling(answer), spelling(reference)) in (same, None), "spelling must not contradict algebra"
 
 
+@pytest.mark.parametrize("answer", [r"\int_0^1 \sin(x^x) dx", r"\int \int x dx dx", r"\sum_{k=1}^{i} k^k"])
+def test_what_has_no_value_at_a_point_is_wrong(answer: str) -> None:
+    """It is no error of the verifier: no number is put in for the variable of an integral."""
+    assert judge(answer, r"\sqrt{2}+x") == (False, "")
+    assert judge(rf"{answer} + x", rf"x + {answer} + 1") == (False, "")
+
+
 def test_what_is_not_a_formula_is_said() -> None:
     assert judge(r"\frac{2}{}", "5") == (False, r"not a formula: \frac{2}{}")
     assert judge("5", r"\frac{2}{}") == (False, r"not a formula: \frac{2}{}")

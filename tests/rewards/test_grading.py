@@ -96,6 +96,8 @@ def test_any_list_of_numbers_will_do(body: str, module: str) -> None:
         ("def reward(**_): return ['good', 'bad']", "returned 'good'; return a finite number"),
         ("def reward(**_): return ['1.0', '0.0']", "returned '1.0'; return a finite number"),
         ("def reward(**_): return [float('nan'), 1.0]", "returned nan"),
+        ("def reward(**_): return [10**400, 1.0]", "returned inf; return a finite number"),
+        ("def reward(**_): return [-(10**5000), 1.0]", "returned inf; return a finite number"),
         ("async def reward(**_): return [1.0, 0.0]", "is a coroutine; write it without async"),
         ("def reward(**_):\n    return [{}['key']]", r"raised KeyError: 'key' \(.*\.py:2\)"),
         ("import json\ndef reward(**_):\n    json.loads('')", r"raised JSONDecodeError: .* \(.*rewards_.*\.py:3\)"),

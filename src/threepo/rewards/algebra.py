@@ -56,7 +56,8 @@ def _compare(given: str, reference: str) -> bool:
     if not isinstance(one, Expr) or not isinstance(other, Expr):
         brackets = {r"\{" if text.startswith(r"\{") else text[:1] for text in (given, reference)}
         return not (r"\{" in brackets and brackets & {"(", "["}) and _verified(one, other)
-    resolution = Rational(max((read.resolution for read in map(number, (given, reference)) if read), default=0))
+    signed = ((number(given), -1), (number(reference), 1))
+    resolution = sum((sign * Rational(read.resolution) for read, sign in signed if read), Rational(0))
     factor, other_factor = FACTORS.get(unit, 1), FACTORS.get(reference_unit, 1)
     # Where only one side has the sign, it may be meant on the other: 30 degrees are 30, and pi/6.
     return _same(one, other, resolution) or (
@@ -95,17 +96,26 @@ def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
 
 
 def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
-    """Whether the difference of two expressions vanishes: at three points, where they have symbols."""
-    difference = given - reference
+    """Whether the difference of two expressions vanishes: at three points, where they have symbols.
+
+    With the `resolution` of a decimal reference, or minus that of a given decimal, it may be cut or rounded.
+    """
+    difference = (given - reference).as_dummy()  # no point for the bound variable of an integral
     symbols = sorted(difference.free_symbols, key=str)
     agreeing = 0
     for point in POINTS if symbols else [[]]:
-        value = difference.xreplace(dict(zip(symbols, point, strict=False))).evalf(5, maxn=DIGITS)
+        try:
+            value = difference.xreplace(dict(zip(symbols, point, strict=False))).evalf(5, maxn=DIGITS)
+        except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+            return False  # it has no value, as an integral over x with a number for x
         parts = value.as_real_imag()
         if not all(part.is_Number and part.is_finite for part in parts):
             continue  # 1/0, or more symbols than the point has values
         # A Float of so few bits is what evalf returns where all digits cancel.
-        if not all(part == 0 or abs(part) < resolution or (part.is_Float and part._prec <= 2) for part in parts):
+        if not all(
+            part == 0 or (resolution and -1 <= 2 * part / resolution < 2) or (part.is_Float and part._prec <= 2)
+            for part in parts
+        ):
             return False
         agreeing += 1
         if agreeing == 3 or not symbols:

@@ -83,10 +83,14 @@ def _in_ascii(text: str) -> str:
 
 
 class Number(NamedTuple):
-    """A number, and for a decimal that may be cut or rounded, the value of one unit in its last digit; else 0."""
+    """A number, and for a decimal that may be cut or rounded, one unit in its last digit, with its sign; else 0."""
 
     value: Fraction
     resolution: Fraction
+
+    def stands_for(self, value: Fraction) -> bool:
+        """Whether it is a decimal that is cut or rounded from this value."""
+        return self.resolution != 0 and -0.5 <= (value - self.value) / self.resolution < 1
 
 
 _NUMBER = re.compile(
@@ -114,7 +118,8 @@ def number(text: str) -> Number | None:
         decimals = len(decimal.partition(".")[2])
         if decimals >= VALUE_DIGITS <= len(decimal.replace(".", "").lstrip("0")):
             resolution = Fraction(10) ** (exponent - decimals)
-    return Number(value * (-1) ** part["signs"].count("-"), resolution)
+    sign = (-1) ** part["signs"].count("-")
+    return Number(value * sign, resolution * sign)
 
 
 PERCENT, DEGREES = "%", "°"
@@ -171,6 +176,12 @@ _NAME = re.compile(
     r"[A-Za-z]++(?:\{[^{}]*\})?|[A-Za-z'| ]|_\{[^{}]*\}|\^\{-1\}|\([^()]*\))+"
 )
 """The name of a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
+_MULTIPLE = re.compile(
+    rf"-?(?:(?<=-)|{_DECIMAL}|\\frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
+    r"[A-Za-z']+(?:_\{\w+\})?(?:\^\{\w\})?"
+)
+"""A number times a name: `2x = 6` is an equation for x, and not the value of a quantity."""
+_NUMERIC = re.compile(r"(?=.*[0-9])(?:[^A-Za-z\\%]|\\(?:frac|sqrt|times|cdot|pi|log|ln|binom)(?![A-Za-z]))+")
 _RELATION = re.compile(r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?")
 _POINT = re.compile(r"([(\[])([^()\[\]]+,[^()\[\]]+)([)\]])")
 _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
@@ -187,12 +198,18 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     if given.replace(", ", ",") == reference.replace(", ", ","):
         return True
     one, other = _sides(given), _sides(reference)
+    if one and _is_numeric(given, one, not other):
+        return equal(*one, compare) and equal(one[1], reference, compare)
+    if other and _is_numeric(reference, other):
+        return equal(given, other[1], compare)
     if one and other:
         if one[0] == other[0]:
             return equal(one[1], other[1], compare)
         if all(_NAME.fullmatch(name) and number(value) for name, value in (one, other)):
             return False  # x = 5 is not y = 5
     elif one:
+        if _MULTIPLE.fullmatch(one[0]) and not split_unit(one[0])[1]:
+            return False
         return equal(one[1], reference, compare)
     elif other and _NAME.fullmatch(other[0]):
         return equal(given, other[1], compare)
@@ -217,6 +234,12 @@ def _sides(text: str) -> tuple[str, str] | None:
     return sides[0], sides[-1]
 
 
+def _is_numeric(text: str, sides: tuple[str, str], any_right: bool = False) -> bool:
+    """Whether an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
+    numeric = [bool(_NUMERIC.fullmatch(side)) for side in sides]
+    return set(_RELATION.findall(text)) == {"="} and numeric[0] and (any_right or numeric[1])
+
+
 def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
     if unit != reference_unit and not {unit.rstrip("23"), reference_unit.rstrip("23")} & {"", "?", "unit"}:
         return False  # both units are known, and they differ
@@ -226,7 +249,7 @@ def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -
     if one and other:
         percents = (unit == PERCENT) - (reference_unit == PERCENT)  # 50% is 50, and 1/2
         values = other.value, other.value * Fraction(100) ** percents
-        return one.value in values or abs(one.value - other.value) < max(one.resolution, other.resolution)
+        return one.value in values or one.stands_for(other.value) or other.stands_for(one.value)
     if (one and _NO_NUMBER.search(reference)) or (other and _NO_NUMBER.search(given)):
         return False
     word, reference_word = _word(given), _word(reference)

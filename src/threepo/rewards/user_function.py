@@ -74,6 +74,8 @@ class UserFunction:
             reward = math.nan if isinstance(value, (str, bytes)) else float(value)
         except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
             reward = math.nan
+        except OverflowError:  # an integer that no float can hold, and no message
+            reward = value = math.inf
         if not math.isfinite(reward):
             raise self._error(f"returned {value!r}; return a finite number, or None where it cannot judge")
         correct = reward >= self._correct_from
