@@ -310,7 +310,5 @@ def test_what_ivon_cannot_have_is_refused(tmp_path: Path, settings: dict[str, An
 
 def test_adamws_learning_rate_is_warned_of(tmp_path: Path) -> None:
     """The Trainer's default, with IVON's: no weight moves by more than 5e-5 * 1e-3 * 1e-3 a step."""
-    with pytest.warns(
-        ThreepoWarning, match=r"lr = 5e-05: .*= 5e-11 a step; .*in TrainingArguments it is learning_rate"
-    ):
+    with pytest.warns(ThreepoWarning, match=r"lr = 5e-05: .*= 5e-11 a step; .*in TrainingArguments: learning_rate"):
         make_trainer(tmp_path, learning_rate=5e-5, ivon=None).create_optimizer()
