@@ -161,10 +161,10 @@ def _with_preset(table: Table) -> Table:
         )
         kinds = field_names("optimizer")
         require(kind in (None, own) or kind not in list(kinds), "optimizer.kind", kind, fix)
-        others = {key for kind, names in kinds.items() if kind != own for key in names} - set(kinds[own])
-        fix = f"method.preset = {preset!r} is trained by {own}, which does not have it; start from a recipe for {own}"
-        for key in others & optimizer.keys() if kind is None else ():
-            require(False, f"optimizer.{key}", optimizer[key], fix)
+        foreign = {key for names in kinds.values() for key in names} - set(kinds[own]) if kind is None else ()
+        if key := next((key for key in optimizer if key in foreign), ""):
+            fix = f"which does not have it; start from a recipe for {own}"
+            require(False, f"optimizer.{key}", optimizer[key], f"method.preset = {preset!r} is trained by {own}, {fix}")
         method = merge(to_dict(PRESETS[preset]), method)
     return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
 

@@ -44,7 +44,7 @@ RECORDS: dict[str, dict[str, Any]] = {}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(table: str) -> Callable[[type[Record]], type[Record]]:
-    """Make a class the record of a recipe's table; `UserError` for values that cannot be.
+    """Make a class the record of a recipe's table; `UserError` for invalid values.
 
     The text under a field is its help; `docs/configuration.md` is generated from it.
     """

@@ -90,13 +90,9 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
-        offered = {"": files}
-        if builder.DEFAULT_CONFIG_NAME is None and builder.config.name == "default":
-            # No README.md says which files belong to the data set, so the builder has those of one kind only.
-            patterns = datasets.data_files.get_data_patterns(str(local.absolute()))
-            offered = datasets.data_files.DataFilesDict.from_patterns(patterns, str(local.absolute()))
-        kinds = {Path(path.removesuffix(".gz")).suffix for paths in offered.values() for path in paths}
-        kinds &= {".csv", ".json", ".jsonl", ".parquet"}
+        # A README.md says which files belong to the data set. Without one, `datasets` takes only those of one kind.
+        offered = files if (local / "README.md").is_file() else map(str, local.rglob("*"))
+        kinds = {_kind(path) for path in offered if is_file(path)}
         if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
             found = " and ".join(sorted(kinds))
             raise UserError(f"{name}: has {found} files; name one file, or keep one kind in the folder")
@@ -110,10 +106,10 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
     """Rows of local files of one kind. Unlike `load_dataset`, these readers never use the network."""
     if not any(map(os.path.getsize, files)):
         raise UserError(f"{name}: is empty")
-    paths, suffixes = [glob.escape(path) for path in files], set(Path(files[0]).suffixes)
+    paths, kind = [glob.escape(path) for path in files], _kind(files[0])
     # The name is part of the key of the cache. Without it, the key has only the path and the time of modification.
     content = {"config_name": digest(map(_file_digest, files))}
-    if not suffixes & {".jsonl", ".json", ".csv"}:
+    if kind not in (".jsonl", ".json", ".csv"):
         return Rows(name, datasets.Dataset.from_parquet(paths, **content))
     options = content | {"features": datasets.Features({"text": datasets.Value("string")})}
     if all(path.endswith((".jsonl", ".jsonl.gz")) for path in files):
@@ -121,7 +117,11 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
         table = datasets.Dataset.from_text(paths, **options, encoding_errors="backslashreplace")
         return Rows(name, table, _json_lines)
     table = datasets.Dataset.from_text(paths, **options, sample_by="document")
-    return Rows(name, table, _csv_document if ".csv" in suffixes else _json_document)
+    return Rows(name, table, _csv_document if kind == ".csv" else _json_document)
+
+
+def _kind(path: str) -> str:
+    return Path(path.removesuffix(".gz")).suffix
 
 
 def _file_digest(path: str) -> str:

@@ -68,9 +68,9 @@ class VLLMEngine:
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
-        _write_config(policy.model, folder)
         self._replicas: list[Replica] = []
         self._end = weakref.finalize(self, _close, self._replicas, self._shared, folder)
+        _write_config(policy.model, folder)
         with self._closed_on_error():
             for i, environment in enumerate(environments):
                 log = folder / f"replica-{i}.log"
