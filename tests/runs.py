@@ -1,11 +1,16 @@
 """Small runs for tests: a policy small enough that a step takes a tenth of a second."""
 
+import multiprocessing
+import os
+import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 from safetensors.torch import load_file
 
+from threepo.cli import main
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.run_folder import checkpoints, read_metrics
@@ -42,6 +47,24 @@ def train_config(folder: Path, *settings: str) -> TrainConfig:
 def sft_config(folder: Path, *settings: str) -> SFTConfig:
     """A recipe of a small fine-tuning run."""
     return load(SFTConfig, "", [*SFT, f"run.folder={folder}", *settings])
+
+
+def forked(*arguments: str) -> ForkServerProcess:
+    """Start a command here, in a process of its own that has our imports behind it; they would take five seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["threepo.training.rlvr", "threepo.evaluation.run"])
+    process = context.Process(target=_command, args=(os.getcwd(), arguments))
+    process.start()
+    return process
+
+
+def _command(folder: str, arguments: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python -m threepo` has it
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.exit(main(list(arguments)))
 
 
 def outcome(run: Path) -> dict[str, Any]:

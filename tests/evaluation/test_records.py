@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
-from runs import TINY, train_config
+from runs import TINY, forked, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import DataConfig, EvalConfig, ModelConfig, RewardConfig, TinyConfig
@@ -64,13 +65,21 @@ def _in_a_folder_with_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Path(f"files/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def killed(number: int) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, which gets a signal while it grades its fourth part of six."""
-    Path("signal").write_text(str(int(number)))
+def killed() -> None:
+    """The command in a process of its own, which is killed while it grades its fourth part of six."""
+    Path("signal").write_text(str(int(signal.SIGKILL)))
+    process = forked(*COMMAND, "--output", "stopped")
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def interrupted() -> None:
+    """The same with ctrl-c, which saves the part at hand and says how to go on."""
+    Path("signal").write_text(str(int(signal.SIGINT)))
     command = [sys.executable, "-m", "threepo", *COMMAND, "--output", "stopped"]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 128 + signal.SIGINT
+    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in result.stderr
 
 
 def evaluated(folder: str, *settings: str) -> int:
@@ -90,14 +99,9 @@ def contents(folder: str) -> dict[str, object]:
     return rows | {"summary": (Path(folder) / "summary.json").read_text()}
 
 
-@pytest.mark.parametrize(("number", "saved"), [(signal.SIGKILL, 3), (signal.SIGINT, 4)])
-def test_a_stopped_evaluation_that_is_continued_ends_like_a_whole_one(number: int, saved: int) -> None:
-    result = killed(number)
-    if number == signal.SIGKILL:
-        assert result.returncode == -number
-    else:
-        assert result.returncode == 128 + number
-        assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in result.stderr
+@pytest.mark.parametrize(("stop", "saved"), [(killed, 3), (interrupted, 4)])
+def test_a_stopped_evaluation_that_is_continued_ends_like_a_whole_one(stop: Callable[[], None], saved: int) -> None:
+    stop()
     assert not Path("stopped/summary.json").exists()
     assert len(list(Path("stopped/parts").rglob("*.parquet"))) == saved
     assert calls() == 4
@@ -114,7 +118,7 @@ def test_a_stopped_evaluation_that_is_continued_ends_like_a_whole_one(number: in
 
 
 def test_parts_that_a_kill_left_beside_the_scores_go_with_the_next_start() -> None:
-    killed(signal.SIGKILL)
+    killed()
     shutil.copytree("stopped/parts", "left")
     assert evaluated("stopped") == 0
     before, graded = contents("stopped"), calls()

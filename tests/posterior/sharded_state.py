@@ -1,6 +1,6 @@
-"""What torchrun runs for test_sharding.py: one check on some ranks, of tensors that are given instead of computed.
+"""What torchrun runs for test_sharding.py: checks on some ranks, of tensors that are given instead of computed.
 
-sharded_state.py CHECK
+sharded_state.py CHECK...
 """
 
 import sys
@@ -127,7 +127,8 @@ CHECKS = {check.__name__: check for check in (columns, not_finite, metrics, cut_
 
 def main() -> None:
     start()
-    CHECKS[sys.argv[1]]()
+    for check in sys.argv[1:]:
+        CHECKS[check]()
     leave()
 
 

@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import outcome, sft_config, train_config
+from runs import forked, outcome, sft_config, train_config
 from threepo import api
+from threepo.cli import main
 from threepo.config import IVONConfig, ModelConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.recipes import load
@@ -150,28 +149,28 @@ def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
 
 
 def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path: Path, learnable: list[str]) -> None:
-    """SIGKILL, which no program can prepare for, at moments that fall anywhere: in a step, a write, a start."""
+    """SIGKILL, which no program can prepare for, at moments that fall anywhere: in a step, in a write."""
     settings = ["method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6", "run.steps=40", "run.checkpoint_every=3"]
     whole = train_config(tmp_path / "whole", *learnable, *settings)
     api.train(whole)
     assert_it_learned_something(whole)
     killed = tmp_path / "killed"
     RunFolder.create(killed, replace(whole, run=replace(whole.run, folder=str(killed)))).close()
-    command = [sys.executable, "-m", "threepo", "train", "--resume", str(killed)]
     generator = random.Random(20260810)
     reached = []
     for _ in range(5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forked("train", "--resume", str(killed))
         before = len(read_metrics(killed))
         deadline = time.monotonic() + 120
-        while len(read_metrics(killed)) <= before and process.poll() is None and time.monotonic() < deadline:
+        while len(read_metrics(killed)) <= before and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)  # wait for this process to make a step of its own, then let it run a random while
         time.sleep(generator.uniform(0, 0.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         reached.append(len(read_metrics(killed)))
     assert reached[-1] < 40, "the last kill came after the end: make the run longer"
-    subprocess.run(command, check=True, capture_output=True)
+    assert main(["train", "--resume", str(killed)]) == 0
     assert (killed / "summary.json").is_file()
     one, other = outcome(tmp_path / "whole"), outcome(killed)
     for key in one:
