@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from threepo.models.logprobs import has_linear_head
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, Scorer
 from threepo.models.tiny import make_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -56,4 +56,4 @@ def policy_of(config: PretrainedConfig) -> Policy:
             elif "embed" in name:
                 p.mul_(5)
     model.eval()
-    return Policy(model, make_tokenizer(), has_linear_head(model))
+    return Policy(Scorer(model, has_linear_head(model)), make_tokenizer())

@@ -16,7 +16,7 @@ from threepo.config.method import C3PO
 from threepo.methods.method import training_batch
 from threepo.models.attention import takes_packed_rows
 from threepo.models.logprobs import has_linear_head
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, Scorer
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Group, Problem, Verdict
 
@@ -86,7 +86,7 @@ def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> N
 
     completions = [completion(row) for row in range(48)]
     groups = [Group(completions[i].problem, tuple(completions[i : i + 16])) for i in range(0, 48, 16)]
-    policy = Policy(ours.eval(), None, has_linear_head(ours), packed_rows=takes_packed_rows(ours))
+    policy = Policy(Scorer(ours.eval(), has_linear_head(ours), takes_packed_rows(ours)), None)
     batch = training_batch(C3PO, SamplingConfig(), groups, seed=5, step=2)
     record = update_policy(policy, our_optimizer, batch, ObjectiveConfig())
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,8 @@ def test_a_pass_reads_no_token_after_the_last_prediction(packed_rows: bool) -> N
     policy.model.base_model.register_forward_pre_hook(
         lambda _, __, settings: seen.append(settings["input_ids"].numel()), with_kwargs=True
     )
-    replace(policy, packed_rows=packed_rows).logprobs(rows_of(LENGTHS))
+    policy.scorer.packed_rows = packed_rows
+    policy.logprobs(rows_of(LENGTHS))
     assert seen == [sum(LENGTHS) - len(LENGTHS) if packed_rows else len(LENGTHS) * (max(LENGTHS) - 1)]
 
 

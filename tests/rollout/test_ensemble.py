@@ -13,7 +13,7 @@ from families import FAMILIES, SHAPE, policy_of
 from rollout.requests import trainer_logprobs
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, Scorer
 from threepo.posterior.ivon import IVON
 from threepo.rollout import cache, native, stacked_linear
 from threepo.rollout.ensemble import Ensemble, Rows
@@ -223,7 +223,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 def test_a_compiled_model_is_decoded_as_it_was_before() -> None:
     policy = policy_of(FAMILIES["qwen2"])
-    compiled = replace(policy, model=torch.compile(policy.model, backend="eager"))
+    compiled = replace(policy, scorer=Scorer(torch.compile(policy.model, backend="eager"), linear_head=True))
     optimizer = IVON(compiled.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(compiled, EngineConfig())
     engine.load(optimizer, DRAWS, 0)

@@ -21,19 +21,51 @@ OPENING_TOKENS = 16
 """More tokens than any tokenizer needs for `<think>` and the blanks after it."""
 
 
+class Scorer(torch.nn.Module):
+    """All of a model's way from tokens to log-probs as one module, whose forward pass FSDP2 can hook.
+
+    What lies outside the blocks (embedding, last norm, head) is then gathered for body and head together.
+    """
+
+    def __init__(self, model: Any, linear_head: bool, packed_rows: bool = False) -> None:
+        """See `models.logprobs.has_linear_head` and `models.attention.takes_packed_rows`."""
+        super().__init__()
+        self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
+
+    def forward(
+        self, packed: PackedTokens, temperature: float, with_entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Policy.logprobs`."""
+        return token_logprobs(
+            self.model,
+            packed,
+            temperature,
+            linear_head=self.linear_head,
+            packed_rows=self.packed_rows,
+            with_entropy_gradient=with_entropy_gradient,
+        )
+
+
 @dataclass(frozen=True)
 class Policy:
     """A model with float32 master weights, and its tokenizer."""
 
-    model: Any
-    """A Hugging Face causal LM (`PreTrainedModel`)."""
+    scorer: Scorer
     tokenizer: Any
     """Its fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
-    linear_head: bool
-    """See `models.logprobs`."""
     compute_dtype: torch.dtype = torch.float32
-    packed_rows: bool = False
-    """See `models.attention`."""
+    without_weights: Any = None
+    """If the model is sharded: its architecture, for engines that copy it."""
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face causal LM (`PreTrainedModel`)."""
+        return self.scorer.model
+
+    @property
+    def architecture(self) -> Any:
+        """The model, or a copy of it on the meta device if it is sharded."""
+        return self.without_weights or self.model
 
     @property
     def device(self) -> torch.device:
@@ -57,14 +89,15 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [K]: `models.logprobs.token_logprobs` of this model in its compute dtype."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
-            return token_logprobs(
-                self.model,
-                packed,
-                temperature,
-                linear_head=self.linear_head,
-                packed_rows=self.packed_rows,
-                with_entropy_gradient=with_entropy_gradient,
-            )
+            return self.scorer(packed, temperature, with_entropy_gradient)  # type: ignore[no-any-return]
+
+    def idle(self) -> None:
+        """Take part in a pass of the other ranks, without rows; where gradients are enabled, it adds 0 to them."""
+        two = torch.tensor([0, 0], device=self.device)
+        first = torch.tensor([0], device=self.device)
+        logprobs, _ = self.logprobs(PackedTokens(two, (2,), first, first, first))
+        if logprobs.requires_grad:
+            (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer."""
@@ -128,7 +161,7 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     if settings.gradient_checkpointing:
         _recompute_activations(model)
     dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
-    return Policy(model, tokenizer, has_linear_head(model), dtype, takes_packed_rows(model))
+    return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype)
 
 
 def _recompute_activations(model: Any) -> None:

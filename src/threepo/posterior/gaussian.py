@@ -184,7 +184,9 @@ class FixedWeights:
     model: torch.nn.Module
     posterior: Posterior | None = None
 
-    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
         means = {name: p.detach() for name, p in self.model.named_parameters()}
         if draw is None:

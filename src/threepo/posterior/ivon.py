@@ -21,7 +21,7 @@ import torch
 from threepo.errors import UserError
 from threepo.posterior import kernels, parameter_state
 from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
-from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards
+from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards, whole
 from threepo.posterior.noise import noise_key
 from threepo.posterior.observations import Observations
 from threepo.posterior.operations import Perturb, Update
@@ -203,32 +203,38 @@ class IVON(torch.optim.Optimizer):
             self.observe(draw)
 
     @torch.no_grad()
-    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        Without `into`, values are made one at a time, in the parameter's dtype; with it, all at once.
+        Without `into`, values are made one at a time, in the parameter's dtype; with it, all at once, unless they are
+        gathered.
         """
         self.trainable()
         noisy = []
         for name, p, group in named_in_groups(self.param_groups):
             self._refuse_while_perturbed("weights are read")
             if draw is None or not group["noise_scale"] or not p.requires_grad:
-                yield name, p.detach()
+                yield name, whole(p.detach()) if gather else p.detach()
             else:
                 noisy.append((name, p, group))
         if draw is None:
             return
-        for some in [noisy] if into else [[entry] for entry in noisy]:
-            made = [into[name] if into else torch.empty_like(p) for name, p, _ in some]
+        for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
+            made = [into[name] if into else _empty(p, gather) for name, p, _ in some]
             self._refuse_while_perturbed("weights are read")
-            self._write(made, some, draw)
+            self._write(made, some, draw, gather)
             yield from ((name, value) for (name, *_), value in zip(some, made, strict=True))
 
-    def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw) -> None:
+    def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw, gather: bool = False) -> None:
         """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
+        take = whole if gather else _as_it_is
         states = (self.state[p] for _, p, _ in entries)
         kernels.run(
-            Perturb(out, state.get("mean", p), state["hessian"], noise_key(draw, name), sigma_scalars(group))
+            Perturb(
+                out, take(state.get("mean", p)), take(state["hessian"]), noise_key(draw, name), sigma_scalars(group)
+            )
             for out, (name, p, group), state in zip(outs, entries, states, strict=True)
         )
 
@@ -372,3 +378,11 @@ class IVON(torch.optim.Optimizer):
                 f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first, or call "
                 f"restore() if an interrupt cut its end off"
             )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _empty(p: torch.Tensor, gather: bool) -> torch.Tensor:
+    return torch.empty(p.shape, dtype=p.dtype, device=p.device) if gather else torch.empty_like(p)

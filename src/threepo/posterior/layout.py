@@ -134,6 +134,20 @@ def pieces(tensor: torch.Tensor) -> list[Piece]:
     return _box(tuple(tensor.shape), tuple(shape), tuple(offset))
 
 
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, as a range in each dimension."""
+    if not is_dtensor(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+
+
+def is_replica(tensor: DTensor) -> bool:
+    """Whether another rank, which comes before this one, holds the same shard."""
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    return any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))
+
+
 def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
     """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as possible.
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards
+from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards, whole
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
@@ -27,11 +27,15 @@ Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
 class WeightSource(Protocol):
     """Where a rollout engine gets its weights from."""
 
-    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of the model's weights under `draw` (None: the mean), without touching the model.
 
         A perturbed value is written into the tensor of its name in `into`, in that tensor's dtype; without `into`, into
         a new tensor. A value that is not perturbed is yielded as it is, and `into` is left for the caller to fill.
+        `gather`: sharded weights come whole, one at a time. Then every rank must call and read to the end, and each may
+        have a draw of its own; without it, shards of different draws would not fit together.
         """
 
 
@@ -154,11 +158,13 @@ class PointAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["skipped_steps"] = skipped
 
-    def weights(self, draw: Draw | None, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters themselves, by name."""
         self.at(draw)
         for name, p, _ in named_in_groups(self.param_groups):
-            yield name, p.detach()
+            yield name, whole(p.detach()) if gather else p.detach()
 
     def step_metrics(self) -> dict[str, float]:
         """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""

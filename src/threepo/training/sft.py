@@ -99,7 +99,7 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Supe
 def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: int) -> float:
     """Cross-entropy in nats, summed over the counted tokens; accumulates its gradient where gradients are enabled."""
     total = 0.0
-    for bundle in pack(rows, token_budget, policy.device, padding=not policy.packed_rows):
+    for bundle in pack(rows, token_budget, policy.device, padding=not policy.scorer.packed_rows):
         logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
         loss = -logprobs.sum()
         if loss.requires_grad:

@@ -163,4 +163,4 @@ class _Update:
 
     def bundles(self, rows: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """Rows that go through the model together."""
-        return pack(rows, self.token_budget, self.policy.device, padding=not self.policy.packed_rows)
+        return pack(rows, self.token_budget, self.policy.device, padding=not self.policy.scorer.packed_rows)

@@ -1,0 +1,130 @@
+"""The ranks of a run: which of them this process is, what they exchange, and what they agree on.
+
+torchrun starts one process for each device, and tells it by environment variables who it is. Nothing but this room asks
+how many ranks there are. Objects travel over gloo, whose waits end after a time limit and which notices at once when a
+rank has died; a model's tensors travel over the backend of their device.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from threepo.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a run, seen from one of them. The default is a process on its own."""
+
+    rank: int = 0
+    """The number of this process, from 0."""
+    size: int = 1
+    """How many there are."""
+    local_rank: int = 0
+    """The number of this process on its machine: the device that it uses."""
+    local_size: int = 1
+    """How many there are on this machine."""
+    gloo: Any = None
+    """The process group for objects; None alone."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run folder and speaks to the user."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank. All must call, as for every method below."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self.gloo)
+        except RuntimeError as error:
+            raise lost(error) from error
+        return found
+
+    def deal(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
+        """What each rank computes of the items that it owns, in the order of all items, on every rank.
+
+        `owners` has the rank of every item; `compute` gets the indices of this rank's items. What it raises on one
+        rank is raised on all.
+        """
+        mine = [index for index, owner in enumerate(owners) if owner == self.rank]
+        with self.together():
+            computed = compute(mine)
+        shares = [iter(share) for share in self.gather(computed)]
+        return [next(shares[owner]) for owner in owners]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank what the body raised on any: a body that fails on some ranks only ends on all.
+
+        A body must not fail between two collectives of its own that other ranks would go on to wait in.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
+        if self.size == 1:
+            return
+        found = self.gather(None if failure is None else (isinstance(failure, UserError), _words(failure)))
+        failed = [(rank, *told) for rank, told in enumerate(found) if told]
+        if not failed:
+            return
+        rank, is_users, words = failed[0]
+        if failure is not None and (rank == self.rank or not isinstance(failure, UserError)):
+            raise failure
+        raise UserError(words if is_users else f"rank {rank} failed: {words}") from failure
+
+
+ALONE = Ranks()
+"""A process that torchrun did not start."""
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several ranks; answered without asking the others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def joined(device: str, timeout: timedelta) -> Iterator[Ranks]:
+    """Meet the other ranks for the body; `timeout` limits every wait for them. Alone, there is nobody to meet.
+
+    `device` is the kind that the model is on, such as "cuda".
+    """
+    if not started_by_torchrun():
+        yield ALONE
+        return
+    numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank, size, local_rank, local_size = numbers
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=timeout))
+        dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+    finally:
+        dist.destroy_process_group()
+
+
+def lost(error: BaseException) -> UserError:
+    """What to say when a collective failed: another rank has ended, or does not answer within the time limit."""
+    return UserError(f"another rank has ended or does not answer; its own message says why ({_words(error)})")
+
+
+def _words(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
