@@ -358,7 +358,7 @@ def test_a_model_that_mixes_its_rows_is_found_out() -> None:
     """Only its position tells which policy a row belongs to."""
     if not stacked_linear.serves(64, torch.float32, torch.device("cpu")):
         pytest.skip("no compiled products here")
-    ensemble = Ensemble(policy_of(FAMILIES["qwen2"]).model, torch.float32)
+    ensemble = Ensemble(policy_of(FAMILIES["qwen2"]).model, torch.float32, torch.device("cpu"))
     ensemble.resize(2)
     linear = ensemble.model_for(Rows([1, 2], torch.device("cpu"))).model.layers[0].mlp.up_proj
     assert linear(torch.zeros(3, 5, 64)).shape == (3, 5, 96)
@@ -369,8 +369,8 @@ def test_a_model_that_mixes_its_rows_is_found_out() -> None:
 def test_what_cannot_be_stacked_is_refused() -> None:
     mpt = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1))
     with pytest.raises(UserError, match="cannot replace the attention of MptForCausalLM"):
-        Ensemble(mpt, torch.float32)
+        Ensemble(mpt, torch.float32, torch.device("cpu"))
     model = policy_of(FAMILIES["qwen2"]).model
     model.model.layers[0].mlp.gate_proj = torch.nn.Bilinear(64, 64, 96)
     with pytest.raises(UserError, match="cannot stack the weights of a Bilinear"):
-        Ensemble(model, torch.float32)
+        Ensemble(model, torch.float32, torch.device("cpu"))

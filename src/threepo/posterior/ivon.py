@@ -222,7 +222,7 @@ class IVON(torch.optim.Optimizer):
         if draw is None:
             return
         for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
-            made = [into[name] if into else _empty(p, gather) for name, p, _ in some]
+            made = [_out(name, p, into or {}, gather) for name, p, _ in some]
             self._refuse_while_perturbed("weights are read")
             self._write(made, some, draw, gather)
             yield from ((name, value) for (name, *_), value in zip(some, made, strict=True))
@@ -384,5 +384,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _empty(p: torch.Tensor, gather: bool) -> torch.Tensor:
+def _out(name: str, p: torch.Tensor, into: Weights, gather: bool) -> torch.Tensor:
+    """Where to write a parameter's value under a draw."""
+    if name in into:
+        return into[name]
     return torch.empty(p.shape, dtype=p.dtype, device=p.device) if gather else torch.empty_like(p)

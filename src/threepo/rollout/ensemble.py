@@ -160,13 +160,12 @@ class StackedLayerNorm(nn.Module):
 class Ensemble:
     """A decoder with stacked weights. They have values after `resize`, writing into `views` and `pack`."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Copy the architecture of a Hugging Face causal LM without its weights.
 
         `UserError` if weights of a module cannot be stacked, or its attention cannot be replaced.
         """
-        self.dtype = dtype
-        self.device = next(model.parameters()).device
+        self.dtype, self.device = dtype, device
         empty = {id(p): nn.Parameter(p.detach().to("meta", dtype), requires_grad=False) for p in model.parameters()}
         self.model = copy.deepcopy(model, empty).eval()
         if not getattr(self.model, "_supports_attention_backend", False):

@@ -28,8 +28,8 @@ class LocalEngine:
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         """`UserError` if the model's weights cannot be stacked."""
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        self._model = getattr(policy.model, "_orig_mod", policy.model)  # before torch.compile
-        self._ensemble = Ensemble(self._model, dtype)
+        self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile
+        self._ensemble = Ensemble(self._model, dtype, policy.device)
         self._policy = policy
         self._settings = settings
         self._draws: list[Draw | None] = []
@@ -45,15 +45,21 @@ class LocalEngine:
         Parameters that the posterior does not have are the model's. `UserError` if it has others than the model.
         """
         self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
-        others = self._parameters_outside(posterior)
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
-            mine = self._ensemble.views(index)
+            mine, written = self._ensemble.views(index), set()
             for name, value in posterior.weights(draw, mine):
+                if name not in mine:
+                    raise UserError(
+                        f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not "
+                        f"have; construct it with the policy's model.named_parameters()"
+                    )
                 if value is not mine[name]:
                     mine[name].copy_(value)
-            for name, value in others.items():
-                mine[name].copy_(value)
+                written.add(self._ensemble.stacks[name])
+            for name, p in self._model.named_parameters():
+                if self._ensemble.stacks[name] not in written:
+                    mine[name].copy_(p.detach())
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
 
@@ -81,18 +87,6 @@ class LocalEngine:
         """See `RolloutEngine.close`."""
         self._draws = []
         self._ensemble.resize(0)
-
-    def _parameters_outside(self, posterior: WeightSource) -> dict[str, torch.Tensor]:
-        """The model's parameters that the posterior does not have, by name."""
-        stacks, known = self._ensemble.stacks, set()
-        for name, _ in posterior.weights(None):
-            if name not in stacks:
-                raise UserError(
-                    f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not have; "
-                    f"construct it with the policy's model.named_parameters()"
-                )
-            known.add(stacks[name])
-        return {name: p.detach() for name, p in self._model.named_parameters() if stacks[name] not in known}
 
     def _rows_per_draw(self, draws: int, wanted: int, tokens: int) -> int:
         """Rows of each draw to decode together: at most `wanted`, within engine.max_batch_rows and memory."""

@@ -5,6 +5,9 @@ from typing import TypeVar
 
 import torch
 
+from threepo.models.policy import Policy
+from threepo.ranks.dealing import deal_rows
+from threepo.ranks.group import Ranks
 from threepo.types import MicroBatch, PackedTokens, SupervisedRow, TrainingRow
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
@@ -31,6 +34,16 @@ def pack(rows: Sequence[Row], token_budget: int, device: torch.device, *, paddin
         bundle.append(row)
     if bundle:
         yield bundle
+
+
+def dealt_bundles(rows: Sequence[Row], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[Row]]:
+    """This rank's bundles of these rows; as many as every other rank has, so the last ones may be empty."""
+    hands = [
+        list(pack(hand, token_budget, policy.device, padding=not policy.scorer.packed_rows))
+        for hand in deal_rows(rows, ranks.size)
+    ]
+    mine = hands[ranks.rank]
+    return mine + [[]] * (max(map(len, hands)) - len(mine))
 
 
 def flatten(rows: Sequence[Row], device: torch.device) -> PackedTokens:

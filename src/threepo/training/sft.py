@@ -7,6 +7,7 @@ The loss is the next-token cross-entropy of the tokens to imitate, a mean over a
 IVON, one draw of the weights is held across all micro-batches of a step.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,9 @@ from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.statistics import posterior_metrics
+from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
-from threepo.training.batching import flatten, pack
+from threepo.training.batching import dealt_bundles, flatten
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock
@@ -68,7 +70,7 @@ def fine_tune(run: FineTuning) -> None:
             draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
             with run.optimizer.at(draw):
-                loss = cross_entropy(run.policy, rows, config.batching.tokens)
+                loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
             run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
             clock.lap("time/step")
@@ -79,7 +81,7 @@ def fine_tune(run: FineTuning) -> None:
                 metrics |= posterior_metrics(run.optimizer)
             if heldout and due(step + 1, run.material.eval_every, steps):
                 with torch.no_grad():
-                    loss = cross_entropy(run.policy, heldout, config.batching.tokens)
+                    loss = cross_entropy(run.policy, heldout, config.batching.tokens, run.ranks)
                 metrics["sft/eval_loss"] = loss / loss_tokens(heldout)
                 clock.lap("time/eval")
             end_step(metrics | clock.times)
@@ -96,16 +98,19 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Supe
     return rows
 
 
-def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: int) -> float:
+def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE) -> float:
     """Cross-entropy in nats, summed over the counted tokens; accumulates its gradient where gradients are enabled."""
     total = 0.0
-    for bundle in pack(rows, token_budget, policy.device, padding=not policy.scorer.packed_rows):
+    for bundle in dealt_bundles(rows, token_budget, policy, ranks):
+        if not bundle:
+            policy.idle()
+            continue
         logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
         loss = -logprobs.sum()
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return total
+    return math.fsum(ranks.gather(total))
 
 
 def loss_tokens(rows: Sequence[SupervisedRow]) -> int:

@@ -5,7 +5,7 @@ once, in the optimizer, by the count that the batch names: the result does not d
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,8 @@ from threepo.models.policy import Policy
 from threepo.objectives.aggregate import row_weights
 from threepo.objectives.policy_loss import LossInputs, clip_statistics, split_by_gradient, terms_of, token_losses
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.training.batching import collate, flatten, pack
+from threepo.ranks.group import ALONE, Ranks
+from threepo.training.batching import collate, dealt_bundles, flatten
 from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
 
 
@@ -53,6 +54,15 @@ class UpdateRecord:
     """Metrics `policy/<name>`, as sums over tokens."""
     rows: list[RowRecord] = field(default_factory=list)
 
+    def unite(self, ranks: Ranks) -> None:
+        """Add up what the ranks have recorded, each of its own rows."""
+        records = ranks.gather(self)
+        for name in ("tokens", "kl"):
+            setattr(self, name, math.fsum(getattr(record, name) for record in records))
+        names = {name: None for record in records for name in record.policy}
+        self.policy = {name: math.fsum(record.policy.get(name, 0.0) for record in records) for name in names}
+        self.rows = [row for record in records for row in record.rows]
+
     def add(self, micro: MicroBatch, inputs: LossInputs, corrected: Corrected, statistics: dict[str, float]) -> None:
         """Add the sums and rows of a micro-batch."""
         logprobs = inputs.old_logprobs
@@ -74,9 +84,10 @@ def update_policy(
     batch: TrainingBatch,
     objective: ObjectiveConfig,
     token_budget: int = 0,
+    ranks: Ranks = ALONE,
 ) -> UpdateRecord:
-    """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them."""
-    update = _Update(policy, batch, objective, token_budget, UpdateRecord(batch.correction))
+    """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
+    update = _Update(policy, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
     record = update.record
     if objective.mini_batches > 1:
         update.score_first(optimizer)
@@ -104,6 +115,7 @@ def update_policy(
             means = [loss / count for loss, count in sums if count > 0]
             record.minimised.append(sum(means) / len(means))
             optimizer.step()
+    record.unite(ranks)
     return record
 
 
@@ -115,6 +127,7 @@ class _Update:
     batch: TrainingBatch
     objective: ObjectiveConfig
     token_budget: int
+    ranks: Ranks
     record: UpdateRecord
     first_logprobs: dict[tuple[Draw | None, int], torch.Tensor] = field(default_factory=dict)
     """By draw and row index: log-probs of the row's tokens before the first of several updates; else empty."""
@@ -125,11 +138,16 @@ class _Update:
         for part in self.batch.parts:
             with optimizer.at(part.draw):
                 for bundle in self.bundles(part.rows):
+                    if not bundle:
+                        self.policy.idle()
+                        continue
                     packed = flatten(bundle, self.policy.device)
                     logprobs, _ = self.policy.logprobs(packed, self.batch.temperature)
                     by_row = torch.split(logprobs, [len(row.completion.tokens) for row in bundle])
                     for row, own in zip(bundle, by_row, strict=True):
-                        self.first_logprobs[part.draw, row.index] = own
+                        self.first_logprobs[part.draw, row.index] = own.cpu()
+        for found in self.ranks.gather(self.first_logprobs):  # a later update may deal a row to another rank
+            self.first_logprobs |= found
 
     def backward(self, part: GradientPart, weights: Mapping[int, float]) -> tuple[float, float]:
         """Accumulate the gradient of the part's summed loss at the weights that the model holds now.
@@ -142,6 +160,10 @@ class _Update:
         with_gradient, without = split_by_gradient(part.rows, self.objective)
         for rows, enabled in ((with_gradient, True), (without, False)):
             for bundle in self.bundles(rows):
+                if not bundle:
+                    with torch.set_grad_enabled(enabled):
+                        self.policy.idle()
+                    continue
                 micro = collate(bundle, weights, self.policy.device)
                 with torch.set_grad_enabled(enabled):
                     logprobs, entropy = self.policy.logprobs(
@@ -149,7 +171,8 @@ class _Update:
                     )
                     first = logprobs.detach()
                     if self.first_logprobs:
-                        first = torch.cat([self.first_logprobs[part.draw, row.index] for row in bundle])
+                        saved = [self.first_logprobs[part.draw, row.index] for row in bundle]
+                        first = torch.cat(saved).to(first.device)
                     corrected = correct(first, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
                     counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
                     inputs = LossInputs(logprobs, first, entropy, micro.advantages, corrected.weights, counted)
@@ -159,8 +182,9 @@ class _Update:
                 total += float(loss.detach())
                 count += float((counted * micro.weights).sum(dtype=torch.float64))
                 self.record.add(micro, inputs, corrected, clip_statistics(inputs, self.objective))
-        return total, count
+        totals, counts = zip(*self.ranks.gather((total, count)), strict=True)
+        return math.fsum(totals), math.fsum(counts)
 
-    def bundles(self, rows: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
-        """Rows that go through the model together."""
-        return pack(rows, self.token_budget, self.policy.device, padding=not self.policy.scorer.packed_rows)
+    def bundles(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+        """This rank's rows that go through the model together; empty where only other ranks have any left."""
+        return dealt_bundles(rows, self.token_budget, self.policy, self.ranks)
