@@ -57,8 +57,8 @@ class UpdateRecord:
     def unite(self, ranks: Ranks) -> None:
         """Add up what the ranks have recorded, each of its own rows."""
         records = ranks.gather(self)
-        for name in ("tokens", "kl"):
-            setattr(self, name, math.fsum(getattr(record, name) for record in records))
+        self.tokens = sum(record.tokens for record in records)
+        self.kl = math.fsum(record.kl for record in records)
         names = {name: None for record in records for name in record.policy}
         self.policy = {name: math.fsum(record.policy.get(name, 0.0) for record in records) for name in names}
         self.rows = [row for record in records for row in record.rows]
