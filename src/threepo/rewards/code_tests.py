@@ -21,7 +21,7 @@ from decimal import Decimal, InvalidOperation
 from itertools import chain
 from typing import Any
 
-from threepo.rewards.sandbox.interface import Outcome, Submission
+from threepo.rewards.sandbox import Outcome, Submission
 
 REL_TOLERANCE = 1e-5
 ABS_TOLERANCE = 1e-6

@@ -23,8 +23,7 @@ from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import harness
-from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""

@@ -20,9 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import harness
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
-from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
 
 WORKERS = 32
 MARGIN_S = 10.0
