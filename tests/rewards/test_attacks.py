@@ -280,6 +280,7 @@ CHEATS = {
     ),
     "closes all": "import os\nos.closerange(0, 1024)\ndef f(x): return 0",
     "raises what ends tests well": "def f(x): raise SystemExit(0)",
+    "raises it under another name": "exec(compile('def f(x): raise SystemExit(0)', 'x', 'exec'))",
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
     "lies about memory": "import os\nos._exit(86)",
     "lies about failure": "import os\nos._exit(87)",

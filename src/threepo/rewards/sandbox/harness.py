@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 MEMORY, WRONG, NO_PYTHON = 86, 87, 88
 """Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
 with one of them on purpose only fails in another way."""
+OWN = ("<tests>", "<prefix>", "<frozen ", os.path.dirname(os.__file__))
+"""How the names of files begin whose code may end the tests: theirs and the standard library's, not the program's."""
 MARK_BYTES = 32
 """A case of a script begins with a random mark, which is the answer if the case comes to its end."""
 NOBODY = 65534
@@ -60,10 +62,9 @@ def compiled(code: str, name: str) -> CodeType:
 def new_module(kind: str) -> dict[str, Any]:
     """The names of a new, importable module for the program; it is `__main__` for `stdin` only."""
     name = "__main__" if kind == "stdin" else "solution"
-    sys.modules[name] = ModuleType(name)
-    names = vars(sys.modules[name])
-    names["__builtins__"] = builtins  # not our copy
-    return names
+    sys.modules[name] = module = ModuleType(name)
+    module.__builtins__ = builtins  # type: ignore[attr-defined]  # not our copy
+    return vars(module)
 
 
 def run(
@@ -123,10 +124,9 @@ def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
         return WRONG
     except SystemExit as end:  # unittest.main and some tests end so, but the program may not end its tests
         frame = end.__traceback__
-        while frame is not None:
-            if frame.tb_frame.f_code.co_filename == "<program>":
+        while frame := frame and frame.tb_next:
+            if not frame.tb_frame.f_code.co_filename.startswith(OWN):
                 return 1
-            frame = frame.tb_next
         if end.code:
             return WRONG
     write(answer, case[:MARK_BYTES])
@@ -144,11 +144,9 @@ def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
     """Run a submission without a harness: its case is standard input, and the answer goes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
     answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
-    if submission["kind"] == "stdin":
-        os.dup2(answer, 1)
-    else:
+    os.dup2(answer if submission["kind"] == "stdin" else null, 1)
+    if submission["kind"] != "stdin":
         os.dup2(null, 0)
-        os.dup2(null, 1)
     try:
         codes = [compiled(submission[part], f"<{part}>") for part in ("prefix", "program")]
     except SyntaxError:
@@ -166,6 +164,7 @@ class Harness:
         self._pid, self._waited = 0, 0.0
         _confine(order)
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+        self._input = open(self._link, "rb")
         self._poll = select.poll()
         self._poll.register(self._link, 0)  # reports only that the parent has gone
         for file in (0, 1, 2):  # standard error reported errors until now
@@ -196,17 +195,9 @@ class Harness:
             self._tell(self._case(names, program).encode())
 
     def _take(self) -> bytes:
-        """The parent's next message."""
-        return self._read(int.from_bytes(self._read(4), "big"))
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = os.read(self._link, size - len(data))
-            if not part:
-                os._exit(0)
-            data += part
-        return bytes(data)
+        """The parent's next message; where there is none, the end."""
+        size = self._input.read(4) or os._exit(0)
+        return self._input.read(int.from_bytes(size, "big"))
 
     def _tell(self, message: bytes) -> None:
         write(self._link, len(message).to_bytes(4, "big") + message)
