@@ -31,8 +31,10 @@ from types import CodeType, ModuleType
 __builtins__ = vars(builtins).copy()  # type: ignore[assignment]
 TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any, NoReturn
+
+    Table = dict[str, Any]
 
 MEMORY, WRONG, NO_PYTHON = 86, 87, 88
 """Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
@@ -59,7 +61,7 @@ def compiled(code: str, name: str) -> CodeType:
         raise SyntaxError(str(error)) from None
 
 
-def new_module(kind: str) -> dict[str, Any]:
+def new_module(kind: str) -> Table:
     """The names of a new, importable module for the program; it is `__main__` for `stdin` only."""
     name = "__main__" if kind == "stdin" else "solution"
     sys.modules[name] = module = ModuleType(name)
@@ -67,19 +69,18 @@ def new_module(kind: str) -> dict[str, Any]:
     return vars(module)
 
 
-def run(
-    kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
-) -> NoReturn:
+def run(order: Table, names: Table, codes: list[CodeType], take: Callable[[], bytes], answer: int) -> NoReturn:
     """Run the program, then the case that `take` returns, and end the process.
 
     `answer` is the descriptor for what a function returns, or for a script's mark.
     """
+    kind: str = order["kind"]
     status: Any = 0
     try:
         for code in codes:
             exec(code, names)
         if kind == "call":
-            write(answer, _returned(names, entry, take()))
+            write(answer, _returned(names, order["entry"], take()))
         elif kind == "script":
             status = _tested(names, take(), answer)
     except SystemExit as end:
@@ -103,7 +104,7 @@ def run(
     _exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
-def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
+def _returned(names: Table, entry: str, case: bytes) -> bytes:
     """The JSON of what the program's function returns."""
     import json
 
@@ -113,7 +114,7 @@ def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
     return json.dumps(function(*json.loads(case)), default=list).encode()
 
 
-def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
+def _tested(names: Table, case: bytes, answer: int) -> int:
     """Run the tests after the program, with its names; returns the exit status."""
     names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
     sys.exit = leave  # by which unittest.main fails
@@ -152,19 +153,19 @@ def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
-        run(submission["kind"], new_module(submission["kind"]), codes, submission["entry"], file.read, answer)
+        run(submission, new_module(submission["kind"]), codes, file.read, answer)
 
 
 class Harness:
     """Runs the program of an order; ends when the parent has gone."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, order: Table) -> None:
         os.closerange(3, 4096)  # bubblewrap may leave files open
         self._order, self._kind = order, order["kind"]
         self._pid, self._waited = 0, 0.0
         _confine(order)
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
-        self._input = open(self._link, "rb")
+        self._input = os.fdopen(self._link, "rb")
         self._poll = select.poll()
         self._poll.register(self._link, 0)  # reports only that the parent has gone
         for file in (0, 1, 2):  # standard error reported errors until now
@@ -194,10 +195,11 @@ class Harness:
         while True:
             self._tell(self._case(names, program).encode())
 
-    def _take(self) -> bytes:
-        """The parent's next message; where there is none, the end."""
+    def _receive(self, file: int) -> None:
+        """Write the parent's next message into a file; end where there is none."""
         size = self._input.read(4) or os._exit(0)
-        return self._input.read(int.from_bytes(size, "big"))
+        write(file, self._input.read(int.from_bytes(size, "big")))
+        os.lseek(file, 0, os.SEEK_SET)
 
     def _tell(self, message: bytes) -> None:
         write(self._link, len(message).to_bytes(4, "big") + message)
@@ -214,20 +216,19 @@ class Harness:
         if gone:
             os._exit(0)
 
-    def _case(self, names: dict[str, Any], program: CodeType) -> str:
+    def _case(self, names: Table, program: CodeType) -> str:
         """Run the next case; its ending."""
         file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(".case")
         if self._kind == "stdin":
-            _fill(file, self._take())
-        up, answer = os.pipe()
-        down, go = os.pipe()
+            self._receive(file)
+        (up, answer), (down, go) = os.pipe(), os.pipe()
         pid = os.fork()
         if not pid:
             try:
                 for end in (self._link, up, go):
                     os.close(end)
-                run(self._kind, names, [program], self._order["entry"], self._as_program(file, answer, down), answer)
+                run(self._order, names, [program], self._as_program(file, answer, down), answer)
             finally:
                 _exit(1)
         self._pid, self._waited = pid, 0.0
@@ -235,7 +236,7 @@ class Harness:
         os.close(down)
         if self._kind != "stdin":
             os.read(up, 1)  # comes when the program's own code has run, or ends with the program
-            _fill(file, self._take())
+            self._receive(file)
         os.close(go)
         written = 0
         while part := os.read(up, 1 << 16):
@@ -275,7 +276,7 @@ class Harness:
         return take
 
 
-def _confine(order: dict[str, Any]) -> None:
+def _confine(order: Table) -> None:
     """Give up root if the harness has it, and set the limits and the filter for everything in the sandbox."""
     if order["drop_root"]:
         os.setgroups([])
@@ -298,8 +299,3 @@ def _load_filter(instructions: bytes) -> None:
         program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + address  # struct sock_fprog
         if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
             raise OSError("the kernel refuses a filter of system calls")
-
-
-def _fill(file: int, data: bytes) -> None:
-    write(file, data)
-    os.lseek(file, 0, os.SEEK_SET)

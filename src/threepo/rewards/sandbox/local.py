@@ -70,16 +70,10 @@ class LocalSandbox:
         cases = [case.encode("utf-8", "surrogatepass") for case in submission.cases]
         room = FILES_LIMIT + max(map(len, cases))
         limits = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
-        if self.filters[1] and _counts_by_namespace():
-            limits["NPROC"] = THREADS
-        order = {
-            **vars(replace(submission, cases=())),
-            "cpu_s": self._cpu_s,
-            "wall_s": self._wall_s,
-            "limits": limits,
-            "drop_root": self.drop_root,
-            "filters": self.filters,
-        }
+        if self.filters[1] and [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]:
+            limits["NPROC"] = THREADS  # an older kernel would count all processes of the user
+        order = vars(replace(submission, cases=())) | {"cpu_s": self._cpu_s, "wall_s": self._wall_s, "limits": limits}
+        order |= {"drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
         with link, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
             with theirs:
@@ -143,9 +137,3 @@ def _harness() -> CodeType:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-@functools.cache
-def _counts_by_namespace() -> bool:
-    """Whether the kernel counts processes for each user namespace; before 5.14 it would count the user's others."""
-    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (5, 14)

@@ -58,25 +58,15 @@ class ServerSandbox:
 
     def _ask(self, code: str, stdin: str) -> dict[str, Any]:
         """The server's answer. Before its first answer, an address that does not answer counts as wrong."""
-        seconds = self._settings.timeout_s
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": seconds,
-            "memory_limit_MB": self._settings.memory_mib,
-            "fetch_files": [ANSWER],
-        }
-        request = urllib.request.Request(
-            self._settings.url.rstrip("/") + "/run_code",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        url, seconds = self._settings.url.rstrip("/") + "/run_code", self._settings.timeout_s
+        body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
+        body |= {"memory_limit_MB": self._settings.memory_mib, "fetch_files": [ANSWER]}
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         attempt = 0
         while True:
             try:
                 with self._free, urllib.request.urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
-                    answer = json.loads(response.read())
+                    answer = json.load(response)
                 self._seen = True
                 return dict(answer)
             except (OSError, http.client.HTTPException) as error:
