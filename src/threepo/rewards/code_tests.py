@@ -44,13 +44,12 @@ class CodeTests:
             return outcome.ending
         if self.submission.kind == "script":
             return "passed"
-        if self.submission.kind == "stdin":
-            return "passed" if same_text(outcome.output, self.expected[index]) else "wrong"
         try:
-            value = json.loads(outcome.output)
+            value = outcome.output if self.submission.kind == "stdin" else json.loads(outcome.output)
         except (ValueError, RecursionError):  # the program ended before its function returned, or wrote there itself
             return "runtime error"
-        return "passed" if same_value(value, self.expected[index]) else "wrong"
+        same = same_text if self.submission.kind == "stdin" else same_value
+        return "passed" if same(value, self.expected[index]) else "wrong"
 
 
 def parse_tests(tests: Any) -> CodeTests:
@@ -93,11 +92,8 @@ def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
     if not isinstance(entry, str):
         raise ValueError(f"have 'fn_name' = {entry!r}, which must be the name of a function")
     if not entry:
-        read = tuple(_text(text, "inputs") for text in inputs)
-        written = tuple(_text(text, "outputs") for text in outputs)
-        return CodeTests(Submission("stdin", "", read, prefix=prefix), written)
-    cases = tuple(_arguments(given) for given in inputs)
-    expected = tuple(_result(given, result) for given, result in zip(inputs, outputs, strict=True))
+        return CodeTests(Submission("stdin", "", _texts(inputs, "inputs"), prefix=prefix), _texts(outputs, "outputs"))
+    cases, expected = zip(*map(_call, inputs, outputs), strict=True)
     if not any(isinstance(given, str) for given in inputs) and all(_filled(v) and len(v) == 1 for v in expected):
         expected = tuple(value[0] for value in expected)  # APPS and TACO wrap every result in a list of one
     return CodeTests(Submission("call", "", cases, entry, prefix), expected)
@@ -107,34 +103,29 @@ def _filled(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
 
 
-def _text(value: Any, name: str) -> str:
-    """What a program reads or writes; some data sets have it as a list of lines."""
-    lines = [value] if isinstance(value, str) else value
-    if isinstance(lines, Sequence) and all(isinstance(line, str) for line in lines):
-        return "\n".join(lines)
-    raise ValueError(f"have {name!r} with {value!r}, which must be text")
+def _texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
+    """What a program reads or writes in each case; some data sets have it as a list of lines."""
+    for value in values:
+        if not isinstance(value, Sequence) or not all(isinstance(line, str) for line in value):
+            raise ValueError(f"have {name!r} with {value!r}, which must be text")
+    return tuple(value if isinstance(value, str) else "\n".join(value) for value in values)
 
 
-def _arguments(given: Any) -> str:
-    """The JSON of a function's arguments."""
+def _call(given: Any, result: Any) -> tuple[str, Any]:
+    """The JSON of a function's arguments, and what it must return."""
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in given.splitlines() if line.strip()]
         except ValueError as error:
             raise ValueError(f"have 'inputs' with a line that is not JSON ({error})") from error
+        with suppress(ValueError):
+            result = json.loads(result) if isinstance(result, str) else result
     elif not isinstance(given, Sequence):
         raise ValueError(f"have 'inputs' with {given!r}, which must be the list of the function's arguments")
     try:
-        return json.dumps(given)
+        return json.dumps(given), result
     except TypeError as error:  # bytes or a time, which parquet has
         raise ValueError(f"have 'inputs' with {given!r}, which JSON cannot express: {error}") from error
-
-
-def _result(given: Any, result: Any) -> Any:
-    if isinstance(given, str) and isinstance(result, str):
-        with suppress(ValueError):
-            return json.loads(result)
-    return result
 
 
 def same_text(output: str, expected: str) -> bool:
@@ -159,21 +150,17 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def _close(value: float, expected: float) -> bool:
-    try:
+    with suppress(OverflowError):  # an integer that no float can be
         return math.isclose(value, expected, rel_tol=REL_TOLERANCE, abs_tol=ABS_TOLERANCE)
-    except OverflowError:  # an integer that no float can be
-        return False
+    return False
 
 
 def _same_word(word: str, expected: str) -> bool:
     """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
-    if word == expected:
-        return True
-    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
-        return False
+    if word == expected or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
+        return word == expected
     if not expected.lstrip("+-").isdecimal():
         return _close(float(word), float(expected))
-    try:
+    with suppress(InvalidOperation):  # an exponent of twenty digits
         return Decimal(word) == Decimal(expected)
-    except InvalidOperation:  # an exponent of twenty digits
-        return False
+    return False

@@ -30,12 +30,8 @@ class MathGrader:
 
     def __init__(self, settings: RewardConfig) -> None:
         self._scoring = settings.scoring
-        self._pool = WorkerPool(
-            "threepo.rewards.algebra:judge",
-            timeout_s=settings.timeout_s,
-            memory_mib=settings.memory_mib,
-            workers=settings.workers,
-        )
+        limits: dict[str, Any] = {name: getattr(settings, name) for name in ("timeout_s", "memory_mib", "workers")}
+        self._pool = WorkerPool("threepo.rewards.algebra:judge", **limits)
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion. What the prompt has opened belongs to the layout."""
