@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rewards.contained import Contained, contained, why_not
-from threepo.rewards.code_tests import parse_tests
+from threepo.rewards.code import parse_tests
 from threepo.rewards.sandbox import Outcome
 from threepo.rewards.sandbox.bubblewrap import IDLE, REFUSED
 

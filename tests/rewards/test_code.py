@@ -17,8 +17,7 @@ from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
 from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
-from threepo.rewards.code import CodeGrader, extract_program
-from threepo.rewards.code_tests import parse_tests, same_text, same_value
+from threepo.rewards.code import CodeGrader, extract_program, parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
 from threepo.rewards.sandbox import bubblewrap
 from threepo.types import Problem, Verdict

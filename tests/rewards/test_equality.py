@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from threepo.rewards.algebra import judge
 from threepo.rewards.equality import equal, number, spelling
-from threepo.rewards.extraction import extract_answer
+from threepo.rewards.math import extract_answer
 
 KINDS = tomllib.loads(Path(__file__).with_name("border_cases.toml").read_text(encoding="utf-8"))
 GIVEN_UP = {
