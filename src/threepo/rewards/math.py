@@ -48,16 +48,12 @@ class MathGrader:
 
     def grade(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
         """A verdict for each text, with the reference answer of the same index."""
-        found = [extract_answer(text) for text in texts]
         references = [last_box(answer) or answer for answer in answers]  # a reference may be a whole solution
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
-        pairs = [(given, reference) for given, reference in zip(found, references, strict=True) if given is not None]
-        judged = self._judged(pairs)
-        return [
-            self._verdict(text, given, None if given is None else judged[given, reference])
-            for text, given, reference in zip(texts, found, references, strict=True)
-        ]
+        pairs = [(extract_answer(text) or "", reference) for text, reference in zip(texts, references, strict=True)]
+        judged = self._judged([pair for pair in pairs if pair[0]])
+        return [self._verdict(text, pair[0], judged.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
@@ -76,10 +72,10 @@ class MathGrader:
                 judged[given, reference] = Outcome((same, ""))
         return judged | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
-    def _verdict(self, text: str, given: str | None, outcome: Outcome | None) -> Verdict:
+    def _verdict(self, text: str, given: str, outcome: Outcome | None) -> Verdict:
         layout = keeps_layout(text)
         penalty = float(self._scoring == "format_penalty" and not layout)
-        if given is None or outcome is None:
+        if outcome is None:
             return Verdict(False, "no_answer", None, -penalty, format_ok=layout)
         right, detail = (False, outcome.failure) if outcome.failure else outcome.value
         status: VerdictStatus = "error" if outcome.failure else "right" if right else "wrong"
@@ -113,8 +109,7 @@ def extract_answer(completion: str) -> str | None:
     thought holds no answer.
     """
     final = final_answer(completion).partition(THINK)[0]
-    box = last_box(final)
-    if box is not None:
+    if (box := last_box(final)) is not None:
         return box
     answers = _ANSWER.findall(final)
     return (answers[-1].strip().strip("*").strip() or None) if answers else None
@@ -127,11 +122,9 @@ def last_box(text: str) -> str | None:
     """
     found = boxes(text)
     if not found:
-        tokens = _BOXED_TOKEN.findall(text)  # \boxed 5, which TeX accepts
-        return tokens[-1] if tokens else None
-    start, end = found[-1]
-    inner = _BOX_IN_SENTENCE.fullmatch(text, start, end)
-    span = inner.span("inside") if inner and inner.span("inside") in found else (start, end)
+        return next(reversed(_BOXED_TOKEN.findall(text)), None)  # \boxed 5, which TeX accepts
+    inner = _BOX_IN_SENTENCE.fullmatch(text, *found[-1])
+    span = inner.span("inside") if inner and inner.span("inside") in found else found[-1]
     return text[slice(*span)].strip()
 
 
@@ -152,7 +145,5 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 def keeps_layout(completion: str) -> bool:
     r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
-    if completion.count(THINK) != 1 or completion.count(THINK_END) != 1:
-        return False
-    match = _LAYOUT.fullmatch(completion)
+    match = _LAYOUT.fullmatch(completion) if completion.count(THINK) == completion.count(THINK_END) == 1 else None
     return match is not None and boxes(match["box"])[-1:] == [(match["box"].index("{") + 1, len(match["box"]) - 1)]

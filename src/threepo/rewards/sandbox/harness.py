@@ -74,31 +74,27 @@ def run(order: Table, names: Table, codes: list[CodeType], take: Callable[[], by
 
     `answer` is the descriptor for what a function returns, or for a script's mark.
     """
-    kind: str = order["kind"]
     status: Any = 0
     try:
         for code in codes:
             exec(code, names)
-        if kind == "call":
+        if order["kind"] == "call":
             write(answer, _returned(names, order["entry"], take()))
-        elif kind == "script":
+        elif order["kind"] == "script":
             status = _tested(names, take(), answer)
-    except SystemExit as end:
-        status = end.code if kind == "stdin" else 1
-    except MemoryError:
-        status = MEMORY
-    except BaseException:
-        status = 1
-    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel frees the rest faster
+    except BaseException as error:
+        status = MEMORY if isinstance(error, MemoryError) else 1
+        if isinstance(error, SystemExit) and order["kind"] == "stdin":
+            status = error.code
+    for step in (  # what Python does at its end; the kernel frees the rest faster
         lambda: sys.modules["threading"]._shutdown(),  # waits for threads
         lambda: atexit._run_exitfuncs(),
         lambda: sys.stdout.flush(),
         names.clear,  # writes out files that were left open
         lambda: sys.__stdout__.flush(),  # type: ignore[union-attr]
-    ]
-    for step in last:
+    ):
         try:
-            step()
+            step()  # type: ignore[no-untyped-call]
         except BaseException:
             continue  # no threads, or something that the program broke
     _exit(status & 255 if isinstance(status, int) else int(status is not None))
@@ -163,7 +159,15 @@ class Harness:
         os.closerange(3, 4096)  # bubblewrap may leave files open
         self._order, self._kind = order, order["kind"]
         self._pid, self._waited = 0, 0.0
-        _confine(order)
+        if order["drop_root"]:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        stack = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
+        for name, limits in {"STACK": (stack, hard), **order["limits"]}.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
+        _load_filter(order["filters"][0])
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
         self._input = os.fdopen(self._link, "rb")
         self._poll = select.poll()
@@ -274,19 +278,6 @@ class Harness:
             return pread(file, fstat(file).st_size, 0)
 
         return take
-
-
-def _confine(order: Table) -> None:
-    """Give up root if the harness has it, and set the limits and the filter for everything in the sandbox."""
-    if order["drop_root"]:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
-    for name, value in order["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    _load_filter(order["filters"][0])
 
 
 def _load_filter(instructions: bytes) -> None:

@@ -69,10 +69,11 @@ class LocalSandbox:
         """See `Sandbox.run`."""
         cases = [case.encode("utf-8", "surrogatepass") for case in submission.cases]
         room = FILES_LIMIT + max(map(len, cases))
-        limits = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
+        most = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
         if self.filters[1] and [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]:
-            limits["NPROC"] = THREADS  # an older kernel would count all processes of the user
-        order = vars(replace(submission, cases=())) | {"cpu_s": self._cpu_s, "wall_s": self._wall_s, "limits": limits}
+            most["NPROC"] = THREADS  # an older kernel would count all processes of the user
+        order = vars(replace(submission, cases=())) | {"cpu_s": self._cpu_s, "wall_s": self._wall_s}
+        order |= {"limits": {name: (value, value) for name, value in most.items()}}  # soft and hard
         order |= {"drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
         with link, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
