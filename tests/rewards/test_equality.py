@@ -50,6 +50,11 @@ def test_what_has_no_value_at_a_point_is_wrong(answer: str) -> None:
     assert judge(rf"{answer} + x", rf"x + {answer} + 1") == (False, "")
 
 
+def test_arguments_without_braces_are_one_character_each() -> None:
+    assert judge(r"\binom52 + \frac12", r"\binom{5}{2} + 0.5") == (True, "")
+    assert judge(r"\binom{5}2", "10") == (True, "")
+
+
 def test_what_is_not_a_formula_is_said() -> None:
     assert judge(r"\frac{2}{}", "5") == (False, r"not a formula: \frac{2}{}")
     assert judge("5", r"\frac{2}{}") == (False, r"not a formula: \frac{2}{}")

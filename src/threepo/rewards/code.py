@@ -35,8 +35,7 @@ from threepo.types import Completion, Problem, Verdict
 
 COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
-REL_TOLERANCE = 1e-5
-ABS_TOLERANCE = 1e-6
+TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
@@ -102,12 +101,10 @@ class CodeGrader:
 
 def extract_program(completion: str) -> str | None:
     """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
-    marked = completion.rpartition("```python")
-    if marked[1]:
-        program = re.sub(r"\A[\d.]*[ \t]*\n", "", marked[2].partition("```")[0])
-    else:
-        inside = completion.partition("```")[2].partition("```")[0]
-        program = re.sub(r"\A[ \t]*[A-Za-z]+[ \t]*\n", "", inside)
+    _, marked, inside = completion.rpartition("```python")
+    inside = inside if marked else completion.partition("```")[2]
+    rest_of_line = r"\A[\d.]*[ \t]*\n" if marked else r"\A[ \t]*[A-Za-z]+[ \t]*\n"
+    program = re.sub(rest_of_line, "", inside.partition("```")[0])
     return textwrap.dedent(program) if program.strip() else None
 
 
@@ -123,9 +120,7 @@ def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[f
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 
-@functools.cache
-def _default_grader() -> CodeGrader:
-    return CodeGrader(RewardConfig(function="code"))
+_default_grader = functools.cache(lambda: CodeGrader(RewardConfig(function="code")))
 
 
 def lacks_tests(problem: Problem) -> str:
@@ -232,7 +227,7 @@ def same_value(value: Any, expected: Any) -> bool:
 
 def _close(value: float, expected: float) -> bool:
     with suppress(OverflowError):  # an integer that no float can be
-        return math.isclose(value, expected, rel_tol=REL_TOLERANCE, abs_tol=ABS_TOLERANCE)
+        return math.isclose(value, expected, **TOLERANCE)
     return False
 
 

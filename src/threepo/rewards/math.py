@@ -97,9 +97,7 @@ def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) ->
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 
-@cache
-def _default_grader() -> MathGrader:
-    return MathGrader(RewardConfig(function="math"))
+_default_grader = cache(lambda: MathGrader(RewardConfig(function="math")))
 
 
 def extract_answer(completion: str) -> str | None:

@@ -50,7 +50,9 @@ class Bubblewrap(LocalSandbox):
 
     def __init__(self, settings: SandboxConfig) -> None:
         super().__init__(settings)
-        self.drop_root = os.geteuid() == 0 and _is_mapped(NOBODY)
+        ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        is_mapped = any(first <= NOBODY < first + count for first, _, count in ranges)  # in this user namespace
+        self.drop_root = os.geteuid() == 0 and is_mapped
         user = ["--uid", str(NOBODY), "--gid", str(NOBODY)]
         if self.drop_root:
             user = ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -89,12 +91,6 @@ def _found(program: str, package: str) -> str:
 def _missing(what: str, package: str) -> UserError:
     problem = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
     return UserError(f"{problem}; install it (apt-get install {package}), {OTHERS}")
-
-
-def _is_mapped(user: int) -> bool:
-    """Whether this identity exists in the user namespace of this process."""
-    lines = Path("/proc/self/uid_map").read_text().splitlines()
-    return any(first <= user < first + count for first, _, count in (map(int, line.split()) for line in lines))
 
 
 def _mounts() -> list[str]:
