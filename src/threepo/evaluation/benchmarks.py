@@ -22,7 +22,7 @@ from threepo.errors import UserError
 from threepo.evaluation import livecodebench
 from threepo.evaluation.livecodebench import RELEASE_6, Window
 from threepo.evaluation.problems import ProblemSet
-from threepo.rewards.extraction import last_box
+from threepo.rewards.math import last_box
 from threepo.types import Problem, VerifierName
 
 _IDS = ("unique_id", "question_id", "id", "idx")
