@@ -15,6 +15,7 @@ from threepo.config import ObjectiveConfig
 from threepo.types import TrainingRow
 
 LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to plus and minus this before exponentiation."""
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,6 @@ class FixedWeights:
             yield from self.posterior.weights(means, draw, into)
 
 
-# Metrics
-
 SAMPLE = 4096
 """Elements read per parameter, about: evenly spaced, the same ones every time."""
 
@@ -227,14 +225,16 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
         total[1] += float(m.square().mean()) * p.numel()
     ratio, weight = torch.cat(ratios), torch.cat(weights).double()
     outside = ((ratio < 0.9) | (ratio > 1.1)).double()
-    metrics = {f"posterior/hessian_p{level:02d}": q for level, q in _quantiles(ratio, weight, (5, 50, 95)).items()}
+    ordered, index = ratio.sort()
+    cumulative, levels = weight[index].cumsum(0), (5, 50, 95)
+    sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
+    quantiles = ordered[torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)].tolist()
+    metrics = {f"posterior/hessian_p{level:02d}": q for level, q in zip(levels, quantiles, strict=True)}
     metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
     metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
     everything = [sum(column) for column in zip(*squares.values(), strict=True)]
     metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)
-    for kind, totals in squares.items():
-        metrics[f"posterior/sigma_to_rms/{kind}"] = _root_ratio(*totals)
-    return metrics
+    return metrics | {f"posterior/sigma_to_rms/{kind}": _root_ratio(*totals) for kind, totals in squares.items()}
 
 
 @torch.no_grad()
@@ -262,12 +262,3 @@ def _stride(p: torch.Tensor) -> int:
 
 def _root_ratio(sigma_square: float, weight_square: float) -> float:
     return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf
-
-
-def _quantiles(values: torch.Tensor, weights: torch.Tensor, levels: tuple[int, ...]) -> dict[int, float]:
-    """Of weighted values, at levels in per cent; sorting is what costs, so it is done once."""
-    ordered, index = values.sort()
-    cumulative = weights[index].cumsum(0)
-    sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
-    at = torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)
-    return dict(zip(levels, ordered[at].tolist(), strict=True))

@@ -96,9 +96,6 @@ def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
         )
 
 
-# State
-
-
 def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
     """Make the missing tensors of a parameter's state: float32, in its shape and on its devices."""
     if "hessian" not in state:

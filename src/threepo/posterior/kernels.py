@@ -48,8 +48,13 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     for index, operation in enumerate(operations):
         kind: Any = type(operation)
         tensors: Any = operation[: kind._fields.index("key")]
-        own = [None if tensor is None else local(tensor) for tensor in tensors]
-        _check(own, kind._fields)
+        own: list[Any] = [None if tensor is None else local(tensor) for tensor in tensors]
+        for name, tensor in zip(kind._fields, own, strict=False):  # compiled kernels get addresses, so would not notice
+            if tensor is not None and tensor.shape != own[0].shape:
+                shapes = f"{list(own[0].shape)} and {list(tensor.shape)}"
+                raise RuntimeError(f"shapes differ: {shapes}, here or in their shards")
+            if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
+                raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
         dense = [None if tensor is None else tensor.contiguous() for tensor in own]
         for region, part in by_region(tensors[0], dense):
             parts[backend(*dense)].append((index, kind(*part, *operation[len(part) : -1], region)))
@@ -67,14 +72,3 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     # Autograd must know what compiled kernels wrote.
     torch.autograd.graph.increment_version([tensor for tensor, _ in written if not tensor.is_inference()])
     return clipped
-
-
-def _check(own: list[torch.Tensor | None], names: tuple[str, ...]) -> None:
-    """The compiled kernels get addresses, so they would not notice."""
-    assert own[0] is not None
-    shape = own[0].shape
-    for name, tensor in zip(names, own, strict=False):
-        if tensor is not None and tensor.shape != shape:
-            raise RuntimeError(f"shapes differ: {list(shape)} and {list(tensor.shape)}, here or in their shards")
-        if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
-            raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")

@@ -97,8 +97,7 @@ def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options:
 
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
-    meshes: dict[Any, None] = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
         failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
         _all_reduce(failed, mesh, range(mesh.ndim), op=torch.distributed.ReduceOp.MAX)
         here = not failed.item()

@@ -43,7 +43,13 @@ def next_ess(config: TrainConfig, state: EssState, done: int, metrics: Mapping[s
     if settings.kind == "constant" or not math.isfinite(value):
         return state
     if settings.kind == "controller":
-        return replace(state, factor=_within(config, state.factor * _correction(config, value)))
+        # The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; the exponent `gain`
+        # damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
+        target = settings.target
+        if settings.metric == "kept_share":
+            value, target = (_divergence(share, config.method.correction) for share in (value, target))
+        change = math.exp(settings.gain * math.log(max(value, 1e-12) / target))
+        return replace(state, factor=_within(config, state.factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE)))
     first, highest = state.first_entropy or value, max(value, state.highest_entropy)
     if settings.kind == "entropy_switch":
         factor = low if value <= settings.entropy_share * highest else 1.0
@@ -72,20 +78,6 @@ def refuse_unmeasured(config: TrainConfig) -> None:
         return
     measured = f"steers by correction/{config.ess_schedule.metric}, which {why}"
     raise UserError(f"ess_schedule.kind = 'controller': {measured}, or another ess_schedule.kind")
-
-
-def _correction(config: TrainConfig, value: float) -> float:
-    """What to multiply ess by, from the measured KL or kept share.
-
-    The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; `gain` is the exponent that
-    damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
-    """
-    settings, correction = config.ess_schedule, config.method.correction
-    if settings.metric == "kl":
-        error = math.log(max(value, 1e-12) / settings.target)
-    else:
-        error = math.log(_divergence(value, correction) / _divergence(settings.target, correction))
-    return min(max(math.exp(settings.gain * error), 1 / MOST_AT_ONCE), MOST_AT_ONCE)
 
 
 def _divergence(kept: float, correction: Correction) -> float:

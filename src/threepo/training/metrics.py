@@ -48,8 +48,11 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
     details = sorted({verdict.detail for verdict in verdicts if verdict.detail})
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
     return {
-        **{_share_of(detail): _mean([v.detail == detail for v in verdicts]) for detail in details},
-        **({_share_of("format_ok"): _mean(layouts)} if layouts else {}),
+        **{
+            f"reward/{re.sub(r'[^a-z0-9]+', '_', detail.lower())}_share": _mean([v.detail == detail for v in verdicts])
+            for detail in details
+        },
+        **({"reward/format_ok_share": _mean(layouts)} if layouts else {}),
         "reward/mean": _mean([v.reward for v in verdicts]),
         "reward/correct_share": _mean([v.correct for v in verdicts]),
         "reward/no_answer_share": _mean([v.status == "no_answer" for v in verdicts]),
@@ -61,10 +64,6 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
         "completions/length_max": float(lengths.max()),
         "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
     }
-
-
-def _share_of(detail: str) -> str:
-    return f"reward/{re.sub(r'[^a-z0-9]+', '_', detail.lower())}_share"
 
 
 def time_metrics(clock: Clock, groups: list[Group]) -> Metrics:
@@ -80,13 +79,11 @@ def update_metrics(record: UpdateRecord) -> Metrics:
         return {}
     metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0}
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
-    return metrics if record.correction is None else metrics | _correction_metrics(record)
-
-
-def _correction_metrics(record: UpdateRecord) -> Metrics:
+    if record.correction is None:
+        return metrics
     rows = record.rows
     rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
-    metrics = {
+    metrics |= {
         "correction/kl": record.kl / record.tokens,
         "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
         "correction/kept_token_share": sum(row.kept_tokens for row in rows) / record.tokens,
@@ -159,8 +156,7 @@ def watch(
         ("length", cut, FAILED_STEPS, (_ENDLESS if endless else _CUT).format(config.sampling.max_new_tokens)),
     ]
     if correction:
-        idle = correction.kind != "none" and all(row.untouched for row in record.rows)
-        unchanged = idle if record.rows else None
+        unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
         alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))
     after = dict(streaks)
     for name, happened, limit, message in alarms:

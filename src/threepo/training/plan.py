@@ -24,8 +24,7 @@ def step_flops(
 ) -> dict[str, float]:
     """Operations of one RLVR step by what they are for; the paper's table has their sum.
 
-    The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G K (prompt + response) for training. `prompt`
-    and `response` are mean tokens; `rollouts` is G; `prefills`, S, is how often each prompt is read: once for each
+    `prompt` and `response` are mean tokens; `rollouts` is G; `prefills` is how often each prompt is read: once for each
     draw, which shares it among its completions; `draws`, K, is how often each row is trained on.
     """
     return {

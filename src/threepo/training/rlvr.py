@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from threepo.config import DataConfig, TrainConfig
+from threepo.config import TrainConfig
 from threepo.data.digest import problems_digest
 from threepo.data.finite import FiniteProblems, content, warn_of_shared
 from threepo.data.source import ProblemSource, open_training
@@ -124,7 +124,14 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     examination = examine(*heldout, policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
         warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
-    problems = problem_record(data, source, examination)
+    # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
+    parts = {"train": (data.train, source.known())}
+    if examination:
+        parts["eval"] = (data.eval or data.train, examination.problems)
+    problems = {
+        part: {"source": name, "problems": len(found), "digest": problems_digest(found, [p.prompt for p in found])}
+        for part, (name, found) in parts.items()
+    }
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
@@ -135,17 +142,3 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
         folder, tensorboard = open_folder(config, folder, state.step, problems)
         on_failure.pop_all()
     return Run(config, folder, tensorboard, policy, optimizer, state, engine, source, grader, examination)
-
-
-def problem_record(data: DataConfig, training: ProblemSource, examination: Examination | None) -> dict[str, Any]:
-    """Source, number and digest of the problems to train on, and of those to evaluate on, for problems.json.
-
-    Endless problems are functions of the recipe, so one example shows whether the code that generates them has changed.
-    """
-    parts = {"train": (data.train, training.known())}
-    if examination:
-        parts["eval"] = (data.eval or data.train, examination.problems)
-    return {
-        part: {"source": source, "problems": len(found), "digest": problems_digest(found, [p.prompt for p in found])}
-        for part, (source, found) in parts.items()
-    }

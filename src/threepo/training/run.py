@@ -126,7 +126,7 @@ class TrainingRun(Generic[Config]):
             yield end_step
 
 
-def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> None:
+def refuse_early(config: Config, resumed: RunFolder | None) -> None:
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
     if not resumed:
         refuse_taken(Path(config.run.folder), config)
@@ -134,9 +134,7 @@ def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> 
         raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
 
 
-def build_or_restore(
-    config: TrainConfig | SFTConfig, resumed: RunFolder | None
-) -> tuple[Policy, PolicyOptimizer, TrainState]:
+def build_or_restore(config: Config, resumed: RunFolder | None) -> tuple[Policy, PolicyOptimizer, TrainState]:
     """Policy, optimizer and state as the newest checkpoint of a resumed run has them; new ones if there is none."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
