@@ -65,7 +65,7 @@ class IVON(torch.optim.Optimizer):
     `scaler.step` would hide the skipped step.
     """
 
-    _model: torch.nn.Module | None = None
+    _model: torch.nn.Module | None = None  # not copied, nor pickled
 
     def __init__(
         self,

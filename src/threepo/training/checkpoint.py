@@ -36,7 +36,6 @@ class TrainState:
     streaks: Mapping[str, int] = field(default_factory=dict)
     """See `metrics.watch`."""
     ess: EssState = field(default_factory=EssState)
-    """What the ess schedule remembers."""
 
 
 def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState) -> None:

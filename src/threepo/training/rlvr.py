@@ -59,8 +59,7 @@ def train(run: Run) -> None:
                 run.save()
                 raise
             record = learn(run, groups, step, clock)
-            metrics = rollout_metrics(run.config.method, groups) | update_metrics(record)
-            metrics |= run.optimizer_metrics()
+            metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | run.optimizer_metrics()
             streaks = watch(run.config, run.state.streaks, step, groups, record)
             run.state = TrainState(step + 1, streaks, next_ess(run.config, run.state.ess, step + 1, metrics))
             if run.examination and due(step + 1, run.config.eval.every, steps):

@@ -22,7 +22,6 @@ from threepo.types import Draw, GradientPart, MicroBatch, PackedTokens, Supervis
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
 
-
 CPU_TOKENS, GPU_TOKENS = 4096, 16384
 """Default token budgets: on a CPU, activations should stay in its caches; on a GPU, its cores should be busy."""
 
