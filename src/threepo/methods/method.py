@@ -107,9 +107,8 @@ def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
 
 def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
     """The batch as `pieces` mini-batches, or one per prompt if there are fewer; rows of a prompt stay together."""
-    order = {
-        row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)
-    }
+    rows = (row for part in batch.parts for row in sorted(part.rows, key=lambda row: row.index))
+    order = dict.fromkeys(row.completion.problem.id for row in rows)
     pieces = max(1, min(pieces, len(order)))
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
 

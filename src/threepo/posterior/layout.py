@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -72,14 +72,16 @@ def sampled(
     for p, tensor in values:
         here = local(tensor.detach()).contiguous().view(-1)
         indices = torch.arange(0, p.numel(), every(p), device=here.device)
+        if not isinstance(p, DTensor):
+            found.append(here[indices].float().cpu())
+            continue
         sample = torch.zeros(len(indices), device=here.device)
         for (start, row, stride), (part,) in by_region(p, [here]):
             columns = (indices - start) % stride
             at = (indices - start) // stride * row + columns
             ours = (indices >= start) & (columns < row) & (at < len(part))
             sample[ours] = part[at[ours]].float()
-        if isinstance(p, DTensor):
-            _all_reduce(sample, *_sharding(p))  # an element is on one rank of those dimensions, and 0 on the others
+        _all_reduce(sample, *_sharding(p))  # an element is on one rank of those dimensions, and 0 on the others
         found.append(sample.cpu())
     return found
 
@@ -104,7 +106,7 @@ def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     return here
 
 
-def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> Iterator[tuple[Region, tuple[Any, ...]]]:
+def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> list[tuple[Region, Sequence[Any]]]:
     """The regions of the flat whole parameter that this rank holds, each with its elements of `held`.
 
     `held` are contiguous local tensors in the parameter's shape. There is one region, unless several dimensions are
@@ -114,8 +116,10 @@ def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> Iterator[
     if isinstance(p, DTensor):
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         regions = _box(tuple(p.shape), tuple(shape), tuple(offset))
-    parts = [repeat(None) if tensor is None else tensor.view(-1).chunk(max(len(regions), 1)) for tensor in held]
-    yield from zip(regions, zip(*parts, strict=False), strict=False)
+    if len(regions) < 2:
+        return [(region, held) for region in regions]
+    parts = (repeat(None) if tensor is None else tensor.view(-1).chunk(len(regions)) for tensor in held)
+    return list(zip(regions, zip(*parts, strict=False), strict=True))
 
 
 def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Region]:

@@ -61,9 +61,7 @@ def next_ess(config: TrainConfig, state: EssState, done: int, metrics: Mapping[s
 
 def refuse_unmeasured(config: TrainConfig) -> None:
     """Raise `UserError` if the controller would steer by a metric that this run does not have."""
-    method, sampling = config.method, config.sampling
-    if config.ess_schedule.kind != "controller":
-        return
+    method, sampling, why = config.method, config.sampling, ""
     if rollouts_are_filtered(method, sampling):
         why = (
             f"is not computed for rollouts that are cut by sampling.top_p = {sampling.top_p:g} or sampling.top_k = "
@@ -74,10 +72,9 @@ def refuse_unmeasured(config: TrainConfig) -> None:
             "is constant with method.draws = 1, where the gradient is taken at the draw that generated the rollouts; "
             "set method.draws = 2 or more"
         )
-    else:
-        return
-    measured = f"steers by correction/{config.ess_schedule.metric}, which {why}"
-    raise UserError(f"ess_schedule.kind = 'controller': {measured}, or another ess_schedule.kind")
+    if why and config.ess_schedule.kind == "controller":
+        measured = f"steers by correction/{config.ess_schedule.metric}, which {why}"
+        raise UserError(f"ess_schedule.kind = 'controller': {measured}, or another ess_schedule.kind")
 
 
 def _divergence(kept: float, correction: Correction) -> float:
