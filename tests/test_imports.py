@@ -95,7 +95,7 @@ def test_the_rule_itself_can_fail() -> None:
     [
         ("vllm", "rollout/vllm_server.py"),
         ("trl", "integrations/trl.py"),
-        ("tensorboard", "training/trackers.py"),
+        ("tensorboard", "training/run.py"),
     ],
 )
 def test_optional_packages_are_imported_in_one_file(package: str, only: str) -> None:

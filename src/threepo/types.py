@@ -220,4 +220,4 @@ class MicroBatch(PackedTokens):
     advantages: torch.Tensor
     """[K]: the advantage of each token's row."""
     weights: torch.Tensor
-    """[K]: the weight of each token's row (objectives.aggregate)."""
+    """[K]: the weight of each token's row (policy_loss.row_weights)."""

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from threepo import IVON, Posterior
+from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.layout import like_parameter
-from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.types import Draw
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}

@@ -265,8 +265,8 @@ def test_a_box_of_a_tensor_is_found_in_its_pieces(data: st.DataObject) -> None:
     box = indices[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))].reshape(-1)
     found = torch.full_like(box, -1)
     pieces = _box(whole, part, offset)
-    for local, (start, row, stride), count in pieces:
-        found[local] = torch.tensor([start + i // row * stride + i % row for i in range(count)])
+    for held, (start, row, stride) in zip(found.chunk(max(len(pieces), 1)), pieces, strict=bool(pieces)):
+        held.copy_(torch.tensor([start + i // row * stride + i % row for i in range(len(held))]))
     assert torch.equal(found, box)
     if len([d for d, n in enumerate(part) if n != whole[d]]) <= 1:
         assert len(pieces) <= 1, "cut along one dimension, it is one call"

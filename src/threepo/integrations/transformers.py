@@ -19,9 +19,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from threepo.errors import UserError
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
-from threepo.posterior.statistics import posterior_metrics
 from threepo.types import Draw
 
 _LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")

@@ -180,10 +180,9 @@ class _Preparation:
             return self._broken("the chat template marks no part of it as the assistant's", location)
         if len(tokens) > self.limit:
             if self.settings.too_long == "error":
-                raise UserError(
-                    f"{location}: {len(tokens)} tokens, more than {self.limit}, which is conversations.max_tokens or "
-                    f"the model's context; set conversations.too_long = 'drop' to leave such rows out"
-                )
+                limit = f"{self.limit}, which is conversations.max_tokens or the model's context"
+                fix = "set conversations.too_long = 'drop' to leave such rows out"
+                raise UserError(f"{location}: {len(tokens)} tokens, more than {limit}; {fix}")
             return "too_long"
         self.policy.check_vocabulary(location, tokens)
         bounds = [bound for span in ranges for bound in span]

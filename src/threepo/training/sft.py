@@ -21,14 +21,12 @@ from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.statistics import posterior_metrics
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
-from threepo.training.batching import flatten, pack
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock
-from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedule import due
+from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
+from threepo.training.update import flatten, pack
 from threepo.types import Draw, SupervisedRow
 
 SFT_DRAW = 1 << 21
@@ -63,7 +61,7 @@ def fine_tune(run: FineTuning) -> None:
     with run.ending_steps("warm start", steps, {"loss": "sft/loss"}) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
-            run.set_learning_rate(step, steps)
+            run.set_rates(step, steps)
             rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
@@ -72,11 +70,9 @@ def fine_tune(run: FineTuning) -> None:
             run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
             clock.lap("time/step")
-            run.state = TrainState(step + 1, run.optimizer.param_groups[0].get("step", 0), run.optimizer.skipped_steps)
-            metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens), **run.optimizer.step_metrics()}
-            metrics["optimizer/lr"] = run.optimizer.param_groups[0]["lr"]
-            if isinstance(run.optimizer, IVON) and due(step + 1, 10, steps):
-                metrics |= posterior_metrics(run.optimizer)
+            run.state = TrainState(step + 1)
+            metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
+            metrics |= run.optimizer_metrics(posterior=due(step + 1, 10, steps))
             if heldout and due(step + 1, run.material.eval_every, steps):
                 with torch.no_grad():
                     loss = cross_entropy(run.policy, heldout, config.batching.tokens)
@@ -151,10 +147,8 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     training, heldout, size = prepared["source"], prepared.get("eval"), settings.batch_size
     count = len(training.kept)
     if count < size:
-        raise UserError(
-            f"conversations {settings.source}: {count} rows are left, fewer than conversations.batch_size = "
-            f"{size}; lower it"
-        )
+        few = f"{count} rows are left, fewer than conversations.batch_size = {size}; lower it"
+        raise UserError(f"conversations {settings.source}: {few}")
     return Material(
         lambda step: training.batch(epoch_batch(count, size, settings.seed, step)),
         config.run.steps or settings.epochs * (count // size),  # the rest of an epoch is left out
