@@ -43,7 +43,7 @@ import torch
 from threepo.config import Method, TinyConfig, TrainConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.config.recipes import load
-from threepo.models.tiny import make_model, make_tokenizer
+from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
 

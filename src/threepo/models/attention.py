@@ -13,7 +13,8 @@ Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a hea
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,12 +60,10 @@ class PackedRows:
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device) -> None:
         """`row_lengths` are at least 1 each; sorted lengths give the least padding."""
-        lengths = torch.tensor(row_lengths)
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        self.position_ids = positions.unsqueeze(0).to(device)
+        self.position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
-        self.tiles = [Tile(row_lengths[a:b], int(starts[a]), device) for a, b in _tile_bounds(row_lengths)]
+        starts = list(accumulate(row_lengths, initial=0))
+        self.tiles = [Tile(row_lengths[a:b], starts[a], device) for a, b in _tile_bounds(row_lengths)]
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
@@ -146,16 +145,14 @@ def takes_packed_rows(model: Any) -> bool:
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[None]:
     """Set the model's windows, if it has any, to two tokens, so that a row of four tokens exceeds them."""
-    holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
-    sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _WINDOWS]
-    windows = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and size > 2]
-    try:
-        for holder, name, _ in windows:
-            setattr(holder, name, 2)
+    with ExitStack() as restore:
+        for holder in (model.config, model.config.get_text_config(), *model.modules()):
+            for name in _WINDOWS:
+                size = getattr(holder, name, None)
+                if isinstance(size, int) and size > 2:
+                    restore.callback(setattr, holder, name, size)
+                    setattr(holder, name, 2)
         yield
-    finally:
-        for holder, name, size in windows:
-            setattr(holder, name, size)
 
 
 def _tile_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,10 +11,9 @@ from threepo.answers import THINK
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
-from threepo.models.loading import load_pretrained, pick_device
+from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
-from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
 from threepo.types import PackedTokens, Problem
 
 OPENING_TOKENS = 16
@@ -127,7 +126,7 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     model.to(device).eval()
     if settings.gradient_checkpointing:
         _recompute_activations(model)
-    dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
+    dtype = getattr(torch, settings.compute_dtype)
     return Policy(model, tokenizer, has_linear_head(model), dtype, takes_packed_rows(model))
 
 

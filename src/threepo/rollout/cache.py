@@ -110,23 +110,19 @@ class Prefill:
         Padding is on the right, where causal attention from a real token never looks. `window`: how many keys a token
         sees, its own included (0: all).
         """
-        self._write(self.cache.layer(layer, k, v), k, v)
+        memory, length = self.cache.layer(layer, k, v), k.shape[2]
+        memory.values[self.slots, :, :length] = v[self.sources]
+        if memory.blocked:
+            padded = F.pad(k, (0, 0, 0, whole_blocks(length) - length))
+            blocks = padded.view(*k.shape[:2], -1, LANES, k.shape[-1]).transpose(-1, -2)
+            memory.keys[self.slots, :, : blocks.shape[2]] = blocks[self.sources]
+        else:
+            memory.keys[self.slots, :, :length] = k[self.sources]
         mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
-
-    def _write(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
-        length = k.shape[2]
-        layer.values[self.slots, :, :length] = v[self.sources]
-        if layer.blocked:
-            blocks = -(-length // LANES)
-            k = F.pad(k, (0, 0, 0, blocks * LANES - length))
-            k = k.view(*k.shape[:2], blocks, LANES, -1).transpose(-1, -2)
-            layer.keys[self.slots, :, :blocks] = k[self.sources]
-        else:
-            layer.keys[self.slots, :, :length] = k[self.sources]
 
 
 @dataclass(frozen=True)

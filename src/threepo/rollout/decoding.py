@@ -60,12 +60,10 @@ class Decoding:
         self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self._cache = RowCache(len(rows_by_draw) * rows_per_draw, max(map(len, prompts)) + longest)
-        self._batch = _Batch(torch.empty(5, 0, dtype=torch.int64, device=device))
+        self._batch = torch.empty(5, 0, dtype=torch.int64, device=device)
+        """[5, B]: each row's index; tokens in the cache; next token to add; new tokens so far; slot in the cache."""
         self._counts = [0] * len(rows_by_draw)
         """Rows of each draw in the batch."""
-        self._rows = Rows(self._counts, device)
-        self._slots: list[int] = []
-        """The cache's slot of each row in the batch, as the host knows it."""
 
     def run(self) -> list[tuple[list[int], list[float]]]:
         """Decode all rows: new tokens and log-probs of each."""
@@ -87,88 +85,71 @@ class Decoding:
 
     def _advance(self) -> list[int]:
         """Decode one more token of every row; returns how many rows of each draw go on."""
-        batch, sampling = self._batch, self._sampling
-        logits = self._forward()
-        distribution = processed_logprobs(logits, sampling.temperature, sampling.top_p, sampling.top_k)
-        index = batch.row * sampling.max_new_tokens + batch.made  # in tensors [R + 1, T]
+        sampling = self._sampling
+        row, length, token, made, slot = self._batch
+        output = self._ensemble.model_for(self._rows)(
+            input_ids=token.unsqueeze(1),
+            position_ids=length.unsqueeze(1),
+            use_cache=False,
+            rows=Decode(self._cache, length, slot, int(length.max())),
+        )
+        distribution = processed_logprobs(output.logits[:, -1], sampling.temperature, sampling.top_p, sampling.top_k)
+        index = row * sampling.max_new_tokens + made  # in tensors [R + 1, T]
         random = self._random.take(index)
         chosen = choose(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
         self._tokens.put_(index, chosen)
         self._logprobs.put_(index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
-        batch.token.copy_(chosen)
-        going = batch.row != self._none
-        batch.made += going
-        batch.length += going
-        over = going & (torch.isin(chosen, self._stops) | (batch.made == sampling.max_new_tokens))
-        self._lengths.put_(batch.row, batch.made)
+        token.copy_(chosen)
+        going = row != self._none
+        made += going
+        length += going
+        over = going & (torch.isin(chosen, self._stops) | (made == sampling.max_new_tokens))
+        self._lengths.put_(row, made)
         # A finished row keeps decoding, at the beginning of its slot, until the batch is rearranged.
-        batch.row.masked_fill_(over, self._none)
-        batch.length.masked_fill_(over, 0)
-        batch.made.masked_fill_(over, 0)
-        return self._rows.draws[batch.row != self._none].bincount(minlength=len(self._counts)).tolist()
-
-    def _forward(self) -> torch.Tensor:
-        """Add the tokens of the batch to the cache; logits [B, V] of the next ones."""
-        batch = self._batch
-        output = self._ensemble.model_for(self._rows)(
-            input_ids=batch.token.unsqueeze(1),
-            position_ids=batch.length.unsqueeze(1),
-            use_cache=False,
-            rows=Decode(self._cache, batch.length, batch.slot, int(batch.length.max())),
-        )
-        return output.logits[:, -1]  # type: ignore[no-any-return]
+        row.masked_fill_(over, self._none)
+        length.masked_fill_(over, 0)
+        made.masked_fill_(over, 0)
+        return self._rows.draws[row != self._none].bincount(minlength=len(self._counts)).tolist()
 
     # Which rows are in the batch
 
     def _settle(self) -> None:
         """Remove finished rows, add waiting ones, and move all into the first slots."""
-        rows = self._batch.row.tolist()
+        old = self._batch.T.tolist()
         bounds = pairwise(accumulate(self._counts, initial=0))
-        stayed = [[i for i in range(*bound) if rows[i] != self._none] for bound in bounds]
-        """For each draw: positions in the old batch of the rows that go on."""
-        new = [
-            [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]
-            for queue, mine in zip(self._waiting, stayed, strict=True)
-        ]
-        counts = self._batch_counts([len(mine) + len(begin) for mine, begin in zip(stayed, new, strict=True)])
-        size = sum(counts)
-        sources: list[int] = []
-        started: list[tuple[int, int, int]] = []
-        for draw, (mine, begin, count) in enumerate(zip(stayed, new, counts, strict=True)):
-            first = len(sources) + len(mine)
-            started += [(draw, position, row) for position, row in enumerate(begin, first)]
-            sources += mine + [-1] * (count - len(mine))
-        slots = [self._slots[i] if i >= 0 else -1 for i in sources]
-        held = set(slots)
-        free = (slot for slot in range(size) if slot not in held)
-        moves = {slot: next(free) for slot in slots if slot >= size}
-        slots = [moves.get(slot, slot) for slot in slots]
-        slots = [next(free) if slot < 0 else slot for slot in slots]
-        self._cache.clear([slot for slot in slots if slot not in held])
-        if moves:
-            self._cache.move(list(moves), list(moves.values()), int(self._batch.length.max()))
-        self._batch = self._batch.select(sources, slots, self._none)
-        if counts != self._counts:
-            self._rows = Rows(counts, self._device)
-        self._counts, self._slots = counts, slots
-        if started:
-            self._start(started)
+        by_draw = [[entry for entry in old[slice(*bound)] if entry[0] != self._none] for bound in bounds]
+        for queue, mine in zip(self._waiting, by_draw, strict=True):
+            for row in [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]:
+                mine.append([row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1])
+        started = [[entry for entry in mine if entry[-1] < 0] for mine in by_draw]
+        self._counts = self._batch_counts([len(mine) for mine in by_draw])
+        for mine, count in zip(by_draw, self._counts, strict=True):
+            mine += [[self._none, 0, 0, 0, -1] for _ in range(count - len(mine))]
+        entries = [entry for mine in by_draw for entry in mine]
+        held = {slot for *_, slot in entries}
+        free = [slot for slot in range(len(entries)) if slot not in held]
+        moved = [entry for entry in entries if entry[-1] >= len(entries)]
+        self._cache.clear(free)
+        if moved:
+            longest = max(length for _, length, *_ in moved)
+            self._cache.move([slot for *_, slot in moved], free[: len(moved)], longest)
+        for entry, slot in zip(moved + [entry for entry in entries if entry[-1] < 0], free, strict=True):
+            entry[-1] = slot
+        self._batch = torch.tensor(entries, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
+        self._rows = Rows(self._counts, self._device)
+        self._read(started)
 
-    def _start(self, started: Sequence[tuple[int, int, int]]) -> None:
-        """Read the prompts of new rows (draw, position in the batch, row), except the last token, which is decoded."""
-        batch = self._batch
-        positions = [position for _, position, _ in started]
-        prompts = [self._prompts[row] for _, _, row in started]
-        batch.row[positions] = torch.tensor([row for _, _, row in started], device=self._device)
-        batch.length[positions] = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
-        batch.token[positions] = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
-        different: list[dict[Prompt, list[int]]] = [{} for _ in self._counts]
-        """For each draw: its different prompts, each with the slots of its rows."""
-        for (draw, position, _), prompt in zip(started, prompts, strict=True):
-            if len(prompt) > 1:
-                different[draw].setdefault(prompt[:-1], []).append(self._slots[position])
-        by_length = [sorted(found.items(), key=lambda item: len(item[0])) for found in different]
-        step = max(1, PREFILL_TOKENS // (len(by_length) * max(1, max(map(len, prompts)) - 1)))
+    def _read(self, started: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Read the prompts of each draw's new rows, except the last token, which is decoded."""
+        by_length = []
+        for mine in started:
+            slots: dict[Prompt, list[int]] = {}
+            for row, *_, slot in mine:
+                if prompt := self._prompts[row][:-1]:
+                    slots.setdefault(prompt, []).append(slot)
+            by_length.append(sorted(slots.items(), key=lambda item: len(item[0])))
+        longest = max((len(found[-1][0]) for found in by_length if found), default=0)
+        step = max(1, PREFILL_TOKENS // (len(by_length) * max(1, longest)))
         for begin in range(0, max(map(len, by_length)), step):
             self._prefill([found[begin : begin + step] for found in by_length])
 
@@ -190,19 +171,3 @@ class Decoding:
             use_cache=False,
             rows=Prefill(self._cache, sources, slots),
         )
-
-
-class _Batch:
-    """What the device knows of each row in the batch, all [B] int64."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self.row, self.length, self.token, self.made, self.slot = values
-        """Its index; tokens in the cache; the next token to add; new tokens so far; slot in the cache."""
-
-    def select(self, sources: Sequence[int], slots: Sequence[int], none: int) -> "_Batch":
-        """The rows at these positions, with new slots; -1 stands for an empty row, whose index is `none`."""
-        empty = torch.tensor([none, 0, 0, 0, 0], device=self._values.device).unsqueeze(1)
-        batch = _Batch(torch.cat([self._values, empty], dim=1)[:, list(sources)])
-        batch.slot.copy_(torch.tensor(slots))
-        return batch

@@ -62,36 +62,24 @@ def completed(
     )
 
 
-class EngineMemory(NamedTuple):
-    """What an engine holds at the same time."""
-
-    copies: int
-    """Copies of the weights, one for each of `units`."""
-    units: str
-    rows: int
-    """Most rows that are decoded together."""
-
-
 class EngineKind(NamedTuple):
     """An engine that `engine.kind` can name."""
 
     builder: str
     """`module:function` that makes it from a policy and settings; only imported for use."""
-    memory: Callable[[EngineConfig, int], EngineMemory]
-    """What it holds with these settings and so many draws."""
-
-
-def _local(settings: EngineConfig, draws: int) -> EngineMemory:
-    return EngineMemory(draws, "draws", settings.max_batch_rows)
-
-
-def _vllm(settings: EngineConfig, draws: int) -> EngineMemory:
-    return EngineMemory(settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows)
+    memory: Callable[[EngineConfig, int], tuple[int, str, int]]
+    """What it holds with these settings and so many draws: the number of copies of the weights, what there is a copy
+    for, and most rows that are decoded together."""
 
 
 ENGINES = {
-    "local": EngineKind("threepo.rollout.local:LocalEngine", _local),
-    "vllm": EngineKind("threepo.rollout.vllm:VLLMEngine", _vllm),
+    "local": EngineKind(
+        "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draws", settings.max_batch_rows)
+    ),
+    "vllm": EngineKind(
+        "threepo.rollout.vllm:VLLMEngine",
+        lambda settings, _: (settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows),
+    ),
 }
 
 

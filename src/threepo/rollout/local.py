@@ -27,11 +27,9 @@ class LocalEngine:
 
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         """`UserError` if the model's weights cannot be stacked."""
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        self._policy, self._settings = policy, settings
         self._model = getattr(policy.model, "_orig_mod", policy.model)  # before torch.compile
-        self._ensemble = Ensemble(self._model, dtype)
-        self._policy = policy
-        self._settings = settings
+        self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype))
         self._draws: list[Draw | None] = []
         self._step = -1
 
@@ -45,7 +43,15 @@ class LocalEngine:
         Parameters that the posterior does not have are the model's. `UserError` if it has others than the model.
         """
         self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
-        others = self._parameters_outside(posterior)
+        stacks, known = self._ensemble.stacks, set()
+        for name, _ in posterior.weights(None):
+            if name not in stacks:
+                raise UserError(
+                    f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not have; "
+                    f"construct it with the policy's model.named_parameters()"
+                )
+            known.add(stacks[name])
+        others = {name: p.detach() for name, p in self._model.named_parameters() if stacks[name] not in known}
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
             mine = self._ensemble.views(index)
@@ -82,18 +88,6 @@ class LocalEngine:
         self._draws = []
         self._ensemble.resize(0)
 
-    def _parameters_outside(self, posterior: WeightSource) -> dict[str, torch.Tensor]:
-        """The model's parameters that the posterior does not have, by name."""
-        stacks, known = self._ensemble.stacks, set()
-        for name, _ in posterior.weights(None):
-            if name not in stacks:
-                raise UserError(
-                    f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not have; "
-                    f"construct it with the policy's model.named_parameters()"
-                )
-            known.add(stacks[name])
-        return {name: p.detach() for name, p in self._model.named_parameters() if stacks[name] not in known}
-
     def _rows_per_draw(self, draws: int, wanted: int, tokens: int) -> int:
         """Rows of each draw to decode together: at most `wanted`, within engine.max_batch_rows and memory."""
         check_positions(self._model.config, tokens)
@@ -105,9 +99,8 @@ class LocalEngine:
             )
         weights = draws * self._ensemble.bytes_per_draw
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        row = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype) + sampling_bytes(
-            vocabulary
-        )
+        cached = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
+        row = cached + sampling_bytes(vocabulary)
         budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
         most = int((budget - weights) // (row * draws))
         if most < 1:
