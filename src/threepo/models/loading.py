@@ -65,7 +65,15 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    _refuse_incomplete(path, loaded)
+    # transformers gives missing tensors random values; such a policy must not be trained or scored.
+    for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
+        names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"model.path = {path!r}: its weight files {what} {', '.join(names[:3])}{more}; the directory is "
+                f"incomplete, or its config.json belongs to another model"
+            )
     return model, tokenizer
 
 
@@ -73,7 +81,7 @@ def model_shape(settings: ModelConfig) -> tuple[Any, int]:
     """Configuration and number of weights of a model, from its config.json; `UserError` if it is not there."""
     if settings.path in TINY_MODELS:
         with torch.device("meta"):
-            model: Any = make_model(settings.path, settings.tiny, 0)
+            model = make_model(settings.path, settings.tiny, 0)
     else:
         source = _found(settings.path, with_tokenizer=not settings.tokenizer)
         with _library_errors(settings.path), torch.device("meta"):
@@ -114,18 +122,6 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
     return path
 
 
-def _refuse_incomplete(path: str, loaded: dict[str, Any]) -> None:
-    """transformers gives missing tensors random values; such a policy must not be trained or scored."""
-    for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
-        names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"model.path = {path!r}: its weight files {what} {', '.join(names[:3])}{more}; the directory is "
-                f"incomplete, or its config.json belongs to another model"
-            )
-
-
 @contextmanager
 def _library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     """Turn the libraries' errors into a `UserError`, and silence their lines about retries and weights."""
@@ -161,7 +157,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def make_model(kind: str, shape: TinyConfig, seed: int) -> torch.nn.Module:
+def make_model(kind: str, shape: TinyConfig, seed: int) -> Any:
     """A `tiny-qwen2` or `tiny-llama` with weights drawn from `seed`, float32, without touching the global generator."""
     tokenizer = make_tokenizer()
     config = TINY_MODELS[kind](
@@ -179,4 +175,4 @@ def make_model(kind: str, shape: TinyConfig, seed: int) -> torch.nn.Module:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_config(config)

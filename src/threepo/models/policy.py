@@ -113,13 +113,12 @@ class Policy:
 
 def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
-    device = pick_device(settings.device)
-    model: Any
-    if settings.path in TINY_MODELS:
-        if settings.tokenizer:
-            raise UserError(
-                f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
-            )
+    device, is_tiny = pick_device(settings.device), settings.path in TINY_MODELS
+    if is_tiny and settings.tokenizer:
+        raise UserError(
+            f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
+        )
+    if is_tiny:
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
         model, tokenizer = load_pretrained(settings.path, settings.tokenizer)

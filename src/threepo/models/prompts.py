@@ -12,12 +12,11 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
     """Prompt tokens of the problems, in one call per kind of prompt, which is much faster than one per problem."""
     texts = [prompt_text(problem, tokenizer, settings) for problem in problems]
     chats = [_uses_chat(problem, tokenizer, settings) for problem in problems]
-    tokens: list[tuple[int, ...]] = [()] * len(problems)
+    encoded = {}
     for chat in set(chats):  # a chat template writes the special tokens itself
-        mine = [i for i, uses in enumerate(chats) if uses == chat]
-        encoded = tokenizer([texts[i] for i in mine], add_special_tokens=not chat)["input_ids"]
-        for i, ids in zip(mine, encoded, strict=True):
-            tokens[i] = tuple(ids)
+        mine = [text for text, uses in zip(texts, chats, strict=True) if uses == chat]
+        encoded[chat] = iter(tokenizer(mine, add_special_tokens=not chat)["input_ids"])
+    tokens = [tuple(next(encoded[chat])) for chat in chats]
     for problem, ids in zip(problems, tokens, strict=True):
         if not ids:
             raise UserError(f"{problem.label}: its prompt is empty; every problem needs at least one token")

@@ -15,10 +15,9 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.cache import whole_blocks
 from threepo.rollout.decoding import Decoding
-from threepo.rollout.engines import completed, rows_by_draw
+from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, check_positions
 from threepo.rollout.memory import GIB, available_bytes, bytes_per_token, sampling_bytes
-from threepo.rollout.sampling import row_key
 from threepo.types import Completion, Draw, Request
 
 

@@ -1,8 +1,8 @@
 """The vLLM engine: continuous batching in separate processes, with weights pushed into them.
 
 The trainer writes the weights of every draw into shared memory. A replica (rollout.vllm_server) loads them from there
-with vLLM's reload_weights, and flushes its prefix cache. With one replica the draws of a step are decoded in turn. With
-a replica per draw, all draws are decoded at the same time.
+with vLLM's reload_weights, and flushes its prefix cache. With one replica the draws of a step are decoded in turn, with
+a replica per draw at the same time.
 
 A probe shows that the engine computes with the weights it was given: log-probs of a fixed prompt, there and in the
 trainer. vLLM fuses and repacks weights after loading, so the tensors that its kernels read cannot be compared with
@@ -32,11 +32,10 @@ from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engines import completed, rows_by_draw
+from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors, layout_of
 from threepo.rollout.replicas import Replica, call_all
-from threepo.rollout.sampling import row_key
-from threepo.rollout.vllm_server import Decoded, Row
+from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
 LENGTH = 32
@@ -57,8 +56,7 @@ class VLLMEngine:
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
-        self._policy = policy
-        dtype = getattr(torch, settings.dtype)
+        self._policy, dtype = policy, getattr(torch, settings.dtype)
         self._max_length = settings.vllm.max_model_len or policy.context
         if self._max_length > policy.context:
             raise UserError(
@@ -122,18 +120,16 @@ class VLLMEngine:
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
-        # vLLM holds seeds in signed 64-bit integers.
         encoded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
         rows = rows_by_draw(requests, self._draws)
-        of_replica: dict[Replica, dict[int, list[Row]]] = {}
-        for index, mine in enumerate(rows):
-            if mine:
-                replica = self._replicas[index % len(self._replicas)]
-                of_replica.setdefault(replica, {})[index] = [encoded[i] for i in mine]
+        work: dict[Replica, tuple[Any, ...]] = {}
+        for first, replica in enumerate(self._replicas):
+            mine = range(first, len(rows), len(self._replicas))
+            if own := {index: [encoded[i] for i in rows[index]] for index in mine if rows[index]}:
+                work[replica] = "generate", own, sampling, self._policy.stop_tokens
         decoded: dict[int, Decoded] = {}
         with self._closed_on_error():
-            stops = self._policy.stop_tokens
-            answers = call_all({replica: ("generate", own, sampling, stops) for replica, own in of_replica.items()})
+            answers = call_all(work)
             for index, (measured, completions) in (item for answer in answers for item in answer.items()):
                 if measured is not None:
                     self._check(index, measured)
@@ -257,10 +253,9 @@ def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
 
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
-    for replica in replicas:
-        replica.close()
-    for tensors in shared:
-        tensors.close()
+    held: list[Replica | SharedTensors] = [*replicas, *shared]
+    for one in held:
+        one.close()
     replicas.clear()
     shared.clear()
     if folder:

@@ -22,7 +22,7 @@ from threepo.rollout.memory import Layout, SharedTensors
 _CPU_CACHE_BYTES = 1 << 30
 
 Row = tuple[tuple[int, ...], int]
-"""Prompt tokens and seed."""
+"""Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
 Decoded = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
 
