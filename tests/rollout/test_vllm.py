@@ -27,8 +27,8 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import vllm as module
-from threepo.rollout.decoding import processed_logprobs
 from threepo.rollout.replicas import TICK_SECONDS, Replica
+from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine, check_probe
 from threepo.rollout.vllm_server import all_nan
 from threepo.run_folder import read_metrics

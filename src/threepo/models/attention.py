@@ -104,13 +104,8 @@ def run_packed(model: Any, input_ids: Tensor, rows: PackedRows) -> Any:
     """The output of a model for tokens [T] of packed rows; `takes_packed_rows` must be true for it."""
     # transformers passes a mask of four dimensions through, and would otherwise make one of [T, T].
     no_mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=input_ids.device)
-    return model(
-        input_ids=input_ids.unsqueeze(0),
-        position_ids=rows.position_ids,
-        attention_mask=no_mask,
-        use_cache=False,
-        rows=rows,
-    )
+    ids, positions = input_ids.unsqueeze(0), rows.position_ids
+    return model(input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, rows=rows)
 
 
 @torch.no_grad()

@@ -55,15 +55,10 @@ class Policy:
         self, packed: PackedTokens, temperature: float = 1.0, *, with_entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [K]: `models.logprobs.token_logprobs` of this model in its compute dtype."""
+        options = {"linear_head": self.linear_head, "packed_rows": self.packed_rows}
+        options["with_entropy_gradient"] = with_entropy_gradient
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
-            return token_logprobs(
-                self.model,
-                packed,
-                temperature,
-                linear_head=self.linear_head,
-                packed_rows=self.packed_rows,
-                with_entropy_gradient=with_entropy_gradient,
-            )
+            return token_logprobs(self.model, packed, temperature, **options)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer."""

@@ -38,12 +38,12 @@ def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
             f"use a tokenizer with one, or give the prompts as text"
         )
     try:
-        text = tokenizer.apply_chat_template(messages(problem, settings), tokenize=False, add_generation_prompt=True)
+        chat = messages(problem, settings)
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and may raise anything
         raise UserError(
             f"{problem.label}: the tokenizer's chat template failed on it: {type(error).__name__}: {error}"
         ) from error
-    return str(text)
 
 
 def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
@@ -55,6 +55,5 @@ def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
 
 
 def _uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:
-    if not isinstance(problem.prompt, str):
-        return True
-    return settings.chat_template == "auto" and bool(tokenizer.chat_template)
+    own = not isinstance(problem.prompt, str)
+    return own or (settings.chat_template == "auto" and bool(tokenizer.chat_template))

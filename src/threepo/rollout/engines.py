@@ -88,5 +88,4 @@ ENGINES = {
 
 def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
     """The rollout engine that `settings.kind` names; the caller closes it."""
-    engine: RolloutEngine = pkgutil.resolve_name(ENGINES[settings.kind].builder)(policy, settings)
-    return engine
+    return pkgutil.resolve_name(ENGINES[settings.kind].builder)(policy, settings)  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ class Stack:
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.is_packed = False
-        """Whether `pack` brings the values [out, in] into the order of compiled products."""
+        """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
@@ -46,11 +46,6 @@ class Stack:
         self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
         """[N, *shape], for writing; after packing it no longer shows the values."""
 
-    def pack(self, index: int) -> None:
-        """Reorder the values of one draw, after writing, for compiled products."""
-        if self.is_packed:
-            stacked_linear.pack(self.memory[index].view(-1, self.shape[1]))
-
     @property
     def packed(self) -> torch.Tensor:
         """[N, out, in] with whole panels of outputs, for stacked_linear.py."""
@@ -61,7 +56,6 @@ class Rows:
     """How many rows of each draw a pass has, and what follows from it while the loaded weights stay."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self.count = sum(counts)
         numbers = torch.tensor(counts)
         self.draws = torch.arange(len(counts)).repeat_interleave(numbers).to(device)
         """[B] the draw of each row."""
@@ -96,8 +90,8 @@ class StackedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.values
         if self.weight.is_packed:
             x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
-            positions, rest = divmod(len(x2), rows.count)
-            assert not rest, f"{rows.count} rows cannot have equally many of {len(x2)} positions"
+            positions, rest = divmod(len(x2), len(rows.draws))
+            assert not rest, f"{len(rows.draws)} rows cannot have equally many of {len(x2)} positions"
             starts = rows.starts if positions == 1 else rows.starts * positions
             out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
             return out.view(*x.shape[:-1], out.shape[-1])
@@ -209,7 +203,8 @@ class Ensemble:
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""
         for stack in set(self.stacks.values()):
-            stack.pack(index)
+            if stack.is_packed:
+                stacked_linear.pack(stack.packed[index])
 
 
 def check_positions(config: Any, tokens: int) -> None:
@@ -221,11 +216,9 @@ def check_positions(config: Any, tokens: int) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one by layer type
         kind = part.get("rope_type", "default")
-        if kind == "longrope":
-            most = part["original_max_position_embeddings"]
-        else:
-            most = text.max_position_embeddings if "dynamic" in kind else tokens
-        if tokens > most:
+        context = getattr(text, "max_position_embeddings", tokens)
+        most = part["original_max_position_embeddings"] if kind == "longrope" else context
+        if tokens > most and (kind == "longrope" or "dynamic" in kind):
             raise UserError(
                 f"engine.kind = 'local': the model's rope_type = {kind!r} changes frequencies above {most} tokens; "
                 f"prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"

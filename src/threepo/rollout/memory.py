@@ -12,8 +12,6 @@ import torch
 from threepo.errors import UserError
 
 GIB = 1 << 30
-SPARED = 0.1
-"""Share of the free memory that is left for activations and everything else."""
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor, in the order in which they lie."""
 _ALIGN = 64
@@ -34,9 +32,9 @@ def sampling_bytes(vocabulary: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device, less a tenth; on a CPU within the limits of the control group (version 2)."""
+    """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2)."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * (1 - SPARED))
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
@@ -44,7 +42,7 @@ def available_bytes(device: torch.device) -> int:
         used = int((group / "memory.current").read_text())
         cached = _numbers(group / "memory.stat")["inactive_file"]  # files that the kernel drops when memory is short
         free = min(free, max(int(most) - used + cached, 0))
-    return int(free * (1 - SPARED))
+    return int(free * 0.9)
 
 
 def _numbers(file: Path) -> dict[str, int]:

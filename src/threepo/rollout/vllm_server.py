@@ -19,8 +19,6 @@ import torch
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.rollout.memory import Layout, SharedTensors
 
-_CPU_CACHE_BYTES = 1 << 30
-
 Row = tuple[tuple[int, ...], int]
 """Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
 Decoded = tuple[list[int], list[float]]
@@ -54,7 +52,7 @@ class Server:
             max_num_seqs=settings.max_batch_rows,
             enforce_eager=own.enforce_eager,
             gpu_memory_utilization=own.gpu_memory_utilization,
-            kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else _CPU_CACHE_BYTES),
+            kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30),
             disable_log_stats=True,
             seed=0,
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.posterior.noise import address_key, uniforms
-from threepo.rollout.decoding import BLOCK, choose, processed_logprobs
+from threepo.rollout.sampling import BLOCK, choose, processed_logprobs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
 SETTINGS = [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.4, 0.9, 0), (1.0, 1.0, 3), (0.8, 0.7, 4)]
