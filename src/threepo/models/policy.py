@@ -11,10 +11,9 @@ from threepo.answers import THINK
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
-from threepo.models.loading import load_pretrained, pick_device
+from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
-from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
 from threepo.types import PackedTokens, Problem
 
 OPENING_TOKENS = 16
@@ -56,15 +55,10 @@ class Policy:
         self, packed: PackedTokens, temperature: float = 1.0, *, with_entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [K]: `models.logprobs.token_logprobs` of this model in its compute dtype."""
+        options = {"linear_head": self.linear_head, "packed_rows": self.packed_rows}
+        options["with_entropy_gradient"] = with_entropy_gradient
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
-            return token_logprobs(
-                self.model,
-                packed,
-                temperature,
-                linear_head=self.linear_head,
-                packed_rows=self.packed_rows,
-                with_entropy_gradient=with_entropy_gradient,
-            )
+            return token_logprobs(self.model, packed, temperature, **options)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer."""
@@ -114,20 +108,19 @@ class Policy:
 
 def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
-    device = pick_device(settings.device)
-    model: Any
-    if settings.path in TINY_MODELS:
-        if settings.tokenizer:
-            raise UserError(
-                f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
-            )
+    device, is_tiny = pick_device(settings.device), settings.path in TINY_MODELS
+    if is_tiny and settings.tokenizer:
+        raise UserError(
+            f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
+        )
+    if is_tiny:
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
         model, tokenizer = load_pretrained(settings.path, settings.tokenizer)
     model.to(device).eval()
     if settings.gradient_checkpointing:
         _recompute_activations(model)
-    dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
+    dtype = getattr(torch, settings.compute_dtype)
     return Policy(model, tokenizer, has_linear_head(model), dtype, takes_packed_rows(model))
 
 
