@@ -1,0 +1,203 @@
+"""The procedural tasks, and demonstrations of them. To add a task: a class here, and its name in `TASKS`."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from string import ascii_lowercase
+from typing import ClassVar
+
+from threepo.answers import final_answer, judge
+from threepo.config import DemonstrationConfig
+from threepo.data.task import ProceduralProblems, Task
+from threepo.errors import UserError
+from threepo.types import Problem, Verdict
+
+
+class Paths(Task):
+    """Find a way through a directed graph. Level: edges on the way; as many dead ends branch off.
+
+        ab bc ad cf de; a to e              ->  a d e
+
+    Any path along the given edges from start to goal is right. Worked out as a depth-first search that writes down
+    every stop, also when it goes back.
+    """
+
+    name = "paths"
+    default_levels = (2, 3, 4)
+    min_level = 1
+
+    def generate(self, rng: Random, level: int) -> tuple[str, str]:
+        letters = rng.sample(ascii_lowercase, 2 * level + 1)
+        way, others = letters[: level + 1], letters[level + 1 :]
+        edges = [a + b for a, b in pairwise(way)]
+        reached = way[:-1]  # dead ends branch off anything but the goal, and never lead back
+        for letter in others:
+            edges.append(rng.choice(reached) + letter)
+            reached.append(letter)
+        rng.shuffle(edges)
+        return f"{' '.join(edges)}; {way[0]} to {way[-1]}\n", " ".join(way)
+
+    def verify(self, problem: Problem, completion: str) -> Verdict:
+        given = final_answer(completion)
+        edges, start, goal = _read(str(problem.prompt))
+        stops = given.split()
+        right = len(stops) > 1 and stops[0] == start and stops[-1] == goal
+        return judge(given, right and all(a + b in edges for a, b in pairwise(stops)))
+
+    def work(self, prompt: str) -> str:
+        edges, start, goal = _read(prompt)
+        visits: list[str] = []
+
+        def search(at: str) -> bool:
+            visits.append(at)
+            for edge in edges:
+                if at != goal and edge[0] == at:
+                    if search(edge[1]):
+                        return True
+                    visits.append(at)
+            return at == goal
+
+        search(start)
+        return "".join(visits)
+
+
+class Pointers(Task):
+    """Every letter points to another; the answer is where a number of hops leads. Level: how many hops.
+
+        a>c b>e c>b d>a e>d; 3 from a       ->  e
+
+    Worked out by naming each stop.
+    """
+
+    name = "pointers"
+    default_levels = (2, 3, 4, 5)
+    min_level = 1
+
+    def generate(self, rng: Random, level: int) -> tuple[str, str]:
+        # One cycle through all letters: a walk shorter than it never repeats, so no hop can be skipped.
+        letters = rng.sample(ascii_lowercase, level + 2)
+        target = dict(zip(letters, letters[1:] + letters[:1], strict=True))
+        listing = " ".join(f"{letter}>{target[letter]}" for letter in rng.sample(letters, len(letters)))
+        prompt = f"{listing}; {level} from {rng.choice(letters)}\n"
+        return prompt, self.work(prompt)[-1]
+
+    def work(self, prompt: str) -> str:
+        pointers, hops, start = _read(prompt)
+        target = dict(pair.split(">") for pair in pointers)
+        stops = start
+        for _ in range(int(hops)):
+            stops += target[stops[-1]]
+        return stops
+
+
+def _read(prompt: str) -> tuple[list[str], str, str]:
+    """What stands before the semicolon, and the words around the middle one after it: `ab bc; a to c`."""
+    listing, _, question = prompt.partition(";")
+    first, _, last = question.split()
+    return listing.split(), first, last
+
+
+class Sorting(Task):
+    """Sort digits. Level: how many.
+
+        sort 7391       ->  1379
+
+    Worked out as a selection sort: the smallest digit left, and the digits that are left without it.
+    """
+
+    name = "sorting"
+    default_levels = (4, 5, 6)
+    min_level = 2
+    behaviours = ("worked", "direct", "copied", "reversed")
+
+    def generate(self, rng: Random, level: int) -> tuple[str, str]:
+        digits = "".join(str(rng.randrange(10)) for _ in range(level))
+        return f"sort {digits}\n", "".join(sorted(digits))
+
+    def work(self, prompt: str) -> str:
+        left = prompt.split()[1]
+        steps = []
+        for smallest in sorted(left):
+            left = left.replace(smallest, "", 1)
+            steps.append(f"{smallest}:{left}")
+        return "\n".join(steps)
+
+    def demonstrate(self, problem: Problem, behaviour: str) -> str:
+        if behaviour == "copied":
+            return str(problem.prompt).split()[1]
+        if behaviour == "reversed":
+            return problem.answer[::-1]
+        return super().demonstrate(problem, behaviour)
+
+
+class Stack(Task):
+    """Run a stack machine. Level: how many operations.
+
+        stack 3 5 swap dup over pop         ->  5 3 3
+
+    A digit pushes itself; `pop` drops the top, `dup` doubles it, `swap` exchanges the top two, `over` pushes the
+    second. The answer is the final stack, bottom first. Worked out by writing the stack after every operation.
+    """
+
+    name = "stack"
+    default_levels = (4, 5, 6, 7)
+    min_level = 2
+    top_two: ClassVar = {"dup": (0, 1, 1), "pop": (0,), "swap": (1, 0), "over": (0, 1, 0)}
+    """What each operation makes of the second (0) and the top (1)."""
+
+    def generate(self, rng: Random, level: int) -> tuple[str, str]:
+        operations: list[str] = []
+        stack: list[str] = []
+        for _ in range(level):
+            known = ["push", "push", *(self.top_two if len(stack) > 1 else ())]  # the final stack must not be empty
+            operation = rng.choice(known)
+            operations.append(str(rng.randrange(10)) if operation == "push" else operation)
+            stack = self.after(stack, operations[-1])
+        return f"stack {' '.join(operations)}\n", " ".join(stack)
+
+    def work(self, prompt: str) -> str:
+        stacks: list[list[str]] = [[]]
+        for operation in prompt.split()[1:]:
+            stacks.append(self.after(stacks[-1], operation))
+        return "\n".join(map(" ".join, stacks[1:]))
+
+    def after(self, stack: list[str], operation: str) -> list[str]:
+        """The stack after one operation."""
+        if operation not in self.top_two:
+            return [*stack, operation]
+        return stack[:-2] + [stack[-2:][i] for i in self.top_two[operation]]
+
+
+TASKS: dict[str, Task] = {task.name: task for task in (Paths(), Pointers(), Sorting(), Stack())}
+Demonstration = tuple[Problem, str]
+"""A problem of the training split, and a completion of it."""
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Endless demonstrations for supervised fine-tuning; the i-th is a function of the settings and i."""
+
+    settings: DemonstrationConfig
+
+    def __post_init__(self) -> None:
+        for name in self.settings.tasks:
+            if name not in TASKS:
+                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join(TASKS)}")
+            known = TASKS[name].behaviours
+            for behaviour in self.settings.behaviours.keys() - set(known):
+                raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
+        settings = self.settings
+        task = TASKS[settings.tasks[index % len(settings.tasks)]]
+        problems = ProceduralProblems(task, "train", settings.seed, settings.levels)
+        problem = problems.problem(index // len(settings.tasks))
+        rng = Random(f"demonstration/{settings.seed}/{index}")
+        (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
+        return problem, task.demonstrate(problem, behaviour)
+
+    def batch(self, step: int) -> list[Demonstration]:
+        """The demonstrations of one optimizer step."""
+        size = self.settings.batch_size
+        return [self.demonstration(step * size + i) for i in range(size)]
