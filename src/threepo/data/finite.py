@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.published import TEMPLATES, PublishedSet
-from threepo.data.rows import BrokenRow, Messages, Row, chat_messages, open_rows
+from threepo.data.rows import BrokenRow, Messages, NumberedRow, Row, chat_messages, digest, open_rows
 from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -93,7 +94,7 @@ def published_problems(known: PublishedSet, copy: str, split: Split, settings: D
 
     hub_split = known.heldout if split == "heldout" and known.heldout else "train"
     rows = open_rows(copy or known.hub, hub_split, known.configuration)
-    return collect(rows.name, rows, problem, settings, deduplicate=True)
+    return collect(rows.name, enumerate(rows, start=1), problem, settings, deduplicate=True)
 
 
 def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
@@ -126,7 +127,7 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
             columns=columns,
         )
 
-    return collect(opened.name, rows, problem, settings)
+    return collect(opened.name, enumerate(rows, start=1), problem, settings)
 
 
 def _prompt(row: Row, column: str) -> str | Messages:
@@ -140,20 +141,20 @@ def _prompt(row: Row, column: str) -> str | Messages:
 
 def collect(
     source: str,
-    rows: Iterable[Row | BrokenRow],
+    rows: Iterable[NumberedRow],
     read: Callable[[Row, int], Problem],
     settings: DataConfig,
     *,
     deduplicate: bool = False,
 ) -> FiniteProblems:
-    """The problems that `read` makes of rows and their numbers; `read` raises `BrokenRow` for a row without a problem.
+    """The problems that `read` makes of rows and their numbers; it raises `BrokenRow` for a row without a problem.
 
     Of problems with the same id, `deduplicate` keeps the first; without it they are a `UserError`.
     """
     problems: dict[str, Problem] = {}
     broken: list[str] = []
     number = 0
-    for number, row in enumerate(rows, start=1):
+    for number, row in rows:
         location = f"{source}, row {number}"
         try:
             if isinstance(row, BrokenRow):
@@ -199,3 +200,11 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
 def content(problem: Problem) -> str:
     """Prompt and answer of a problem as one text."""
     return json.dumps([problem.prompt, problem.answer], sort_keys=True)
+
+
+def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:
+    """The digest of problems, with everything that a grader sees, and of their prompts as text or as tokens."""
+    return digest(
+        json.dumps([problem.id, problem.answer, problem.columns, prompt], sort_keys=True, default=str)
+        for problem, prompt in zip(problems, prompts, strict=True)
+    )

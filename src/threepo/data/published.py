@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.rows import BrokenRow, Messages, Row, chat_messages
 from threepo.types import Problem, VerifierName
 
 
@@ -42,7 +42,9 @@ class PublishedSet:
         """`read(row)`; `BrokenRow` if the row does not have the published columns."""
         try:
             return self.read(row)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except BrokenRow:
+            raise
+        except Exception as error:  # whatever missing columns and damaged values lead to
             raise BrokenRow(f"is not a row of {self.name} as published: {type(error).__name__}: {error}") from error
 
 
@@ -119,7 +121,7 @@ def _gsm8k(row: Row) -> Problem:
 # Llama-Nemotron-Post-Training-Dataset: the paper's conversations for a warm start
 
 
-def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
+def _llama_nemotron(row: Row, generator: str) -> Messages | str:
     """The messages of a row, or why it is left out: `no_thought`, `not_two_messages` or `other_generator`.
 
     Kept are one message of the user and an answer that begins with a thought and goes on after it. The paper takes the
@@ -137,7 +139,7 @@ def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
     # Some rows list a second model, such as "DeepSeek-R1, Qwen-2.5-72B-Instruct"; the authors count them as R1's.
     if generator and generator not in [name.strip() for name in row["generator"].split(",")]:
         return "other_generator"
-    return [*messages, {"role": "assistant", "content": output}]
+    return chat_messages([*messages, {"role": "assistant", "content": output}], "messages")
 
 
 TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
-from threepo.data.digest import digest
 from threepo.errors import UserError
 
 Row = dict[str, Any]
@@ -29,9 +28,13 @@ class BrokenRow(Exception):
     """A row that cannot be used; the text says why."""
 
 
+NumberedRow = tuple[int, Row | BrokenRow]
+"""A row with its number in its source, from 1, which messages give."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source in their order, without empty lines, read lazily. Messages number them from 1."""
+    """The rows of a source in their order, without empty lines, read lazily."""
 
     name: str
     """The source's name in messages."""
@@ -127,6 +130,14 @@ def _kind(path: str) -> str:
 def _file_digest(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(parts: Iterable[str]) -> str:
+    """A digest of texts in their order, which shows whether data have changed."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(part.encode() + b"\0")
+    return total.hexdigest()
 
 
 def _json_lines(text: str) -> Iterator[Row | BrokenRow]:

@@ -4,16 +4,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from threepo.config import DataConfig, EvalConfig, EvaluationConfig, SamplingConfig, TrainConfig
+from threepo.config import DataConfig, EvalConfig, EvaluationConfig, RewardConfig, SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems
-from threepo.data.source import ProblemSource
+from threepo.data.source import ProblemSet, ProblemSource
 from threepo.errors import UserError
-from threepo.evaluation.problems import ProblemSet
 from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Request
@@ -72,6 +71,20 @@ class Examination:
         engine.load(posterior, self.draws(step), step)
         rows = [completion_row(step, completion) for completion in self.complete(engine, step)]
         return score(rows, self.settings.samples, votes=False).metrics()
+
+
+def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
+    """The source with the grader that [reward] names.
+
+    A problem that lacks what the grader needs is a broken row: `data.broken_rows` says whether it is left out or a
+    `UserError`.
+    """
+    refuse_ignored(reward, source.verifier)
+    problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
+    if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
+        problems = problems.without(lambda problem: lack(reward, source.verifier, problem))
+    grader = load_grader(reward, source.verifier, problems.known(), rows=finite)
+    return replace(source, problems=problems), grader
 
 
 def examine(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from threepo.data.prompts import CODE_STARTER, CODE_STDIN
+from threepo.data.rows import BrokenRow, NumberedRow, Row
 from threepo.errors import UserError
 from threepo.types import Problem
 
@@ -34,10 +35,6 @@ PRELUDE = "\n".join(
 """The published grader puts this before every program: solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
 """Columns that a problem keeps, besides its tests."""
-_ERRORS = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
-"""Raised by base 64, zlib, JSON and pickle for damaged data, and by Python for missing or other columns."""
-Numbered = tuple[int, Mapping[str, Any]]
-"""A row and its number."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,9 @@ class Window:
         """Whether all of these months are among those of `other`."""
         return other.first <= self.first and self.last <= other.last
 
-    def select(self, rows: Sequence[Numbered], source: str) -> list[Numbered]:
-        """The rows of contests in these months; `UserError` if there are none."""
-        months = [str(row.get("contest_date", ""))[:7] for _, row in rows]
+    def select(self, rows: Sequence[NumberedRow], source: str) -> list[NumberedRow]:
+        """The rows of contests in these months, and the broken ones; `UserError` if there are none."""
+        months = [self.first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in rows]
         chosen = [row for row, month in zip(rows, months, strict=True) if self.first <= month <= self.last]
         if rows and not chosen:
             known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
@@ -77,24 +74,20 @@ RELEASE_6 = Window("2025-01", "2025-04")
 """The paper's problems."""
 
 
-def problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
+def problem(row: Row) -> Problem:
     """A published row as a problem: its text with the form of the program, and its tests in a column."""
-    try:
-        tests = _tests(row)
-        text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
-    except _ERRORS as error:
-        raise UserError(f"{location}: is not a row of LiveCodeBench: {type(error).__name__}: {error}") from error
+    text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
     ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
-    columns = {name: row[name] for name in KEPT if name in row}
-    return Problem(identity, f"{text}\n\n{ending}", columns=columns | {"tests": tests}, location=location)
+    columns = {name: row[name] for name in KEPT if name in row} | {"tests": _tests(row)}
+    return Problem("", f"{text}\n\n{ending}", columns=columns)
 
 
-def _tests(row: Mapping[str, Any]) -> dict[str, Any]:
+def _tests(row: Row) -> dict[str, Any]:
     """{"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called: a line of JSON per argument."""
     cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]
     kinds = {case["testtype"] for case in cases}
     if kinds not in ({"stdin"}, {"functional"}):
-        raise ValueError(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
+        raise BrokenRow(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
     tests: dict[str, Any] = {
         "prefix": PRELUDE,
         "inputs": [str(case["input"]) for case in cases],

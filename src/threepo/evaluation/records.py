@@ -19,8 +19,8 @@ from typing import Any
 
 from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
+from threepo.data.source import heldout_label
 from threepo.errors import UserError
-from threepo.evaluation.problems import data_label
 from threepo.evaluation.scores import COLUMNS
 from threepo.files import atomic_file, finite, read_json, write_json
 from threepo.run_folder import (
@@ -41,7 +41,7 @@ def default_folder(config: EvaluationConfig) -> Path:
     """runs/eval-MODEL-SETS-DIGEST: equal settings have equal folders, different settings have different ones."""
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
-    sets = [label.partition("=")[0] for label in config.benchmarks.names] or [data_label(config.data)]
+    sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
     some = "+".join(sets) if len(sets) <= 3 else f"{len(sets)}-benchmarks"
     settings = json.dumps([to_dict(config), str(model)], sort_keys=True)
     digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()

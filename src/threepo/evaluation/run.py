@@ -14,10 +14,11 @@ import torch
 
 from threepo.config import EvaluationConfig
 from threepo.config.records import to_dict
-from threepo.data.digest import digest, problems_digest
+from threepo.data.finite import problems_digest
+from threepo.data.rows import digest
+from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import choices, open_benchmark
-from threepo.evaluation.examination import Examination, examine
-from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
+from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.records import Records, refuse_taken
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import read_json
@@ -51,7 +52,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
             data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
             config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
         else:
-            sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
+            sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
         policy, posterior = _model(config)
         exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
@@ -74,7 +75,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
 
 def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
     """The benchmarks that are named; those with the same verifier share a grader."""
-    sets = [open_benchmark(choice, config.benchmarks) for choice in choices(config.benchmarks)]
+    sets = [open_benchmark(choice, config.benchmarks, config.data) for choice in choices(config.benchmarks)]
     graders = {}
     for verifier in dict.fromkeys(source.verifier for source in sets):
         problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
