@@ -14,7 +14,7 @@ from local_benchmarks import opened
 from threepo.data.rows import BrokenRow
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
-from threepo.evaluation.livecodebench import PRELUDE, Window
+from threepo.evaluation.livecodebench import PRELUDE
 
 problem = BENCHMARKS["livecodebench"].item
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
@@ -138,7 +138,7 @@ def test_months(tmp_path: Path) -> None:
         ids("livecodebench:2025-06..2025-06")
     for wrong in ("2025-13..2025-14", "2025-04..2025-01", "2025-1..2025-4"):
         with pytest.raises(UserError, match="write months as"):
-            Window.parse(wrong)
+            ids(f"livecodebench:{wrong}")
 
 
 def test_the_benchmark_is_put_as_code(tmp_path: Path) -> None:

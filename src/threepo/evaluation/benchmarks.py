@@ -23,7 +23,7 @@ from threepo.data.rows import BrokenRow, NumberedRow, Row, open_rows
 from threepo.data.source import ProblemSet, unknown
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
-from threepo.evaluation.livecodebench import RELEASE_6, Window
+from threepo.evaluation.livecodebench import RELEASE_6, checked_months, of_months
 from threepo.rewards.extraction import last_box
 from threepo.types import Problem
 
@@ -78,7 +78,8 @@ class Choice:
     """One benchmark as a user names it."""
 
     name: str
-    months: Window | None = None
+    months: str = ""
+    """Of contests; empty: its rows have no months."""
     copy: str = ""
     """Another source; empty: the hub, or the folder of files."""
 
@@ -92,15 +93,15 @@ class Choice:
         if equals and not is_source(copy):
             raise UserError(f"benchmark {text}: after the =, name {KINDS}")
         if chosen == name:
-            return cls(name, _MONTHS.get(name), copy)
+            return cls(name, _MONTHS.get(name, ""), copy)
         if name not in _MONTHS:
             raise UserError(f"benchmark {chosen}: only livecodebench is chosen by months")
-        return cls(name, Window.parse(months), copy)
+        return cls(name, checked_months(months), copy)
 
     @property
     def label(self) -> str:
         """The name of its results."""
-        return self.name if self.months == _MONTHS.get(self.name) else f"{self.name}:{self.months}"
+        return self.name if self.months == _MONTHS.get(self.name, "") else f"{self.name}:{self.months}"
 
 
 def choices(settings: BenchmarksConfig) -> list[Choice]:
@@ -116,7 +117,8 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig)
     """Read a benchmark; `UserError` if its rows are missing or are not as it is published."""
     benchmark = BENCHMARKS[choice.name]
     source = choice.copy or (_in_folder(settings.folder, choice.name) if settings.folder else benchmark.hub)
-    if choice.months and source == benchmark.hub and not choice.months.within(RELEASE_6):
+    beyond = choice.months and (choice.months[:7] < RELEASE_6[:7] or choice.months[-7:] > RELEASE_6[-7:])
+    if beyond and source == benchmark.hub:
         raise UserError(
             f"benchmark {choice.label}: from the hub, threepo reads only what release 6 added, {RELEASE_6}; download "
             f"the files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
@@ -132,7 +134,7 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig)
     name = f"benchmark {choice.label}, {source}"
     rows: Iterable[NumberedRow] = enumerate(open_rows(source, "test"), start=1)
     if choice.months:
-        rows = choice.months.select(list(rows), name)
+        rows = of_months(choice.months, list(rows), name)
     problems = collect(name, islice(rows, settings.problems or None), problem, data)
     return ProblemSet(problems, benchmark.verifier, source, choice.label, template)
 

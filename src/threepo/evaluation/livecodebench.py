@@ -11,7 +11,6 @@ import pickle
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from threepo.data.prompts import CODE_STARTER, CODE_STDIN
@@ -37,41 +36,28 @@ KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty"
 """Columns that a problem keeps, besides its tests."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """Months of contests, both included, as YYYY-MM."""
-
-    first: str
-    last: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Window":
-        """From `2025-01..2025-04`; `UserError` for anything else."""
-        month = r"\d{4}-(?:0[1-9]|1[0-2])"
-        found = re.fullmatch(rf"({month})\.\.({month})", text)
-        if not found or found[1] > found[2]:
-            raise UserError(f"benchmark livecodebench:{text}: write months as livecodebench:2025-01..2025-04")
-        return cls(found[1], found[2])
-
-    def __str__(self) -> str:
-        return f"{self.first}..{self.last}"
-
-    def within(self, other: "Window") -> bool:
-        """Whether all of these months are among those of `other`."""
-        return other.first <= self.first and self.last <= other.last
-
-    def select(self, rows: Sequence[NumberedRow], source: str) -> list[NumberedRow]:
-        """The rows of contests in these months, and the broken ones; `UserError` if there are none."""
-        months = [self.first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in rows]
-        chosen = [row for row, month in zip(rows, months, strict=True) if self.first <= month <= self.last]
-        if rows and not chosen:
-            known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
-            raise UserError(f"{source} has no problem of {self}; it has {known}")
-        return chosen
+RELEASE_6 = "2025-01..2025-04"
+"""Months of the paper's problems, both included."""
+_MONTH = r"\d{4}-(?:0[1-9]|1[0-2])"
 
 
-RELEASE_6 = Window("2025-01", "2025-04")
-"""The paper's problems."""
+def checked_months(text: str) -> str:
+    """The same text; `UserError` unless it is like `RELEASE_6`."""
+    found = re.fullmatch(rf"({_MONTH})\.\.({_MONTH})", text)
+    if not found or found[1] > found[2]:
+        raise UserError(f"benchmark livecodebench:{text}: write months as livecodebench:2025-01..2025-04")
+    return text
+
+
+def of_months(chosen: str, rows: Sequence[NumberedRow], source: str) -> list[NumberedRow]:
+    """The rows of contests in the months `chosen`, and the broken ones; `UserError` if there are none."""
+    first, last = chosen.split("..")
+    months = [first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in rows]
+    found = [row for row, month in zip(rows, months, strict=True) if first <= month <= last]
+    if rows and not found:
+        known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
+        raise UserError(f"{source} has no problem of {chosen}; it has {known}")
+    return found
 
 
 def problem(row: Row) -> Problem:
