@@ -12,10 +12,12 @@ like one that was never interrupted.
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
@@ -101,14 +103,9 @@ class Records(LockedFolder):
             known.append(versions)
             write_json(file, self._origin)
 
-    @property
-    def finished(self) -> bool:
-        """Whether the scores are written."""
-        return (self.path / SUMMARY).is_file()
-
     def has(self, label: str, part: int) -> bool:
         """Whether this part of a set is saved."""
-        return self._joined(label).is_file() or self._part(label, part).is_file()
+        return completions_file(self.path, label).is_file() or self._part(label, part).is_file()
 
     def write(self, label: str, part: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Save a part: rows of `run_folder.completion_row`."""
@@ -116,33 +113,22 @@ class Records(LockedFolder):
 
     def join(self, label: str, parts: int) -> None:
         """Put all parts of a set, each of them saved, into one file."""
-        import pyarrow
-        import pyarrow.parquet
-
-        if self._joined(label).is_file():
-            return
-        tables = [pyarrow.parquet.read_table(self._part(label, part)) for part in range(parts)]
-        with atomic_file(self._joined(label)) as temporary:
-            # A column that is empty throughout a part has no type there; it takes that of the other parts.
-            table = pyarrow.concat_tables(tables, promote_options="default")
-            pyarrow.parquet.write_table(table, temporary, compression="zstd")
+        file = completions_file(self.path, label)
+        if not file.is_file():
+            tables = [pyarrow.parquet.read_table(self._part(label, part)) for part in range(parts)]
+            with atomic_file(file) as temporary:
+                # A column that is empty throughout a part has no type there; it takes that of the other parts.
+                table = pyarrow.concat_tables(tables, promote_options="default")
+                pyarrow.parquet.write_table(table, temporary, compression="zstd")
 
     def rows(self, label: str) -> list[dict[str, Any]]:
         """The columns of a joined set that scores depend on, in order."""
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
+        file = completions_file(self.path, label)
+        return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
     def finish(self, scores: Mapping[str, Any]) -> None:
         """Write the scores with what they depend on."""
         write_json(self.path / SUMMARY, {**finite(scores), **self._origin})
 
-    def delete_parts(self) -> None:
-        """Delete the parts of a finished evaluation, those too that a process left which was killed before this."""
-        shutil.rmtree(self.path / PARTS, ignore_errors=True)
-
     def _part(self, label: str, part: int) -> Path:
         return self.path / PARTS / set_name(label) / f"{part:05d}.parquet"
-
-    def _joined(self, label: str) -> Path:
-        return completions_file(self.path, label)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.records import Records, refuse_taken
+from threepo.evaluation.records import PARTS, Records, refuse_taken
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import read_json
 from threepo.interrupt import polite_stop
@@ -59,7 +60,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
         records.begin(settings, fingerprint, _versions())
-        if not records.finished:
+        if not (folder / SUMMARY).is_file():
             _complete(records, exams, policy, posterior, config, step)
             scores, results = [], {}
             for label, exam in exams.items():
@@ -69,7 +70,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
                 results[label] = asdict(scores[-1]) | _provenance(exam, policy)
             average = average_scores(scores)
             records.finish({"model": config.model.path, "average": average, "benchmarks": results})
-        records.delete_parts()
+        shutil.rmtree(folder / PARTS, ignore_errors=True)  # also those that a process left which was killed before this
     return read_json(folder / SUMMARY)
 
 
