@@ -13,7 +13,7 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.published import TEMPLATES, PublishedSet
-from threepo.data.rows import BrokenRow, Messages, NumberedRow, Row, chat_messages, digest, open_rows
+from threepo.data.rows import BrokenRow, NumberedRow, Row, chat_messages, digest, open_rows
 from threepo.data.tasks import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -67,8 +67,8 @@ class FiniteProblems:
 
     def counts(self) -> dict[str, int]:
         """The number of problems and of rows, and of rows left out by reason; for the run's summary."""
-        names = ("rows", "duplicates", "broken", "too_long")
-        return {"problems": len(self.problems)} | {name: getattr(self, name) for name in names}
+        left_out = {"duplicates": self.duplicates, "broken": self.broken, "too_long": self.too_long}
+        return {"problems": len(self.problems), "rows": self.rows, **left_out}
 
 
 def epoch_batch(count: int, size: int, seed: int, step: int) -> Sequence[int]:
@@ -93,7 +93,7 @@ def published_problems(known: PublishedSet, copy: str, split: Split, settings: D
         return replace(found, id=f"{known.name}/{split}/{found.id or number}", template=TEMPLATES[known.verifier])
 
     hub_split = known.heldout if split == "heldout" and known.heldout else "train"
-    rows = open_rows(copy or known.hub, hub_split, known.configuration)
+    rows = known.rows(copy, hub_split)
     return collect(rows.name, enumerate(rows, start=1), problem, settings, deduplicate=True)
 
 
@@ -114,7 +114,12 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
         )
 
     def problem(row: Row, number: int) -> Problem:
-        answer, own_id = row.get(settings.answer_column), row.get("id")
+        if settings.prompt_column not in row:
+            listed = ", ".join(map(repr, row))
+            raise BrokenRow(f"no column {settings.prompt_column!r}; it has {listed}; set data.prompt_column")
+        prompt, answer, own_id = (row.get(name) for name in (settings.prompt_column, settings.answer_column, "id"))
+        if prompt == "":
+            raise BrokenRow("its prompt is empty")
         columns = {name: row.get(name) for name in names if name != settings.prompt_column}
         if settings.answer_column in names:
             columns.setdefault("answer", answer)
@@ -122,21 +127,12 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
             columns["tests"] = row.get(settings.tests_column)
         return Problem(
             id=f"{Path(source).name}:{number}" if own_id is None else str(own_id),
-            prompt=_prompt(row, settings.prompt_column),
+            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,"),
             answer="" if answer is None else str(answer),
             columns=columns,
         )
 
     return collect(opened.name, enumerate(rows, start=1), problem, settings)
-
-
-def _prompt(row: Row, column: str) -> str | Messages:
-    if column not in row:
-        raise BrokenRow(f"no column {column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column")
-    prompt = row[column]
-    if prompt == "":
-        raise BrokenRow("its prompt is empty")
-    return prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,")
 
 
 def collect(

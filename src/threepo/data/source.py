@@ -105,8 +105,7 @@ def open_conversations(name: str) -> Conversations:
     """Open a user's own source of conversations, or a published set with all its splits."""
     published, copy = split_copy(name, CONVERSATIONS)
     if published:
-        rows = open_rows(copy or published.hub, "all", published.configuration)
-        return Conversations(rows, published.item, published.name)
+        return Conversations(published.rows(copy, "all"), published.item, published.name)
     if not is_source(name):
         raise unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
     return Conversations(open_rows(name), _from_columns)
