@@ -98,9 +98,7 @@ def examine(
     unlimited = replace(data, max_prompt_tokens=0)  # a limit for training; a score leaves no problem out for it
     fitted, _ = fit_context(problem_set.problems, policy, unlimited, longest)
     problems = fitted.first(settings.problems)
-    prompts = policy.prompt_tokens(problems, data)
-    for problem, tokens in zip(problems, prompts, strict=True):  # those of an endless source are not checked yet
-        policy.check_length(problem, len(tokens), longest)
+    prompts = [policy.encode_prompt(problem, data, longest) for problem in problems]
     return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed)
 
 
@@ -124,13 +122,12 @@ def fit_context(
             policy.check_length(problem, length, max_new_tokens)
         if policy.fits(length, max_new_tokens):
             kept.append((problem, length))
-    dropped = len(lengths) - len(kept)
     limit = f"the model's context of {policy.context} with max_new_tokens = {max_new_tokens}"
     if data.max_prompt_tokens:
         limit = f"data.max_prompt_tokens = {data.max_prompt_tokens} or {limit}"
     if not kept:
         raise UserError(f"{source.source}: no prompt fits into {limit}; raise it")
-    if dropped:
+    if dropped := len(lengths) - len(kept):
         left_out = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
         print(f"threepo: {source.source}: {left_out}", file=sys.stderr)
     fitted = replace(source, problems=tuple(problem for problem, _ in kept), too_long=dropped)

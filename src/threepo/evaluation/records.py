@@ -12,7 +12,7 @@ like one that was never interrupted.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
 from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, finite, read_json, write_json
+from threepo.files import atomic_file, read_json, write_json
 from threepo.run_folder import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -33,7 +33,6 @@ from threepo.run_folder import (
     SUMMARY,
     LockedFolder,
     model_folder,
-    write_parquet,
 )
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
@@ -83,52 +82,43 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
             )
 
 
-class Records(LockedFolder):
-    """An open evaluation folder."""
+class EvaluationFolder(LockedFolder):
+    """An evaluation's folder, locked while it is made."""
 
     files = (EVALUATION, LOCK)
     results = (PARTS, COMPLETIONS, SUMMARY)
 
-    def begin(self, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]) -> None:
-        """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
-        `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
-        `versions` of packages may change between the parts of an evaluation; all are kept.
-        """
-        refuse_taken(self.path, config, fingerprint)
-        file = self.path / EVALUATION
-        known = read_json(file)["versions"] if file.is_file() else []
-        self._origin = {"config": config, "fingerprint": fingerprint, "versions": known}
-        if versions not in known:
-            known.append(versions)
-            write_json(file, self._origin)
+def begin(
+    folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
-    def has(self, label: str, part: int) -> bool:
-        """Whether this part of a set is saved."""
-        return completions_file(self.path, label).is_file() or self._part(label, part).is_file()
+    `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
+    `versions` of packages may change between the parts of an evaluation; all are kept. Returns all three.
+    """
+    refuse_taken(folder, config, fingerprint)
+    file = folder / EVALUATION
+    known = read_json(file)["versions"] if file.is_file() else []
+    origin = {"config": config, "fingerprint": fingerprint, "versions": known}
+    if versions not in known:
+        known.append(versions)
+        write_json(file, origin)
+    return origin
 
-    def write(self, label: str, part: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Save a part: rows of `run_folder.completion_row`."""
-        write_parquet(self._part(label, part), rows)
 
-    def join(self, label: str, parts: int) -> None:
-        """Put all parts of a set, each of them saved, into one file."""
-        file = completions_file(self.path, label)
-        if not file.is_file():
-            tables = [pyarrow.parquet.read_table(self._part(label, part)) for part in range(parts)]
-            with atomic_file(file) as temporary:
-                # A column that is empty throughout a part has no type there; it takes that of the other parts.
-                table = pyarrow.concat_tables(tables, promote_options="default")
-                pyarrow.parquet.write_table(table, temporary, compression="zstd")
+def part_file(folder: Path, label: str, part: int) -> Path:
+    """Some completions of a set, until all are made: rows of `run_folder.completion_row`."""
+    return folder / PARTS / set_name(label) / f"{part:05d}.parquet"
 
-    def rows(self, label: str) -> list[dict[str, Any]]:
-        """The columns of a joined set that scores depend on, in order."""
-        file = completions_file(self.path, label)
-        return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
 
-    def finish(self, scores: Mapping[str, Any]) -> None:
-        """Write the scores with what they depend on."""
-        write_json(self.path / SUMMARY, {**finite(scores), **self._origin})
-
-    def _part(self, label: str, part: int) -> Path:
-        return self.path / PARTS / set_name(label) / f"{part:05d}.parquet"
+def joined(folder: Path, label: str, parts: int) -> list[dict[str, Any]]:
+    """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
+    file = completions_file(folder, label)
+    if not file.is_file():
+        tables = [pyarrow.parquet.read_table(part_file(folder, label, part)) for part in range(parts)]
+        with atomic_file(file) as temporary:
+            # A column that is empty throughout a part has no type there; it takes that of the other parts.
+            table = pyarrow.concat_tables(tables, promote_options="default")
+            pyarrow.parquet.write_table(table, temporary, compression="zstd")
+    return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
