@@ -39,12 +39,10 @@ class FiniteProblems:
 
     def batch(self, step: int, size: int) -> list[Problem]:
         """The problems of one training step: a function of (seed, step). An epoch drops its incomplete last batch."""
-        if len(self.problems) < size:
-            raise UserError(
-                f"{self.source}: holds {len(self.problems)} problems, fewer than data.prompts_per_step = {size}; "
-                f"lower it"
-            )
-        return [self.problems[i] for i in epoch_batch(len(self.problems), size, self.seed, step)]
+        n = len(self.problems)
+        if n < size:
+            raise UserError(f"{self.source}: holds {n} problems, fewer than data.prompts_per_step = {size}; lower it")
+        return [self.problems[i] for i in epoch_batch(n, size, self.seed, step)]
 
     def first(self, count: int) -> Sequence[Problem]:
         """The first `count` problems, in the order of the source."""

@@ -149,7 +149,7 @@ TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE
 """The text around the problems of a verifier; `{prompt}` stands for the problem."""
 _code = partial(PublishedSet, verifier="code")
 _math = partial(PublishedSet, verifier="math")
-_r1 = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT")
+_chats = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT")
 _PROBLEMS = (
     _code(
         "code-r1-12k", "programming in Python, about 12,000 problems with tests", "ganler/code-r1-12k", _code_r1, "test"
@@ -159,16 +159,13 @@ _PROBLEMS = (
     ),
     _math("gsm8k", "grade-school word problems, 7,473 and 1,319 held out", "openai/gsm8k:main", _gsm8k, "test"),
 )
+_by_r1, _by_any = (partial(_llama_nemotron, generator=generator) for generator in ("DeepSeek-R1", ""))
 _CONVERSATIONS = (
-    _r1(
-        "llama-nemotron",
-        "answers of DeepSeek-R1 with their thoughts, as the paper says",
-        read=partial(_llama_nemotron, generator="DeepSeek-R1"),
-    ),
-    _r1(
+    _chats("llama-nemotron", "answers of DeepSeek-R1 with their thoughts, as the paper says", read=_by_r1),
+    _chats(
         "llama-nemotron-any",
         "answers of any generator with their thoughts, as in the paper's released code",
-        read=partial(_llama_nemotron, generator=""),
+        read=_by_any,
     ),
 )
 PUBLISHED = {known.name: known for known in _PROBLEMS}

@@ -172,12 +172,14 @@ def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
         yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
-def chat_messages(value: Any, name: str) -> Messages:
-    """The chat messages in `value`, without keys that are None.
+def chat_messages(value: Any, name: str, role: str = "") -> Messages:
+    """The chat messages in `value`, without keys that are None; with a `role`, a text is its message.
 
     Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
     calls the value `name`; it is raised unless `value` is a list of messages with role and content as text.
     """
+    if role and isinstance(value, str):
+        return ({"role": role, "content": value},)
     messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not texts or not all(isinstance(text, str) for text in texts):

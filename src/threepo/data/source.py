@@ -79,10 +79,8 @@ def open_training(settings: DataConfig) -> ProblemSet:
 
 def open_heldout(settings: DataConfig) -> ProblemSet:
     """The problems to evaluate on: `data.eval`, or the held-out part of `data.train`."""
-    if not settings.eval and not has_heldout(settings.train):
-        raise UserError(
-            f"data.eval = '': {settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
-        )
+    fix = f"{settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
+    require(bool(settings.eval) or has_heldout(settings.train), "data.eval", settings.eval, fix)
     found = open_source(settings.eval or settings.train, "heldout", settings)
     return replace(found, label=heldout_label(settings), template=settings.prompt_template)
 
@@ -116,18 +114,13 @@ def _from_columns(row: Row) -> Messages:
     if row.get("messages") is not None:
         messages = chat_messages(row["messages"], "messages")
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = _turn(row, "prompt", "user") + _turn(row, "completion", "assistant")
+        prompt = chat_messages(row["prompt"], "prompt, if it is not text,", "user")
+        messages = prompt + chat_messages(row["completion"], "completion, if it is not text,", "assistant")
     else:
         raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
     if not any(message["role"] == "assistant" for message in messages):
         raise BrokenRow("has no message of the assistant, so nothing to imitate")
     return messages
-
-
-def _turn(row: Row, column: str, role: str) -> Messages:
-    if isinstance(row[column], str):
-        return ({"role": role, "content": row[column]},)
-    return chat_messages(row[column], f"{column}, if it is not text,")
 
 
 def split_copy(name: str, published: Mapping[str, PublishedSet]) -> tuple[PublishedSet | None, str]:

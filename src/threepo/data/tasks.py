@@ -113,12 +113,10 @@ class ProceduralProblems(Endless):
 
 
 class Paths(Task):
-    """Find a way through a directed graph. Level: edges on the way; as many dead ends branch off.
+    """Find a way through a directed graph: `ab bc ad cf de; a to e` -> `a d e`, or any other along the given edges.
 
-        ab bc ad cf de; a to e              ->  a d e
-
-    Any path along the given edges from start to goal is right. Worked out as a depth-first search that writes down
-    every stop, also when it goes back.
+    Level: edges on the way; as many dead ends branch off. Worked out as a depth-first search that writes down every
+    stop, also when it goes back.
     """
 
     name = "paths"
@@ -161,11 +159,9 @@ class Paths(Task):
 
 
 class Pointers(Task):
-    """Every letter points to another; the answer is where a number of hops leads. Level: how many hops.
+    """Every letter points to another; where does a number of hops lead? `a>c b>e c>b d>a e>d; 3 from a` -> `e`.
 
-        a>c b>e c>b d>a e>d; 3 from a       ->  e
-
-    Worked out by naming each stop.
+    Level: how many hops. Worked out by naming each stop.
     """
 
     name = "pointers"
@@ -197,9 +193,7 @@ def _read(prompt: str) -> tuple[list[str], str, str]:
 
 
 class Sorting(Task):
-    """Sort digits. Level: how many.
-
-        sort 7391       ->  1379
+    """Sort digits: `sort 7391` -> `1379`. Level: how many.
 
     Worked out as a selection sort: the smallest digit left, and the digits that are left without it.
     """
@@ -230,12 +224,10 @@ class Sorting(Task):
 
 
 class Stack(Task):
-    """Run a stack machine. Level: how many operations.
-
-        stack 3 5 swap dup over pop         ->  5 3 3
+    """Run a stack machine: `stack 3 5 swap dup over pop` -> `5 3 3`, the final stack, bottom first.
 
     A digit pushes itself; `pop` drops the top, `dup` doubles it, `swap` exchanges the top two, `over` pushes the
-    second. The answer is the final stack, bottom first. Worked out by writing the stack after every operation.
+    second. Level: how many operations. Worked out by writing the stack after every operation.
     """
 
     name = "stack"

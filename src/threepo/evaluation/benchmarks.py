@@ -36,22 +36,17 @@ def math_problem(row: Row) -> Problem:
     text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
     if text is None:
         raise BrokenRow(f"has no problem or question; its columns are {', '.join(map(repr, row))}")
-    answer = _answer(row)
+    given = row.get("answer")
+    if given is None or given == "":
+        answer = last_box(str(row.get("solution") or "")) or ""
+    else:  # a final answer, or a worked one that ends in it (gsm8k)
+        _, mark, answer = str(given).strip().rpartition("####")
+        answer = answer.strip().replace(",", "") if mark else answer
+        answer = re.sub(r"^([+-]?\d+)\.0+$", r"\1", answer)
     if not answer:
         raise BrokenRow("has no answer, and no solution that ends in \\boxed{...} or '#### ...'")
     columns: dict[str, Any] = {key: value for key, value in row.items() if key not in _TEXTS}
     return Problem("", text.strip(), answer, columns | {"answer": answer})
-
-
-def _answer(row: Row) -> str:
-    """The final answer: its column, the end of a worked answer (gsm8k), or the last box of a solution."""
-    given = row.get("answer")
-    if given is None or given == "":
-        return last_box(str(row.get("solution") or "")) or ""
-    text = str(given).strip()
-    if "####" in text:
-        text = text.rpartition("####")[2].strip().replace(",", "")
-    return re.sub(r"^([+-]?\d+)\.0+$", r"\1", text)
 
 
 _math = partial(PublishedSet, summary="mathematics", read=math_problem, verifier="math")

@@ -87,10 +87,10 @@ def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
         signs = 1 - 2 * (np.arange(2 ** len(terms))[:, None] >> np.arange(len(terms)) & 1)
         return float((np.abs(signs @ terms) >= least).mean())
     generator = np.random.default_rng(seed)
-    far = 0
-    for _ in range(FLIPS // 1000):  # a thousand at a time, to bound the memory
-        flipped = generator.integers(2, size=(1000, len(terms)), dtype=np.int8).astype(np.float64)
-        far += int((np.abs((1 - 2 * flipped) @ terms) >= least).sum())
+    # A thousand at a time, to bound the memory.
+    size = (1000, len(terms))
+    flips = (generator.integers(2, size=size, dtype=np.int8).astype(np.float64) for _ in range(FLIPS // 1000))
+    far = sum(int((np.abs((1 - 2 * flipped) @ terms) >= least).sum()) for flipped in flips)
     return (far + 1) / (FLIPS + 1)
 
 

