@@ -27,15 +27,7 @@ from threepo.data.source import heldout_label
 from threepo.errors import UserError
 from threepo.evaluation.scores import COLUMNS
 from threepo.files import atomic_file, read_json, write_json
-from threepo.run_folder import (
-    CHECKPOINTS,
-    COMPLETIONS,
-    CONFIG,
-    METRICS,
-    SUMMARY,
-    LockedFolder,
-    model_folder,
-)
+from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, LockedFolder, model_folder
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
 
