@@ -13,7 +13,7 @@ from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.published import TEMPLATES, PublishedSet
-from threepo.data.rows import BrokenRow, NumberedRow, Row, chat_messages, digest, open_rows
+from threepo.data.rows import BrokenRow, Row, chat_messages, digest, open_rows
 from threepo.data.tasks import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -135,13 +135,13 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
 
 def collect(
     source: str,
-    rows: Iterable[NumberedRow],
+    rows: Iterable[tuple[int, Row | BrokenRow]],
     read: Callable[[Row, int], Problem],
     settings: DataConfig,
     *,
     deduplicate: bool = False,
 ) -> FiniteProblems:
-    """The problems that `read` makes of rows and their numbers; it raises `BrokenRow` for a row without a problem.
+    """The problems that `read` makes of numbered rows; it raises `BrokenRow` for a row without a problem.
 
     Of problems with the same id, `deduplicate` keeps the first; without it they are a `UserError`.
     """
@@ -166,7 +166,7 @@ def collect(
     report_broken(source, broken, number)
     if not problems:
         raise UserError(f"{source}: holds no problems")
-    duplicates = number - len(problems) - len(broken)
+    duplicates = number - len(problems) - len(broken) if deduplicate else 0
     return FiniteProblems(source, tuple(problems.values()), settings.seed, number, len(broken), duplicates)
 
 

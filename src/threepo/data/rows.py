@@ -28,10 +28,6 @@ class BrokenRow(Exception):
     """A row that cannot be used; the text says why."""
 
 
-NumberedRow = tuple[int, Row | BrokenRow]
-"""A row with its number in its source, from 1, which messages give."""
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of a source in their order, without empty lines, read lazily."""

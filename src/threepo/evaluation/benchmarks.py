@@ -19,11 +19,10 @@ from threepo.config.sources import KINDS, SUFFIXES, is_source
 from threepo.data.finite import collect
 from threepo.data.prompts import CODE, MATH_EVALUATION
 from threepo.data.published import PublishedSet
-from threepo.data.rows import BrokenRow, NumberedRow, Row, open_rows
+from threepo.data.rows import BrokenRow, Row, open_rows
 from threepo.data.source import ProblemSet, unknown
 from threepo.errors import UserError
 from threepo.evaluation import livecodebench
-from threepo.evaluation.livecodebench import RELEASE_6, checked_months, of_months
 from threepo.rewards.extraction import last_box
 from threepo.types import Problem
 
@@ -62,6 +61,8 @@ _SETS = (
 )
 """To add one: a line here and, if it has other columns, a file next to this one with its `read`."""
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _SETS}
+RELEASE_6 = "2025-01..2025-04"
+"""Months of the paper's problems of livecodebench, both included."""
 _MONTHS = {"livecodebench": RELEASE_6}
 """The months of contests that are evaluated where the user names none; other rows have no months."""
 _OTHER_FILES = {"minerva": "minerva_math"}
@@ -91,7 +92,11 @@ class Choice:
             return cls(name, _MONTHS.get(name, ""), copy)
         if name not in _MONTHS:
             raise UserError(f"benchmark {chosen}: only livecodebench is chosen by months")
-        return cls(name, checked_months(months), copy)
+        month = r"(\d{4}-(?:0[1-9]|1[0-2]))"
+        found = re.fullmatch(rf"{month}\.\.{month}", months)
+        if not found or found[1] > found[2]:
+            raise UserError(f"benchmark {chosen}: write months as livecodebench:2025-01..2025-04")
+        return cls(name, months, copy)
 
     @property
     def label(self) -> str:
@@ -111,7 +116,16 @@ def choices(settings: BenchmarksConfig) -> list[Choice]:
 def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig) -> ProblemSet:
     """Read a benchmark; `UserError` if its rows are missing or are not as it is published."""
     benchmark = BENCHMARKS[choice.name]
-    source = choice.copy or (_in_folder(settings.folder, choice.name) if settings.folder else benchmark.hub)
+    source = choice.copy or benchmark.hub
+    if settings.folder and not choice.copy:
+        names = (choice.name, _OTHER_FILES.get(choice.name, choice.name))
+        files = (Path(settings.folder) / f"{name}{suffix}" for name in names for suffix in ("", *SUFFIXES))
+        source = next((str(file) for file in files if file.exists()), "")
+        if not source:
+            raise UserError(
+                f"benchmarks.folder = {settings.folder!r}: holds no {choice.name}.jsonl, .json, .csv or .parquet, and "
+                f"no folder {choice.name}; copy it there, or name a copy: --benchmarks {choice.name}=COPY"
+            )
     beyond = choice.months and (choice.months[:7] < RELEASE_6[:7] or choice.months[-7:] > RELEASE_6[-7:])
     if beyond and source == benchmark.hub:
         raise UserError(
@@ -127,20 +141,14 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig)
         return replace(found, id=f"{choice.name}/{identity}", template=template)
 
     name = f"benchmark {choice.label}, {source}"
-    rows: Iterable[NumberedRow] = enumerate(open_rows(source, "test"), start=1)
+    rows: Iterable[tuple[int, Row | BrokenRow]] = enumerate(open_rows(source, "test"), start=1)
     if choice.months:
-        rows = of_months(choice.months, list(rows), name)
+        first, last = choice.months.split("..")
+        numbered = list(rows)
+        months = [first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in numbered]
+        rows = [row for row, month in zip(numbered, months, strict=True) if first <= month <= last]
+        if numbered and not rows:
+            known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
+            raise UserError(f"{name} has no problem of {choice.months}; it has {known}")
     problems = collect(name, islice(rows, settings.problems or None), problem, data)
     return ProblemSet(problems, benchmark.verifier, source, choice.label, template)
-
-
-def _in_folder(folder: str, name: str) -> str:
-    """The file or folder of a benchmark in `benchmarks.folder`."""
-    names = (name, _OTHER_FILES.get(name, name))
-    for path in (Path(folder) / f"{found}{suffix}" for found in names for suffix in ("", *SUFFIXES)):
-        if path.exists():
-            return str(path)
-    raise UserError(
-        f"benchmarks.folder = {folder!r}: holds no {name}.jsonl, .json, .csv or .parquet, and no folder {name}; "
-        f"copy it there, or name a copy: --benchmarks {name}=COPY"
-    )

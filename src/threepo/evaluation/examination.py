@@ -74,11 +74,7 @@ class Examination:
 
 
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
-    """The source with the grader that [reward] names.
-
-    A problem that lacks what the grader needs is a broken row: `data.broken_rows` says whether it is left out or a
-    `UserError`.
-    """
+    """The source with the grader that [reward] names; to it, a problem that lacks what it needs is a broken row."""
     refuse_ignored(reward, source.verifier)
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
@@ -107,9 +103,8 @@ def fit_context(
 ) -> tuple[ProblemSource, int]:
     """The problems that fit into the model's context, and the tokens of the longest prompt that is known.
 
-    Problems longer than `data.max_prompt_tokens` are left out; of those that exceed the context, `data.too_long` says
-    whether they are left out or a `UserError`. An endless source is returned as it is: its problems are checked when
-    they are generated.
+    Problems longer than `data.max_prompt_tokens` are left out; those that exceed the context are left out or a
+    `UserError` (`data.too_long`). An endless source is returned as it is: its problems are checked once generated.
     """
     lengths = [len(tokens) for tokens in policy.prompt_tokens(source.known(), data)]
     if not isinstance(source, FiniteProblems):

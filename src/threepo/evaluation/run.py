@@ -53,7 +53,9 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
             config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
         else:
             sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
-        policy, posterior = _model(config)
+        model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
+        policy = load_policy(model, config.run.seed)
+        posterior = Posterior.from_pretrained(model.path) if config.eval.draws else None
         exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
@@ -88,13 +90,6 @@ def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
         problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
         graders[verifier] = load_grader(config.reward, verifier, problems)
     return [(source, graders[source.verifier]) for source in sets]
-
-
-def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
-    """The policy, and its posterior if draws are wanted; of a run that goes on, both are of one checkpoint."""
-    settings = replace(config.model, path=str(model_folder(Path(config.model.path))))
-    policy = load_policy(settings, config.run.seed)
-    return policy, Posterior.from_pretrained(settings.path) if config.eval.draws else None
 
 
 def _complete(
