@@ -113,6 +113,16 @@ def test_rows_that_are_none_of_its(rows: list[dict[str, Any]], message: str, tmp
         opened(tmp_path, "aime25", rows)
 
 
+def test_rows_that_are_none_of_its_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "aime25.jsonl").write_text('{"text": "P"}\n{"problem": "P", "answer": "1"}\n{"cut\n')
+    settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"row 1: has no problem or question; .*data.broken_rows = 'skip'"):
+        open_benchmark(Choice.parse("aime25"), settings, DATA)
+    found = open_benchmark(Choice.parse("aime25"), settings, DataConfig(train="benchmarks", broken_rows="skip"))
+    assert [problem.id for problem in found.problems.known()] == ["aime25/1"]
+    assert "left out 2 of 3 rows as broken: row 1: has no problem" in capsys.readouterr().err
+
+
 def test_names() -> None:
     chosen = choices(
         BenchmarksConfig(names=("aime24", "math500=/my=file.jsonl", "livecodebench:2025-02..2025-03=/l.jsonl"))

@@ -183,9 +183,8 @@ def comparison_table(comparison: Mapping[str, Any]) -> Group:
     """A table of what `compare` returns: pass@1 and pass@K of every set of problems."""
     samples = comparison["samples"]
     table = figures("set", "k", "A", "B", "B - A", "se", "95 %", "p", "won/lost/tied")
-    rows: dict[str, Mapping[str, Any]] = dict(comparison["benchmarks"])
-    if len(rows) > 1:
-        rows["average"] = comparison["average"]
+    rows = dict(comparison["benchmarks"])
+    rows |= {"average": comparison["average"]} if len(rows) > 1 else {}
     for k in dict.fromkeys(("1", str(samples))):
         for name, row in rows.items():
             values = row["pass_at"][k]

@@ -179,11 +179,10 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     columns = sets | ({"average": summary["average"]} if len(sets) > 1 else {})
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
-    errors = summary["average"]["standard_errors_of_pass_at_1"]
     shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
     sections = [
         ("pass_at", {f"pass@{k}": k for k in ks}),
-        ("standard_errors_of_pass_at_1", {f"se {name}": name for name in errors}),
+        ("standard_errors_of_pass_at_1", {f"se {name}": name for name in StandardErrors.__annotations__}),
         ("majority_at", {f"maj@{k}": k for k in ks[1:]}),
     ]
     table = figures("", *columns)

@@ -138,17 +138,16 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    no_sharding = (
-        "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with FSDP2 "
-        "in your own loop"
-    )
     reasons = {
         "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
         "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",
         "weight_decay": "in IVON it is the precision of the prior; leave it at 0 here and set "
         "ivon={'weight_decay': ...}",
-        "fsdp": no_sharding,
-        "deepspeed": no_sharding,
+        **dict.fromkeys(
+            ("fsdp", "deepspeed"),
+            "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with "
+            "FSDP2 in your own loop",
+        ),
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):
