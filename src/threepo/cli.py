@@ -207,7 +207,7 @@ def _eval(options: argparse.Namespace) -> None:
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
     from threepo.api import evaluate
     from threepo.evaluation.records import default_folder
-    from threepo.evaluation.tables import evaluation_table
+    from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
     Console().print(evaluation_table(evaluate(config, folder)))
@@ -219,8 +219,7 @@ def _compare(options: argparse.Namespace) -> None:
 
     if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
         raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
-    from threepo.evaluation.compare import compare
-    from threepo.evaluation.tables import comparison_table
+    from threepo.evaluation.compare import compare, comparison_table
 
     comparison = compare(*options.compare)
     Console().print(comparison_table(comparison))

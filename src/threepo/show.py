@@ -13,9 +13,8 @@ from threepo.config.records import build
 from threepo.config.sources import KINDS
 from threepo.data.finite import FiniteProblems
 from threepo.data.published import CONVERSATIONS, PUBLISHED
-from threepo.data.source import OpenedSource, ProblemSource, has_heldout, open_source
-from threepo.data.task import Split
-from threepo.data.tasks import TASKS
+from threepo.data.source import ProblemSet, ProblemSource, has_heldout, open_source
+from threepo.data.tasks import TASKS, Split
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized
@@ -33,7 +32,7 @@ def listing() -> str:
     rows += [("CONVERSATIONS", "", "for conversations.source of `threepo sft`")]
     rows += [(name, "", f"{found.summary}; {found.hub}") for name, found in CONVERSATIONS.items()]
     rows += [("", "", ""), ("BENCHMARK", "VERIFIER", "for `threepo eval --benchmarks`")]
-    rows += [(name, found.verifier, found.source) for name, found in BENCHMARKS.items()]
+    rows += [(name, str(found.verifier), found.hub) for name, found in BENCHMARKS.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -80,7 +79,7 @@ def shown_problem(settings: DataConfig, split: Split, index: int, model: str) ->
     return "\n".join(lines + [f"--- {title} {'-' * (75 - len(title))}\n{text}" for title, text in parts])
 
 
-def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
+def _facts(opened: ProblemSet, name: str) -> dict[str, str]:
     source, counts = name, "endless"
     if isinstance(problems := opened.problems, FiniteProblems):
         source, kept = problems.source, f"{len(problems.problems)} of {problems.rows} rows"

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
-from threepo.data.digest import digest
 from threepo.data.finite import report_broken
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.rows import BrokenRow, Row, digest
 from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
 from threepo.files import atomic_file

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threepo.config import TrainConfig
-from threepo.data.digest import problems_digest
-from threepo.data.finite import FiniteProblems, content, warn_of_shared
-from threepo.data.source import ProblemSource, open_training
+from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
+from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import UserError
-from threepo.evaluation.examination import Examination, examine, fit_context
-from threepo.evaluation.problems import heldout_set, with_grader
+from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine
@@ -115,7 +113,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None) -> Run:
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
     training, grader = with_grader(open_training(data), config.reward, data)
-    heldout = with_grader(heldout_set(data), config.reward, data) if config.eval.every else None
+    heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from threepo.config import DataConfig, SFTConfig
-from threepo.data.demonstrations import Demonstration, Demonstrations
 from threepo.data.finite import epoch_batch, warn_of_shared
+from threepo.data.tasks import Demonstration, Demonstrations
 from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
