@@ -14,7 +14,8 @@ from threepo.config.sources import KINDS
 from threepo.data.finite import FiniteProblems
 from threepo.data.published import CONVERSATIONS, PUBLISHED
 from threepo.data.source import ProblemSet, ProblemSource, has_heldout, open_source
-from threepo.data.tasks import TASKS, Split
+from threepo.data.task import Split
+from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized

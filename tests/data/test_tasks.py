@@ -3,7 +3,8 @@
 import pytest
 
 from threepo.answers import final_answer
-from threepo.data.tasks import TASKS, ProceduralProblems, Task, split_of
+from threepo.data.task import ProceduralProblems, Task, split_of
+from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.types import Problem
 

@@ -14,7 +14,7 @@ from typing import Any
 from threepo.config import DataConfig
 from threepo.data.published import TEMPLATES, PublishedSet
 from threepo.data.rows import BrokenRow, Row, chat_messages, digest, open_rows
-from threepo.data.tasks import Split
+from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
 

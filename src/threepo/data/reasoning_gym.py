@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from threepo.answers import final_answer, judge
-from threepo.data.tasks import Endless, Split, split_of
+from threepo.data.task import Endless, Split, split_of
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict
 

@@ -12,7 +12,8 @@ from threepo.data.finite import FiniteProblems, column_problems, published_probl
 from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
 from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
-from threepo.data.tasks import TASKS, Endless, ProceduralProblems, Split
+from threepo.data.task import Endless, ProceduralProblems, Split
+from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, VerifierName
 
