@@ -1,11 +1,22 @@
-"""The lattice of methods as settings: the axes that tell methods apart, and its named points."""
+"""Settings of learning: the lattice of methods with its named points, the loss, the optimizers, what changes over a run."""
 
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, require, settings
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    check,
+    must,
+    settings,
+)
+from threepo.config.sources import LocalPath
 
 
 @settings("method.advantage")
@@ -27,8 +38,7 @@ class Correction:
     """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4)."""
 
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
-    """Truncated (tis) or masked (mis) importance sampling per token or per sequence; `geometric_mis` masks by the mean
-    log-ratio of a sequence."""
+    """Importance sampling, truncated (tis) or masked (mis), per token or sequence; `geometric_mis`: by the mean log-ratio."""
     low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
     high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
@@ -41,8 +51,7 @@ class Correction:
     """Warn after this many steps in a row in which the correction changed nothing; 0: never."""
 
     def __post_init__(self) -> None:
-        high = f"must be below method.correction.high = {self.high}"
-        require(self.low < self.high, "method.correction.low", self.low, high)
+        check(self, "low", self.low < self.high, f"must be below method.correction.high = {self.high}")
 
 
 @settings("method")
@@ -78,27 +87,24 @@ class Method:
 
     def __post_init__(self) -> None:
         g, n = self.rollouts_per_prompt, self.draws
-        if n and g % n:
-            divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
-            fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-            require(False, "method.draws", n, fix)
+        divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
+        fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
+        check(self, "draws", not n or g % n == 0, fix)
         for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
-            value = getattr(self, axis)
             fix = "needs draws of the weights; set method.draws to 1 or more"
-            require(n > 0 or value == without, f"method.{axis}", value, fix)
+            check(self, axis, n > 0 or getattr(self, axis) == without, fix)
         fix = (
             f"leaves one completion in each advantage group (draws = {n}, advantages = {self.advantages!r}), with "
             f"nothing to compare it to; set at least {2 * g}"
         )
-        require(self.group_size > 1, "method.rollouts_per_prompt", g, fix)
-        several, fresh = self.gradient_draws > 1, self.gradient_at == "fresh"
+        check(self, "rollouts_per_prompt", self.group_size > 1, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
-        require(fresh or not several, "method.gradient_draws", self.gradient_draws, fix)
+        check(self, "gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
         fix = (
             f"rollouts of one draw would be identical and have no ratio to correct by; set draws = rollouts_per_prompt "
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
-        require(not self.greedy or (n == g and self.correction.kind == "none"), "method.greedy", self.greedy, fix)
+        check(self, "greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
 
     @property
     def group_size(self) -> int:
@@ -130,3 +136,136 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 PRESETS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY, THOMPSON)}
+
+
+# The update
+
+
+@settings("objective")
+class ObjectiveConfig:
+    """[objective]: the policy loss (method.md 2)."""
+
+    clip_low: Share = 0.2
+    """The ratio to the old policy is clipped from below at 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """And from above at 1 + clip_high (clip-higher: 0.28). Neither has an effect with mini_batches = 1."""
+    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
+    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+    entropy_coefficient: NotNegative = 0.0
+    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
+    aggregation: Literal["token", "group", "sequence"] = "token"
+    """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions."""
+    mini_batches: Count = 1
+    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
+
+
+Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
+
+
+@settings("optimizer")
+class AdamWConfig:
+    """[optimizer] with kind = "adamw"."""
+
+    kind: Literal["adamw"] = "adamw"
+    """AdamW: a point estimate, without a posterior."""
+    lr: Positive = 1e-6
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this total norm; 0: never."""
+
+
+@settings("optimizer")
+class IVONConfig:
+    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (method.md 1)."""
+
+    kind: Literal["ivon"] = "ivon"
+    """IVON learns the mean and the diagonal Hessian, so sigma = 1 / sqrt(ess * (hessian + weight_decay))."""
+    lr: Positive = 1.0
+    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    ess: Positive = 1e9
+    """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
+    hess_init: Positive = 1e-3
+    """Initial Hessian, h0, of every weight."""
+    betas: Betas = (0.9, 0.9999)
+    """Decay rates of momentum and Hessian."""
+    weight_decay: NotNegative = 1e-8
+    """Delta: precision of the prior, which is also the weight decay."""
+    clip_radius: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1e-3
+    """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
+    estimator: Literal["price", "gradsq"] = "price"
+    """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
+    debias: bool = True
+    """Divide the momentum by 1 - beta1^t."""
+    rescale_lr: bool = True
+    """Multiply lr by hess_init + weight_decay."""
+    noise_scale: NotNegative = 1.0
+    """Multiplies sigma. 0 switches noise off and freezes the Hessian, as a check."""
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
+    learn_hessian: bool = True
+    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
+    load_hessian: LocalPath = ""
+    """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
+    load_momentum: bool = False
+    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
+
+    def __post_init__(self) -> None:
+        fix = "name the folder to load from in optimizer.load_hessian"
+        check(self, "load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+
+
+OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]
+
+
+@settings("schedule")
+class ScheduleConfig:
+    """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
+    warmup_share: Share = 0.06
+    """Linear warm-up over this share of the steps."""
+    floor: Share = 0.1
+    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
+
+
+@settings("ess_schedule")
+class EssScheduleConfig:
+    """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
+
+    kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
+    """Constant; falling over the run; low while entropy is low; following entropy; or steered to `target`."""
+    floor: PositiveShare = 0.1
+    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
+    entropy_share: Share = 0.75
+    """entropy_switch: entropy is low at or below this share of its highest value so far."""
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: Positive = 0.7
+    """controller: the value to hold."""
+    gain: PositiveShare = 0.3
+    """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+    lowest: Positive = 1e6
+    """controller, entropy_ratio: ess never falls below this."""
+    highest: Positive = 1e12
+    """controller, entropy_ratio: ess never rises above this."""
+
+    def __post_init__(self) -> None:
+        check(self, "lowest", self.lowest <= self.highest, "must not exceed ess_schedule.highest")
+        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
+        check(self, "target", possible, "a kept share to hold must lie below 1")
+
+
+@settings("batching")
+class BatchingConfig:
+    """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
+
+    tokens: CountOrZero = 0
+    """Most tokens of a micro-batch, padding too where a model needs it; a longer row goes alone. 0: 4096 on a CPU, 16384
+    on a GPU."""

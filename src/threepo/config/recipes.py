@@ -12,10 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
+from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
-from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
 from threepo.files import read_json
 from threepo.run_folder import CHECKPOINTS, CONFIG

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -60,7 +61,7 @@ def settings(table: str) -> Callable[[type[Record]], type[Record]]:
             except ValidationError as error:
                 raise UserError(_explain(error, table)) from None
 
-        record.__init__ = __init__
+        record.__init__, record.__table__ = __init__, table
         if table:
             RECORDS.setdefault(table, {})[getattr(record, "kind", "")] = record
         return record  # type: ignore[no-any-return]
@@ -141,6 +142,11 @@ def require(condition: bool, name: str, value: Any, fix: str) -> None:
     """Raise `UserError` about the field `name` unless `condition` holds."""
     if not condition:
         raise UserError(f"{name} = {shown(value)}: {fix}")
+
+
+def check(record: Any, key: str, holds: bool, fix: str) -> None:
+    """`require` about the field `key` of a record, or of a record in it, such as `eval.draws`."""
+    require(holds, f"{record.__table__}.{key}".lstrip("."), attrgetter(key)(record), fix)
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

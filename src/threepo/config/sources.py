@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from threepo.config.records import Count, CountOrZero, NotNegative, must, require, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, check, must, settings
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
@@ -121,13 +121,11 @@ class DataConfig:
     the first; `skip` leaves them out, says how many, and names the first three."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.system_prompt or self.chat_template == "auto",
-            "data.system_prompt",
-            self.system_prompt,
+        fix = (
             "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
-            "data.prompt_template",
+            "data.prompt_template"
         )
+        check(self, "system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
 
 
 @settings("demonstrations")
@@ -203,5 +201,4 @@ class BenchmarksConfig:
 
     def __post_init__(self) -> None:
         fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"
-        alone = not self.names and any(getattr(self, f.name) for f in fields(self))
-        require(not alone, "benchmarks.names", self.names, fix)
+        check(self, "names", self.names != () or not any(getattr(self, f.name) for f in fields(self)), fix)
