@@ -7,7 +7,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 import os
 from dataclasses import field
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -21,7 +21,7 @@ from threepo.config.method import Method as Method
 from threepo.config.method import ObjectiveConfig as ObjectiveConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import ScheduleConfig as ScheduleConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, check, must, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
@@ -30,8 +30,7 @@ from threepo.config.sources import LocalPath
 from threepo.errors import UserError
 
 
-@settings("run")
-class RunConfig:
+class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
     folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
@@ -50,8 +49,7 @@ class RunConfig:
     """Also write TensorBoard event files into the run folder (needs threepo[tensorboard])."""
 
 
-@settings("model.tiny")
-class TinyConfig:
+class TinyConfig(Settings, table="model.tiny"):
     """[model.tiny]: shape of a new tiny model, when model.path names one."""
 
     hidden_size: Count = 128
@@ -71,12 +69,11 @@ class TinyConfig:
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
-        check(self, "hidden_size", self.hidden_size % (2 * self.heads) == 0, fix)
-        check(self, "kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
+        self.check("hidden_size", self.hidden_size % (2 * self.heads) == 0, fix)
+        self.check("kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
 
 
-@settings("model")
-class ModelConfig:
+class ModelConfig(Settings, table="model"):
     """[model]: the policy."""
 
     path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
@@ -92,8 +89,7 @@ class ModelConfig:
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
 
-@settings("sampling")
-class SamplingConfig:
+class SamplingConfig(Settings, table="sampling"):
     """[sampling]: how rollouts are decoded."""
 
     temperature: NotNegative = 1.0
@@ -106,8 +102,7 @@ class SamplingConfig:
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
 
 
-@settings("engine.vllm")
-class VLLMConfig:
+class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     replicas: Count = 1
@@ -133,11 +128,10 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}, or be empty"
-        check(self, "gpus", len(self.gpus) in (0, self.replicas), fix)
+        self.check("gpus", len(self.gpus) in (0, self.replicas), fix)
 
 
-@settings("engine")
-class EngineConfig:
+class EngineConfig(Settings, table="engine"):
     """[engine]: what generates the rollouts."""
 
     kind: Literal["local", "vllm"] = "local"
@@ -154,19 +148,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
-        check(self, "kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
+        self.check("kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
         fix = "engine.kind = 'vllm' does not read it; set engine.vllm's gpu_memory_utilization or kv_cache_memory_bytes"
-        check(self, "memory_gib", self.kind != "vllm" or not self.memory_gib, fix)
+        self.check("memory_gib", self.kind != "vllm" or not self.memory_gib, fix)
 
-    def check_temperature(self, config: Any, key: str) -> None:
+    def check_temperature(self, config: Settings, key: str) -> None:
         """`UserError` for a temperature that vLLM raises (above 0) or refuses (sampling_params.py of 0.32)."""
         low, high, value = 0.01, 2.0, attrgetter(key)(config)
         fix = f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; set one of these, or engine.kind = 'local'"
-        check(config, key, self.kind != "vllm" or value == 0 or low <= value <= high, fix)
+        config.check(key, self.kind != "vllm" or value == 0 or low <= value <= high, fix)
 
 
-@settings("reward.sandbox")
-class SandboxConfig:
+class SandboxConfig(Settings, table="reward.sandbox"):
     """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
 
     backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
@@ -185,11 +178,10 @@ class SandboxConfig:
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
         fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
-        check(self, "url", bool(self.url) == server, fix)
+        self.check("url", bool(self.url) == server, fix)
 
 
-@settings("reward")
-class RewardConfig:
+class RewardConfig(Settings, table="reward"):
     """[reward]: what a completion earns."""
 
     function: str = "task"
@@ -211,8 +203,7 @@ class RewardConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
-@settings("eval")
-class EvalConfig:
+class EvalConfig(Settings, table="eval"):
     """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
 
     every: CountOrZero = 0
@@ -237,14 +228,13 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         fix = f"must divide eval.samples = {self.samples} evenly"
-        check(self, "draws", not self.draws or self.samples % self.draws == 0, fix)
+        self.check("draws", not self.draws or self.samples % self.draws == 0, fix)
 
 
 # What each command reads
 
 
-@settings("")
-class TrainConfig:
+class TrainConfig(Settings, table=""):
     """`threepo train`: reinforcement learning from verifiable rewards."""
 
     model: ModelConfig
@@ -262,41 +252,40 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        check(self, "run.steps", self.run.steps > 0, "must be greater than 0")
+        self.check("run.steps", self.run.steps > 0, "must be greater than 0")
         kind, ivon = self.optimizer.kind, self.optimizer.kind == "ivon"
         fix = f"needs a posterior to draw from; set optimizer.kind = 'ivon' (now {kind!r}), or"
-        check(self, "method.draws", ivon or not self.method.draws, f"{fix} method.draws = 0")
-        check(self, "eval.draws", ivon or not self.eval.draws, f"{fix} eval.draws = 0")
+        self.check("method.draws", ivon or not self.method.draws, f"{fix} method.draws = 0")
+        self.check("eval.draws", ivon or not self.eval.draws, f"{fix} eval.draws = 0")
         schedule, fix = self.ess_schedule, f"{kind} has no ess; set optimizer.kind = 'ivon'"
-        check(self, "ess_schedule.kind", ivon or schedule.kind == "constant", fix)
+        self.check("ess_schedule.kind", ivon or schedule.kind == "constant", fix)
         at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
         fix = (
             f"rollouts and gradient share their draws with method.gradient_at = {at!r}, so there is nothing to "
             f"measure; set method.preset = 'c3po'"
         )
-        check(self, "ess_schedule.kind", not controlled or at == "fresh", fix)
+        self.check("ess_schedule.kind", not controlled or at == "fresh", fix)
         fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
         measured = schedule.metric == "kl" or correction.endswith("mis")
-        check(self, "ess_schedule.metric", not controlled or measured, fix)
+        self.check("ess_schedule.metric", not controlled or measured, fix)
         for key in ("sampling.temperature", "eval.temperature"):
             self.engine.check_temperature(self, key)
         fix = (
             "greedy rollouts of one policy are identical, so nothing can be learned; set a temperature above 0, or "
             "method.preset = 'thompson' for one greedy rollout per draw"
         )
-        check(self, "sampling.temperature", self.sampling.temperature > 0 or self.method.greedy, fix)
+        self.check("sampling.temperature", self.sampling.temperature > 0 or self.method.greedy, fix)
         fix = (
             "importance ratios are wrong when rollouts are cut by top-p or top-k, since the gradient's policy is not; "
             "set sampling.top_p = 1 and sampling.top_k = 0"
         )
         whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
-        check(self, "method.correction.kind", whole or correction == "none", fix)
+        self.check("method.correction.kind", whole or correction == "none", fix)
         fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
-        check(self, "objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+        self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
 
 
-@settings("")
-class SFTConfig:
+class SFTConfig(Settings, table=""):
     """`threepo sft`: warm start by supervised fine-tuning (method.md 5)."""
 
     model: ModelConfig
@@ -317,12 +306,11 @@ class SFTConfig:
             )
         epochs, steps = (self.conversations.epochs if self.conversations else 0), self.run.steps
         fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
-        check(self, "run.steps", not (epochs and steps), fix)
-        check(self, "run.steps", bool(epochs or steps), "must be greater than 0")
+        self.check("run.steps", not (epochs and steps), fix)
+        self.check("run.steps", bool(epochs or steps), "must be greater than 0")
 
 
-@settings("")
-class EvaluationConfig:
+class EvaluationConfig(Settings, table=""):
     """`threepo eval`; the command line alone is enough: threepo eval MODEL --benchmarks aime24."""
 
     model: ModelConfig

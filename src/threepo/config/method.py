@@ -1,26 +1,15 @@
-"""Settings of learning: the lattice of methods with its named points, the loss, the optimizers, what changes over a run."""
+"""Settings of learning: the lattice of methods with its named points, the loss, the optimizers and their schedules."""
 
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    PositiveShare,
-    Share,
-    check,
-    must,
-    settings,
-)
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import LocalPath
 
 
-@settings("method.advantage")
-class Advantage:
+class Advantage(Settings, table="method.advantage"):
     """[method.advantage]: how the rewards of a group become advantages (method.md 2.1)."""
 
     scale: Literal["std", "none"] = "std"
@@ -33,12 +22,11 @@ class Advantage:
     """Groups in which all rewards are equal: `keep` their rows (advantage 0, tokens counted) or `drop` them."""
 
 
-@settings("method.correction")
-class Correction:
+class Correction(Settings, table="method.correction"):
     """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4)."""
 
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
-    """Importance sampling, truncated (tis) or masked (mis), per token or sequence; `geometric_mis`: by the mean log-ratio."""
+    """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
     low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
     high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
@@ -51,11 +39,10 @@ class Correction:
     """Warn after this many steps in a row in which the correction changed nothing; 0: never."""
 
     def __post_init__(self) -> None:
-        check(self, "low", self.low < self.high, f"must be below method.correction.high = {self.high}")
+        self.check("low", self.low < self.high, f"must be below method.correction.high = {self.high}")
 
 
-@settings("method")
-class Method:
+class Method(Settings, table="method"):
     """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (method.md).
 
     In a recipe, `preset` chooses a named point, and further keys change its axes.
@@ -89,22 +76,22 @@ class Method:
         g, n = self.rollouts_per_prompt, self.draws
         divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
         fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-        check(self, "draws", not n or g % n == 0, fix)
+        self.check("draws", not n or g % n == 0, fix)
         for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
             fix = "needs draws of the weights; set method.draws to 1 or more"
-            check(self, axis, n > 0 or getattr(self, axis) == without, fix)
+            self.check(axis, n > 0 or getattr(self, axis) == without, fix)
         fix = (
             f"leaves one completion in each advantage group (draws = {n}, advantages = {self.advantages!r}), with "
             f"nothing to compare it to; set at least {2 * g}"
         )
-        check(self, "rollouts_per_prompt", self.group_size > 1, fix)
+        self.check("rollouts_per_prompt", self.group_size > 1, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
-        check(self, "gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
+        self.check("gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
         fix = (
             f"rollouts of one draw would be identical and have no ratio to correct by; set draws = rollouts_per_prompt "
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
-        check(self, "greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
+        self.check("greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
 
     @property
     def group_size(self) -> int:
@@ -141,8 +128,7 @@ PRESETS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLA
 # The update
 
 
-@settings("objective")
-class ObjectiveConfig:
+class ObjectiveConfig(Settings, table="objective"):
     """[objective]: the policy loss (method.md 2)."""
 
     clip_low: Share = 0.2
@@ -162,8 +148,7 @@ class ObjectiveConfig:
 Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
 
 
-@settings("optimizer")
-class AdamWConfig:
+class AdamWConfig(Settings, table="optimizer"):
     """[optimizer] with kind = "adamw"."""
 
     kind: Literal["adamw"] = "adamw"
@@ -180,8 +165,7 @@ class AdamWConfig:
     """Gradients are scaled down to this total norm; 0: never."""
 
 
-@settings("optimizer")
-class IVONConfig:
+class IVONConfig(Settings, table="optimizer"):
     """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (method.md 1)."""
 
     kind: Literal["ivon"] = "ivon"
@@ -217,14 +201,13 @@ class IVONConfig:
 
     def __post_init__(self) -> None:
         fix = "name the folder to load from in optimizer.load_hessian"
-        check(self, "load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+        self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
 
 
 OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]
 
 
-@settings("schedule")
-class ScheduleConfig:
+class ScheduleConfig(Settings, table="schedule"):
     """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
 
     kind: Literal["constant", "cosine"] = "constant"
@@ -235,8 +218,7 @@ class ScheduleConfig:
     """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
 
 
-@settings("ess_schedule")
-class EssScheduleConfig:
+class EssScheduleConfig(Settings, table="ess_schedule"):
     """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
 
     kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
@@ -257,15 +239,14 @@ class EssScheduleConfig:
     """controller, entropy_ratio: ess never rises above this."""
 
     def __post_init__(self) -> None:
-        check(self, "lowest", self.lowest <= self.highest, "must not exceed ess_schedule.highest")
+        self.check("lowest", self.lowest <= self.highest, "must not exceed ess_schedule.highest")
         possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
-        check(self, "target", possible, "a kept share to hold must lie below 1")
+        self.check("target", possible, "a kept share to hold must lie below 1")
 
 
-@settings("batching")
-class BatchingConfig:
+class BatchingConfig(Settings, table="batching"):
     """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
 
     tokens: CountOrZero = 0
-    """Most tokens of a micro-batch, padding too where a model needs it; a longer row goes alone. 0: 4096 on a CPU, 16384
-    on a GPU."""
+    """Most tokens of a micro-batch, with the padding that some models need; 0: 4096 on a CPU, 16384 on a GPU. A longer
+    row goes alone."""

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from threepo.config.records import Count, CountOrZero, NotNegative, check, must, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, Settings, must
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
@@ -77,8 +77,7 @@ Template = Annotated[
 ]
 
 
-@settings("data")
-class DataConfig:
+class DataConfig(Settings, table="data"):
     """[data]: the problems, and how prompts are made of them."""
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
@@ -125,11 +124,10 @@ class DataConfig:
             "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
             "data.prompt_template"
         )
-        check(self, "system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
+        self.check("system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
 
 
-@settings("demonstrations")
-class DemonstrationConfig:
+class DemonstrationConfig(Settings, table="demonstrations"):
     """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
 
     tasks: Annotated[tuple[str, ...], must(bool, 'name at least one task, such as ["sorting"]')]
@@ -147,8 +145,7 @@ class DemonstrationConfig:
     """Seed of the demonstrations' order."""
 
 
-@settings("conversations")
-class ConversationConfig:
+class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
@@ -183,8 +180,7 @@ class ConversationConfig:
     """Steps between measurements of the held-out loss at the mean; 0: only at the end."""
 
 
-@settings("benchmarks")
-class BenchmarksConfig:
+class BenchmarksConfig(Settings, table="benchmarks"):
     """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
     names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
@@ -201,4 +197,4 @@ class BenchmarksConfig:
 
     def __post_init__(self) -> None:
         fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"
-        check(self, "names", self.names != () or not any(getattr(self, f.name) for f in fields(self)), fix)
+        self.check("names", self.names != () or not any(getattr(self, f.name) for f in fields(self)), fix)
