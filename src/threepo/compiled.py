@@ -34,11 +34,8 @@ class Library:
         if library is not None and version() == self._version:
             return library
         what = "is missing" if library is None else "was compiled from another version of its source"
-        print(
-            f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; install a C compiler (cc, "
-            f"gcc or clang), then threepo again",
-            file=sys.stderr,
-        )
+        fix = "install a C compiler (cc, gcc or clang), then threepo again"
+        print(f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; {fix}", file=sys.stderr)
         return None
 
     def call(self, function: str, argument: ctypes.Structure, threads: int) -> None:
@@ -49,7 +46,7 @@ class Library:
         """
         assert self.loaded is not None
         work = getattr(self.loaded, function)
-        if threads <= 1 or _openmp is None:
+        if threads <= 1 or _openmp is None or os.getpid() != _PROCESS:
             work(ctypes.byref(argument))
         else:
             _openmp(work, ctypes.byref(argument), threads, 0)
@@ -75,11 +72,5 @@ def _find_openmp() -> Any:
 
 
 _openmp = _find_openmp()
-
-
-def _forget_threads() -> None:
-    global _openmp
-    _openmp = None
-
-
-os.register_at_fork(after_in_child=_forget_threads)  # threads do not survive a fork, so a team would wait for ever
+_PROCESS = os.getpid()
+"""Threads do not survive a fork, so in another process the team would wait for ever."""

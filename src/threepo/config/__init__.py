@@ -123,8 +123,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
     decoding step and every push of weights, at most once per second, but not while it starts and compiles."""
     probe_tolerance: NotNegative = 0.0
-    """Largest mean difference in log-prob (nats) of the probe after a push of weights; 0: 0.001 in float32, 0.1 in
-    bfloat16."""
+    """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     def __post_init__(self) -> None:
         fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}, or be empty"
@@ -260,25 +259,16 @@ class TrainConfig(Settings, table=""):
         schedule, fix = self.ess_schedule, f"{kind} has no ess; set optimizer.kind = 'ivon'"
         self.check("ess_schedule.kind", ivon or schedule.kind == "constant", fix)
         at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
-        fix = (
-            f"rollouts and gradient share their draws with method.gradient_at = {at!r}, so there is nothing to "
-            f"measure; set method.preset = 'c3po'"
-        )
+        fix = f"with method.gradient_at = {at!r} there is nothing to measure; set method.preset = 'c3po'"
         self.check("ess_schedule.kind", not controlled or at == "fresh", fix)
         fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
         measured = schedule.metric == "kl" or correction.endswith("mis")
         self.check("ess_schedule.metric", not controlled or measured, fix)
         for key in ("sampling.temperature", "eval.temperature"):
             self.engine.check_temperature(self, key)
-        fix = (
-            "greedy rollouts of one policy are identical, so nothing can be learned; set a temperature above 0, or "
-            "method.preset = 'thompson' for one greedy rollout per draw"
-        )
+        fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
         self.check("sampling.temperature", self.sampling.temperature > 0 or self.method.greedy, fix)
-        fix = (
-            "importance ratios are wrong when rollouts are cut by top-p or top-k, since the gradient's policy is not; "
-            "set sampling.top_p = 1 and sampling.top_k = 0"
-        )
+        fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
         whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
         self.check("method.correction.kind", whole or correction == "none", fix)
         fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
@@ -300,10 +290,8 @@ class SFTConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         if (self.demonstrations is None) == (self.conversations is None):
-            raise UserError(
-                f"[demonstrations] and [conversations]: {'neither' if self.demonstrations is None else 'both'} given; "
-                f"set one of the two"
-            )
+            given = "both" if self.conversations else "neither"
+            raise UserError(f"[demonstrations] and [conversations]: {given} given; set one of the two")
         epochs, steps = (self.conversations.epochs if self.conversations else 0), self.run.steps
         fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
         self.check("run.steps", not (epochs and steps), fix)

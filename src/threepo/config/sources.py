@@ -1,11 +1,9 @@
-"""Settings of what is read: problems, demonstrations, conversations and benchmarks; and the names of sources.
+"""Settings of what is read: problems, demonstrations, conversations and benchmarks. A source of rows is one of
 
-A source of rows is one of
-
-    problems.jsonl  problems.json  problems.csv  problems.parquet    a file; all but parquet may be compressed (.gz)
-    shards/  shards/:CONFIGURATION:SPLIT                             a folder of such files, or a copy from the hub
-    org/name  org/name:CONFIGURATION:SPLIT  org/name::SPLIT          a data set on the Hugging Face hub
-    hf://datasets/org/name/FILE                                      one file of a data set on the hub
+problems.jsonl  problems.json  problems.csv  problems.parquet    a file; all but parquet may be compressed (.gz)
+shards/  shards/:CONFIGURATION:SPLIT                             a folder of such files, or a copy from the hub
+org/name  org/name:CONFIGURATION:SPLIT  org/name::SPLIT          a data set on the Hugging Face hub
+hf://datasets/org/name/FILE                                      one file of a data set on the hub
 """
 
 import os
@@ -86,8 +84,7 @@ class DataConfig(Settings, table="data"):
     Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
     `threepo eval` does not need it if `eval` is set."""
     eval: Source = ""
-    """The same for held-out problems; empty: the held-out problems of the task in `train`, or the test split of the
-    published data set."""
+    """The same for held-out problems; empty: those of the task, or the test split of the published set, in `train`."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
@@ -100,11 +97,9 @@ class DataConfig(Settings, table="data"):
     """Column of your own source that holds the reference answer; only your own reward function can do without it, and
     gets it as `answer` too, unless another column has that name."""
     tests_column: str = "tests"
-    """Column of your own source that holds the tests of a program, for reward.function = 'code'; your own reward
-    function gets it as `tests`."""
+    """Column of your own source with the tests for reward.function = 'code'; your own function gets it as `tests`."""
     prompt_template: Template = ""
-    """Text around a prompt that is text; `{prompt}` stands for the prompt. Empty: that of the published data set; tasks
-    and files have none."""
+    """Text around a prompt that is text; `{prompt}` stands for it. Empty: that of the published set, if it is one."""
     system_prompt: str = ""
     """System message before a prompt that is text; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
@@ -120,10 +115,7 @@ class DataConfig(Settings, table="data"):
     the first; `skip` leaves them out, says how many, and names the first three."""
 
     def __post_init__(self) -> None:
-        fix = (
-            "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
-            "data.prompt_template"
-        )
+        fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
         self.check("system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
 
 
@@ -149,9 +141,8 @@ class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source of your own as in `data.train`, with a column `messages`, or with `prompt` and `completion`; or
-    `llama-nemotron`, the paper's answers of DeepSeek-R1, or `llama-nemotron-any`, those of all generators, both also
-    with `:COPY`."""
+    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron`, answers of
+    DeepSeek-R1 as in the paper; or `llama-nemotron-any`, those of all generators; both also with `:COPY`."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
@@ -163,15 +154,13 @@ class ConversationConfig(Settings, table="conversations"):
     too_long: Literal["error", "drop"] = "error"
     """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are not a conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves
-    them out and counts them."""
+    """Rows that are no conversation, or that the template refuses: `error` refuses the source, `skip` counts them."""
     loss_on: Literal["all", "last"] = "all"
     """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""
     """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
     cache: LocalPath = ""
-    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
-    (HF_DATASETS_CACHE)."""
+    """Folder for the tokenised conversations, which later runs share; empty: that of `datasets` (HF_DATASETS_CACHE)."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512

@@ -21,10 +21,9 @@ from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
 from threepo.evaluation.records import Records, refuse_taken
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import read_json
-from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
-from threepo.progress import progress
+from threepo.progress import polite_stop, progress
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder
