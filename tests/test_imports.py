@@ -24,7 +24,6 @@ LEVELS = [
     {"evaluation"},
     {"training", "analysis"},
     {"api", "show"},
-    {"demo"},
     {"cli", "integrations"},
     {"__main__"},
 ]

@@ -1,7 +1,6 @@
 """What a loop shows while it goes, and how it stops.
 
-It shows a live bar; or, if the output is no terminal, a line now and then. SIGTERM, SIGHUP and Ctrl-C let the step in
-progress finish and its state be saved.
+A live bar, or a line now and then if that is no terminal. A signal lets the step in progress finish and be saved.
 """
 
 import signal
