@@ -7,6 +7,7 @@ same, more slowly.
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,11 @@ def _find_openmp() -> Any:
     """`GOMP_parallel` of the OpenMP library that torch runs on; None if torch has another library, or none."""
     with_torch = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
     for path in (*map(str, with_torch), "libgomp.so.1"):
-        try:
-            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel  # only a library in use
-        except (OSError, AttributeError):
-            continue
-        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        parallel.restype = None
-        return parallel
+        with suppress(OSError, AttributeError):  # no such library is in use, or it has no such function
+            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel
+            parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            parallel.restype = None
+            return parallel
     return None
 
 

@@ -99,19 +99,15 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A generated text, with the prompt, the weights and the rollout number that it came from."""
+class Completion(Request):
+    """A generated text, with the request that it answers."""
 
-    problem: Problem
-    prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     """The generated tokens, T of them, the end-of-sequence token included where one was drawn."""
     logprobs: tuple[float, ...]
     """For each token, the log-probability (nats) of the distribution that it was actually drawn from."""
     text: str
     finish_reason: FinishReason
-    draw: Draw | None
-    rollout: int
     policy_step: int
     """The training step whose weights the engine held."""
     opening: str = ""

@@ -70,8 +70,9 @@ def _absolute_copy(benchmark: str) -> str:
 
 Source = Annotated[str, AfterValidator(absolute)]
 LocalPath = Annotated[str, AfterValidator(_absolute_path)]
-Template = Annotated[
-    str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, where the problem's text goes")
+Template = Annotated[str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, for the problem")]
+Shares = Annotated[
+    Mapping[str, NotNegative], must(lambda it: sum(it.values()) > 0, "give at least one a share above 0")
 ]
 
 
@@ -126,10 +127,7 @@ class DemonstrationConfig(Settings, table="demonstrations"):
     """Procedural tasks, mixed evenly."""
     levels: tuple[int, ...] = ()
     """Difficulty levels; empty: each task's own default."""
-    behaviours: Annotated[
-        Mapping[str, NotNegative],
-        must(lambda shares: sum(shares.values()) > 0, "give at least one behaviour a share above 0"),
-    ] = field(default_factory=lambda: {"worked": 1.0})
+    behaviours: Shares = field(default_factory=lambda: {"worked": 1.0})
     """Share of each way to solve a problem: `worked`, `direct`, ... (each task lists its own)."""
     batch_size: Count = 64
     """Demonstrations per optimizer step."""
