@@ -70,9 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = {"train": "reinforcement learning from verifiable rewards", "sft": "warm start by supervised fine-tuning"}
     for name, text in kinds.items():
         train = commands.add_parser(name, help=text)
-        train.add_argument(
-            "recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file, or a shipped one's name"
-        )
+        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
         train.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
         train.add_argument("--resume", type=_path, metavar="RUN", help="continue this run; run.steps=N extends it")
         train.add_argument("--list", action="store_true", help="list the shipped recipes")
@@ -106,14 +104,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it")
     parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parts.add_parser("list", help="list the sources of problems").set_defaults(command=_data_list)
+    parts.add_parser("list", help="list the sources of problems").set_defaults(command=_data, source=None)
     show = parts.add_parser("show", help="one problem as a policy reads it, and the number of problems")
     show.add_argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl")
     show.add_argument("settings", nargs="*", metavar="data.key=value", help="such as data.prompt_column=question")
     show.add_argument("--index", type=int, default=0, help="which problem, from 0 (default 0)")
     show.add_argument("--heldout", action="store_true", help="a held-out problem, not one to train on")
     show.add_argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template")
-    show.set_defaults(command=_data_show, more="settings")
+    show.set_defaults(command=_data, more="settings")
 
     demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
     demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
@@ -244,15 +242,12 @@ def _sample(options: argparse.Namespace) -> None:
         print(path)
 
 
-def _data_list(options: argparse.Namespace) -> None:
-    from threepo.show import listing
+def _data(options: argparse.Namespace) -> None:
+    from threepo.show import data_settings, listing, shown_problem
 
-    print(listing())
-
-
-def _data_show(options: argparse.Namespace) -> None:
-    from threepo.show import data_settings, shown_problem
-
+    if options.source is None:
+        print(listing())
+        return
     settings = data_settings(options.source, options.settings)
     print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
 

@@ -18,10 +18,8 @@ import torch
 class Library:
     """A compiled library, loaded at its first use. If it is missing, one line on stderr says so, once.
 
-    Args:
-        path: of the shared library.
-        version: what its function `threepo_<name>_version` must return; `name` is the file's, without its underscore.
-        slower: what is slower without it, and by how much.
+    Its function `threepo_<name>_version` must return `version`; `name` is the file's, without its underscore. `slower`
+    says what is slower without it, and by how much.
     """
 
     def __init__(self, path: Path, version: int, slower: str) -> None:

@@ -14,12 +14,10 @@ from typing import IO, Any
 from threepo.errors import UserError
 
 _FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, then resume the run"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
-    **dict.fromkeys(
-        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY), "something else has that name; choose another"
-    ),
-    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "the path is not valid; choose another path"),
+    "free some space, then resume the run": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "choose a folder that you may write": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "something else has that name; choose another": (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY),
+    "the path is not valid; choose another path": (errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL),
 }
 
 
@@ -31,9 +29,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         told = re.search(r"\(os error (\d+)\)", str(error))  # as libraries written in Rust (safetensors) do
         code = getattr(error, "errno", None) or int(told[1] if told else 0)
-        if code not in _FIXES:
-            raise
-        raise UserError(f"cannot write {path}: {os.strerror(code)}; {_FIXES[code]}") from error
+        for fix in (fix for fix, codes in _FIXES.items() if code in codes):
+            raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
+        raise
 
 
 @contextmanager

@@ -68,13 +68,11 @@ class StopRequest:
 
     signal_number: int = 0
 
-    def obey(
-        self, done: int, total: int, folder: Path, unit: str = "step", fix: str = "continue with --resume"
-    ) -> None:
+    def obey(self, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume") -> None:
         """Raise `Interrupted` if a signal came and not all is done; the state must be saved by now."""
         if self.signal_number and done < total:
             name = signal.Signals(self.signal_number).name
-            raise Interrupted(self.signal_number, f"{name} after {unit} {done} of {total}; {fix} {folder}")
+            raise Interrupted(self.signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")
 
 
 @contextmanager

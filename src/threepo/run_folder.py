@@ -18,9 +18,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from threepo.config import SFTConfig, TrainConfig
 from threepo.config.records import build, first_difference, to_dict
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
@@ -30,9 +29,6 @@ CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 LOCK = "run.lock"
-
-Config = TypeVar("Config", TrainConfig, SFTConfig)
-
 
 # Reading
 
@@ -70,10 +66,7 @@ def refuse_taken(path: Path, config: Any) -> None:
 
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if its problems or conversations have changed since the run began.
-
-    `now` is what its problems.json or conversations.json, `name`, would hold if the run began now.
-    """
+    """`UserError` if its problems or conversations have changed: `now`, its file `name` would hold something else."""
     for part, then in (read_json(run / name) if now else {}).items():
         if part in now and then["digest"] != now[part]["digest"]:
             counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
@@ -152,7 +145,7 @@ class RunFolder(LockedFolder):
             raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
         return cls(path), read_json(path / CONFIG)
 
-    def extend(self, config: Config, steps: Any) -> Config:
+    def extend(self, config: Any, steps: Any) -> Any:
         """Change the number of steps in config.json; returns the new config."""
         values = to_dict(config)
         values["run"]["steps"] = steps

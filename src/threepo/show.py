@@ -5,7 +5,6 @@ Only a tokenizer needs torch; without one, problems are shown at once.
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from threepo.config import DataConfig
 from threepo.config.recipes import parse_overrides
@@ -13,13 +12,12 @@ from threepo.config.records import build
 from threepo.config.sources import KINDS
 from threepo.data.finite import FiniteProblems
 from threepo.data.published import CONVERSATIONS, PUBLISHED
-from threepo.data.source import OpenedSource, ProblemSource, has_heldout, open_source
+from threepo.data.source import OpenedSource, has_heldout, open_source
 from threepo.data.task import Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized
-from threepo.types import Problem
 
 
 def listing() -> str:
@@ -68,7 +66,12 @@ def shown_problem(settings: DataConfig, split: Split, index: int, model: str) ->
         from threepo.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-        facts |= _lengths(opened.problems, problem, tokenizer, settings)
+        facts["tokens"] = str(len(tokenized([problem], tokenizer, settings)[0]))
+        if isinstance(opened.problems, FiniteProblems):
+            lengths = [len(tokens) for tokens in tokenized(opened.problems.problems, tokenizer, settings)]
+            facts["longest"] = f"{max(lengths)} tokens"
+            if most := settings.max_prompt_tokens:
+                facts["dropped"] = f"{sum(length > most for length in lengths)} above data.max_prompt_tokens = {most}"
         parts = [("prompt", prompt_text(problem, tokenizer, settings))]
     else:
         parts = [(message["role"], message["content"]) for message in messages(problem, settings)]
@@ -89,15 +92,3 @@ def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
     if opened.verifier is None:
         verifier = "none of its own; name one with reward.function: exact, math, code or your own"
     return {"source": source, "problems": counts, "verifier": verifier}
-
-
-def _lengths(source: ProblemSource, problem: Problem, tokenizer: Any, settings: DataConfig) -> dict[str, str]:
-    """Tokens of the prompt and, in a finite source, of the other prompts."""
-    facts = {"tokens": str(len(tokenized([problem], tokenizer, settings)[0]))}
-    if isinstance(source, FiniteProblems):
-        lengths = [len(tokens) for tokens in tokenized(source.problems, tokenizer, settings)]
-        facts["longest"] = f"{max(lengths)} tokens"
-        if settings.max_prompt_tokens:
-            dropped = sum(length > settings.max_prompt_tokens for length in lengths)
-            facts["dropped"] = f"{dropped} above data.max_prompt_tokens = {settings.max_prompt_tokens}"
-    return facts

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from threepo.config import Correction
 
-FinishReason = Literal["stop", "length"]
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
 VerifierName = Literal["math", "code"]
 """Verifiers of `rewards` that a data source can ask for."""
@@ -107,7 +106,7 @@ class Completion(Request):
     logprobs: tuple[float, ...]
     """For each token, the log-probability (nats) of the distribution that it was actually drawn from."""
     text: str
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length"]
     policy_step: int
     """The training step whose weights the engine held."""
     opening: str = ""
@@ -152,10 +151,7 @@ class SupervisedRow:
     input_tokens: tuple[int, ...]
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
-    predicts.
-
-    Example: for the tokens of a prompt (5, 6, 7) and its completion (8, 9), `((3, 5),)`.
-    """
+    predicts. For the tokens of a prompt (5, 6, 7) and its completion (8, 9): `((3, 5),)`."""
     index: int
     """Position among all rows of the step."""
 

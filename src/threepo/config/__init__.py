@@ -106,15 +106,13 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     replicas: Count = 1
-    """Number of processes with a vLLM engine, each on its own GPU if there are GPUs. They share the draws of a step and
-    decode at the same time; a replica with several draws decodes one after another."""
+    """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
     """The GPU of each replica, numbered as in torch; empty: 0, 1, 2, ..."""
     gpu_memory_utilization: PositiveShare = 0.9
     """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
     kv_cache_memory_bytes: CountOrZero = 0
-    """Bytes of a replica's key-value cache. 0: what gpu_memory_utilization leaves on a GPU; 1 GiB on a CPU, where every
-    replica would take that share of the machine's memory."""
+    """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves on a GPU, and 1 GiB on a CPU."""
     max_model_len: CountOrZero = 0
     """Longest prompt and completion together, in tokens; 0: the model's context."""
     enforce_eager: bool = False
@@ -167,8 +165,7 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     url: str = ""
     """Address of the SandboxFusion server, such as http://localhost:8080."""
     timeout_s: Positive = 10.0
-    """Processor seconds that a program may take per test; the limit in wall-clock time is three times as long, because
-    the machine may be busy. On a server: wall-clock seconds."""
+    """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
     memory_mib: Count = 1024
     """Address space of a program in MiB; shared libraries and thread stacks count."""
     workers: CountOrZero = 0

@@ -248,5 +248,4 @@ class BatchingConfig(Settings, table="batching"):
     """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
 
     tokens: CountOrZero = 0
-    """Most tokens of a micro-batch, with the padding that some models need; 0: 4096 on a CPU, 16384 on a GPU. A longer
-    row goes alone."""
+    """Most tokens of a micro-batch, with any padding; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""

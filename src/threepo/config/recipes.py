@@ -24,8 +24,6 @@ Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
 RUNS = Path("runs")
 """Where the runs of recipes go that name no folder."""
-MAX_NEW_TOKENS = 3072
-"""Longest completion of an evaluation on benchmarks, as in the released code, where nothing else is set."""
 _NOT_FOR_EVALUATION = {
     "model.path": "the model is the command's first argument",
     "eval.every": "it belongs to training",
@@ -57,8 +55,7 @@ def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
     """`base` with the values of `top` laid over it, table by table.
 
-    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON. In other
-    tables `kind` is a key like others.
+    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON.
     """
     merged = dict(base)
     for key, value in top.items():
@@ -210,7 +207,7 @@ def _as_in_the_paper(table: Table) -> Table:
     if unread:
         raise UserError(f"{unread[0]}: is not read with benchmarks, which bring their own; see [benchmarks]")
     if "max_new_tokens" not in {*evaluation, *table.get("sampling", {})}:
-        evaluation = {**evaluation, "max_new_tokens": MAX_NEW_TOKENS}
+        evaluation = {**evaluation, "max_new_tokens": 3072}  # as in the released code
     return {**table, "data": {**data, "train": "benchmarks"}, "eval": evaluation}
 
 

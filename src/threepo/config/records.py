@@ -1,4 +1,4 @@
-"""What every settings record is made of: checked types, the decorator, and errors of one line.
+"""What every settings record is made of: checked types, the base class, and errors of one line.
 
 A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number to a
 number. A user gets one line about the first mistake that pydantic finds: field, value and fix.

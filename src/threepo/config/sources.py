@@ -81,9 +81,8 @@ class DataConfig(Settings, table="data"):
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
     """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., `gsm8k:COPY`), or a
-    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
-    Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
-    `threepo eval` does not need it if `eval` is set."""
+    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name`, perhaps with
+    `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
     """The same for held-out problems; empty: those of the task, or the test split of the published set, in `train`."""
     levels: tuple[int, ...] = ()
@@ -109,11 +108,9 @@ class DataConfig(Settings, table="data"):
     """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
     the data before anything runs; `drop` leaves them out and says how many."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems of a finite data set with longer prompts, in tokens with the chat template, are left out and
-    counted; 0: no limit. Held-out problems are not limited."""
+    """Training problems of a data set with more tokens, chat template included, are left out and counted; 0: none."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Malformed rows of a finite data set, and rows that lack what the reward needs: `error` refuses the data and names
-    the first; `skip` leaves them out, says how many, and names the first three."""
+    """Rows that are malformed or lack what the reward needs: `error` names the first, `skip` leaves out and counts."""
 
     def __post_init__(self) -> None:
         fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
@@ -171,8 +168,7 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
     names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
-    """Such as `aime24`; `aime24=COPY` reads a file, a folder or another data set on the hub, and
-    `livecodebench:2025-02..2025-04` takes the problems of these months."""
+    """`aime24`, ...; `aime24=COPY` reads a file, a folder or the hub; `livecodebench:2025-02..2025-04`: these months."""
     folder: LocalPath = ""
     """Folder with a file or a folder for each benchmark, such as aime24.jsonl; empty: the hub."""
     problems: CountOrZero = 0
