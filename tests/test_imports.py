@@ -13,7 +13,7 @@ import threepo
 SOURCE = Path(threepo.__file__).parent
 
 GROUND = {
-    *("types", "config", "errors", "files", "run_folder", "answers", "compiled", "workers", "progress"),
+    *("types", "config", "errors", "files", "run_folder", "compiled", "workers", "progress"),
 }
 """Read by everyone; they import only each other."""
 LEVELS = [

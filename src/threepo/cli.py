@@ -243,13 +243,13 @@ def _sample(options: argparse.Namespace) -> None:
 
 
 def _data(options: argparse.Namespace) -> None:
-    from threepo.show import data_settings, listing, shown_problem
+    from threepo.show import listing, shown_problem
 
     if options.source is None:
         print(listing())
         return
-    settings = data_settings(options.source, options.settings)
-    print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
+    split: Any = "heldout" if options.heldout else "train"
+    print(shown_problem(options.source, options.settings, split, options.index, options.model))
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def progress(
         yield Reporter(title, total, start, console, live)
 
 
-@dataclass
 class StopRequest:
     """Set by a signal; read between steps."""
 
-    signal_number: int = 0
+    signal_number = 0
 
     def obey(self, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume") -> None:
         """Raise `Interrupted` if a signal came and not all is done; the state must be saved by now."""

@@ -30,8 +30,6 @@ COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 LOCK = "run.lock"
 
-# Reading
-
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
@@ -67,7 +65,7 @@ def refuse_taken(path: Path, config: Any) -> None:
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
     """`UserError` if its problems or conversations have changed: `now`, its file `name` would hold something else."""
-    for part, then in (read_json(run / name) if now else {}).items():
+    for part, then in (read_json(run / name) if (run / name).is_file() else {}).items():
         if part in now and then["digest"] != now[part]["digest"]:
             counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
             raise UserError(
@@ -75,9 +73,6 @@ def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -
                 f"{counts[1]:,} then); restore the old ones, or start a new run (with model.path = {str(run)!r} it "
                 f"goes on from what this one has learnt)"
             )
-
-
-# Writing
 
 
 class LockedFolder:
@@ -193,11 +188,10 @@ class RunFolder(LockedFolder):
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows to a parquet file, atomically."""
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow import Table, parquet
 
     with atomic_file(path) as temporary:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+        parquet.write_table(Table.from_pylist(list(rows)), temporary, compression="zstd")
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:

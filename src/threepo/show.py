@@ -36,22 +36,18 @@ def listing() -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
-    """Settings of [data] for problems of `source`; `UserError` for settings of other tables."""
+def shown_problem(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
+    """Problem number `index` of a source as a policy reads it, with its verifier's reference and some counts.
+
+    `overrides` are settings of [data]. `model` names the tokenizer; without one, the prompt is shown as chat messages.
+    """
     table = parse_overrides(overrides)
     data = table.pop("data", {})
     if table:
         raise UserError(f"{next(iter(table))}: `threepo data show` reads settings of [data] only, such as data.seed=1")
     for key in data.keys() & {"train", "eval"}:
         raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
-    return build(DataConfig, {**data, "train": source}, "data")
-
-
-def shown_problem(settings: DataConfig, split: Split, index: int, model: str) -> str:
-    """Problem number `index` of `settings.train` as a policy reads it, with its verifier's reference and some counts.
-
-    `model` names the tokenizer; without one, the prompt is shown as chat messages.
-    """
+    settings = build(DataConfig, {**data, "train": source}, "data")
     name = settings.train
     if split == "heldout" and not has_heldout(name):
         raise UserError(f"--heldout: {name} has no held-out problems of its own; leave it out")

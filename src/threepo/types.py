@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from threepo.config import Correction
 
+THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
 VerifierName = Literal["math", "code"]
 """Verifiers of `rewards` that a data source can ask for."""
@@ -83,6 +84,36 @@ class Verdict:
     def __post_init__(self) -> None:
         if math.isnan(self.reward):
             object.__setattr__(self, "reward", float(self.correct))
+
+
+def final_answer(completion: str) -> str:
+    """The text after the last `</think>`, or the whole text if there is none; without surrounding blanks."""
+    return completion.rpartition(THINK_END)[2].strip()
+
+
+def judge(given: str, correct: bool) -> Verdict:
+    """The verdict on a final answer; an empty one is no answer."""
+    if not given:
+        return Verdict(correct=False, status="no_answer", answer=None)
+    return Verdict(correct=correct, status="right" if correct else "wrong", answer=given)
+
+
+def exact_match(problem: Problem, completion: str) -> Verdict:
+    """Right if the final answer equals the reference answer, whatever the number of blanks between words."""
+    given = final_answer(completion)
+    return judge(given, given.split() == problem.answer.split())
+
+
+def lacks_answer(problem: Problem) -> str:
+    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
+    if problem.answer.strip():
+        return ""
+    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
+    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
+    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
+    if empty and not others:
+        return reason
+    return f"{reason}; its other columns are {others or 'none'}; set data.answer_column"
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,6 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 PRESETS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY, THOMPSON)}
 
 
-# The update
-
-
 class ObjectiveConfig(Settings, table="objective"):
     """[objective]: the policy loss (method.md 2)."""
 

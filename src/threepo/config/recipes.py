@@ -33,9 +33,6 @@ _NOT_FOR_EVALUATION = {
 _ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
 
 
-# Files and overrides
-
-
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
     """The raw tables of a recipe, laid over the recipe that it `extends` (a path relative to it)."""
     path = path.resolve()
@@ -112,9 +109,6 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
 
 
-# Records
-
-
 def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
     path = find_recipe(recipe) if recipe else None
@@ -163,9 +157,6 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
     if path.exists() or name not in shipped_recipes():
         return model
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
-
-
-# Evaluation
 
 
 def load_evaluation(

@@ -2,7 +2,7 @@
 
 import re
 
-from threepo.answers import THINK, THINK_END, final_answer
+from threepo.types import THINK, THINK_END, final_answer
 
 _BOX = r"\\(?:boxed|fbox|framebox)\s*"
 _TOKENS = re.compile(rf"\\{{0,2}}(?P<box>{_BOX}\{{)|\\.|[{{}}]", re.DOTALL)  # JSON doubles the backslash
