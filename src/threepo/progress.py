@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +80,15 @@ def polite_stop() -> Iterator[StopRequest]:
     Only the main thread may handle signals; in other threads the request is never set.
     """
     request = StopRequest()
-    previous: dict[int, Any] = {}
+    with ExitStack() as previous:
 
-    def restore() -> None:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        def handle(number: int, _: Any) -> None:
+            request.signal_number = number
+            previous.close()
 
-    def handle(number: int, _: Any) -> None:
-        request.signal_number = number
-        restore()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            # Started under `nohup`, the process outlives its terminal.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, handle)
-    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                # Started under `nohup`, the process outlives its terminal.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    previous.callback(signal.signal, number, signal.signal(number, handle))
         yield request
-    finally:
-        restore()

@@ -25,10 +25,9 @@ from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
 from threepo.types import Completion
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
-LOCK = "run.lock"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

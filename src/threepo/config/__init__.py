@@ -13,15 +13,11 @@ from pydantic import AfterValidator, Field
 
 from threepo.config.method import AdamWConfig as AdamWConfig
 from threepo.config.method import Advantage as Advantage
-from threepo.config.method import BatchingConfig as BatchingConfig
 from threepo.config.method import Correction as Correction
-from threepo.config.method import EssScheduleConfig as EssScheduleConfig
 from threepo.config.method import IVONConfig as IVONConfig
 from threepo.config.method import Method as Method
-from threepo.config.method import ObjectiveConfig as ObjectiveConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
-from threepo.config.method import ScheduleConfig as ScheduleConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
@@ -181,10 +177,9 @@ class RewardConfig(Settings, table="reward"):
     """[reward]: what a completion earns."""
 
     function: str = "task"
-    """`task`: the verifier that belongs to the problems; `exact`: the answer must equal the reference; `math`: it must
-    be mathematically equal to it; `code`: the program must pass the problem's tests; or your own `module:function`. It
-    is called like a reward function of TRL, f(prompts=..., completions=..., completion_ids=..., <columns>=...), with
-    the arguments that it accepts, and returns a number for each completion."""
+    """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
+    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
+    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion."""
     correct_from: float = 1.0
     """A completion counts as correct if your own function returns at least this."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
@@ -227,7 +222,65 @@ class EvalConfig(Settings, table="eval"):
         self.check("draws", not self.draws or self.samples % self.draws == 0, fix)
 
 
-# What each command reads
+class ObjectiveConfig(Settings, table="objective"):
+    """[objective]: the policy loss (method.md 2)."""
+
+    clip_low: Share = 0.2
+    """The ratio to the old policy is clipped from below at 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """And from above at 1 + clip_high (clip-higher: 0.28). Neither has an effect with mini_batches = 1."""
+    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
+    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+    entropy_coefficient: NotNegative = 0.0
+    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
+    aggregation: Literal["token", "group", "sequence"] = "token"
+    """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions."""
+    mini_batches: Count = 1
+    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
+
+
+class ScheduleConfig(Settings, table="schedule"):
+    """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
+    warmup_share: Share = 0.06
+    """Linear warm-up over this share of the steps."""
+    floor: Share = 0.1
+    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
+
+
+class EssScheduleConfig(Settings, table="ess_schedule"):
+    """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
+
+    kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
+    """Constant; falling over the run; low while entropy is low; following entropy; or steered to `target`."""
+    floor: PositiveShare = 0.1
+    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
+    entropy_share: Share = 0.75
+    """entropy_switch: entropy is low at or below this share of its highest value so far."""
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: Positive = 0.7
+    """controller: the value to hold."""
+    gain: PositiveShare = 0.3
+    """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+    lowest: Positive = 1e6
+    """controller, entropy_ratio: ess never falls below this."""
+    highest: Positive = 1e12
+    """controller, entropy_ratio: ess never rises above this."""
+
+    def __post_init__(self) -> None:
+        self.check("lowest", self.lowest <= self.highest, "must not exceed ess_schedule.highest")
+        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
+        self.check("target", possible, "a kept share to hold must lie below 1")
+
+
+class BatchingConfig(Settings, table="batching"):
+    """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
+
+    tokens: CountOrZero = 0
+    """Most tokens of a micro-batch, with any padding; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""
 
 
 class TrainConfig(Settings, table=""):
@@ -303,11 +356,9 @@ class EvaluationConfig(Settings, table=""):
     """Held-out problems: data.eval, or those of the task in data.train. With benchmarks: only how prompts are made."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    """The seed, and the threads."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:

@@ -172,8 +172,7 @@ def load_evaluation(
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
         table = merge(read_json(Path(model) / CONFIG), {"model": {"tokenizer": ""}})  # the checkpoint has its own
-    known = {f.name for f in dataclasses.fields(EvaluationConfig)}
-    table = {name: value for name, value in table.items() if name in known}
+    table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
     given = merge(parse_overrides(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
