@@ -1,7 +1,6 @@
 """Compiled CPU kernels: how a library is loaded, and how torch's threads share its work.
 
-The libraries are compiled when the package is built (hatch_build.py). They are optional: without them, torch does the
-same, more slowly.
+hatch_build.py compiles the libraries when the package is built; without them, torch does the same, more slowly.
 """
 
 import ctypes
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+SERIAL = 1 << 16
+"""Elements below which a second thread costs more than it brings."""
 
 
 class Library:
@@ -43,7 +45,6 @@ class Library:
         They are torch's own OpenMP team, which starts within microseconds and does not compete with a second team for
         the cores. If torch has no such team, one thread does all the work.
         """
-        assert self.loaded is not None
         work = getattr(self.loaded, function)
         if threads <= 1 or _openmp is None or os.getpid() != _PROCESS:
             work(ctypes.byref(argument))

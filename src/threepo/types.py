@@ -111,9 +111,8 @@ def lacks_answer(problem: Problem) -> str:
     empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
     others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
     reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
-    if empty and not others:
-        return reason
-    return f"{reason}; its other columns are {others or 'none'}; set data.answer_column"
+    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
+    return reason + fix if others or not empty else reason
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from threepo.compiled import Library, fields
+from threepo.compiled import SERIAL, Library, fields
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Scalars, Update
 
 _SLOWER = "drawing weights and IVON's steps take 8 times as long"
@@ -19,8 +19,6 @@ LIBRARY = Library(Path(__file__).with_name("_native.so"), version=4, slower=_SLO
 _FUNCTIONS = {Perturb: "perturb", AddNoiseTimes: "add_noise_times", Update: "update"}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ESTIMATORS = {"none": 0, "price": 1, "gradsq": 2}
-_SERIAL = 1 << 16
-"""Elements below which a second thread costs more than it brings."""
 
 # The structures of native.c.
 _OPERATION = struct.Struct("@QQ4q7P4i")
@@ -60,5 +58,5 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
         packed.append(_OPERATION.pack(*key, *operation.region, count, *pointers, address, *dtypes, 0))
     clipped = (ctypes.c_int64 * len(packed))()
     work = _Work(operations=b"".join(packed), count=total, clipped=ctypes.addressof(clipped))
-    LIBRARY.call(f"threepo_{_FUNCTIONS[kind]}", work, min(torch.get_num_threads(), -(-total // _SERIAL)))
+    LIBRARY.call(f"threepo_{_FUNCTIONS[kind]}", work, min(torch.get_num_threads(), -(-total // SERIAL)))
     return list(torch.tensor(list(clipped)).unbind()) if kind is Update else []
