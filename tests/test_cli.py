@@ -12,9 +12,9 @@ import pytest
 
 from runs import RLVR, SFT, outcome, train_config
 from threepo import api
+from threepo.api import DEMONSTRATED, demonstrate
 from threepo.cli import main
 from threepo.config import ModelConfig
-from threepo.demo import METHODS, run_demo
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
@@ -265,8 +265,8 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
 
     small = [s for s in RLVR if not s.startswith("model.")] + ["run.steps=2", "eval.every=1"]
     warm = [*SFT[:-2], "run.steps=2", "demonstrations.batch_size=4"]
-    summary = run_demo(tmp_path / "demo", Console(width=120), small, warm)
-    assert tuple(summary["methods"]) == METHODS == ("grpo", "b3po", "m3po", "c3po")
+    summary = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
+    assert tuple(summary["methods"]) == DEMONSTRATED == ("grpo", "b3po", "m3po", "c3po")
     written = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert written == summary
     required = {
@@ -283,11 +283,11 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
     assert len({m["pass_at_1_before"] for m in written["methods"].values()}) == 1, "the same warm start"
     assert "pass@1 after" in capsys.readouterr().out
     assert (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in METHODS}
+    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in DEMONSTRATED}
     (tmp_path / "demo" / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
-    again = run_demo(tmp_path / "demo", Console(width=120), small, warm)
+    again = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
     assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
-    for m in METHODS[:3]:
+    for m in DEMONSTRATED[:3]:
         assert (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns == times[m], (
             "a finished stage is left alone"
         )

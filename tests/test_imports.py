@@ -13,8 +13,7 @@ import threepo
 SOURCE = Path(threepo.__file__).parent
 
 GROUND = {
-    *("types", "config", "errors", "files", "run_folder", "answers", "compiled", "workers"),
-    *("interrupt", "progress"),
+    *("types", "config", "errors", "files", "run_folder", "compiled", "workers", "progress"),
 }
 """Read by everyone; they import only each other."""
 LEVELS = [
@@ -25,7 +24,6 @@ LEVELS = [
     {"evaluation"},
     {"training", "analysis"},
     {"api", "show"},
-    {"demo"},
     {"cli", "integrations"},
     {"__main__"},
 ]

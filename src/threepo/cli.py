@@ -43,13 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:
     """How a warning is printed: those about the run in one line, all others as Python does."""
-    if issubclass(category, ThreepoWarning):
-        return f"threepo: warning: {message}\n"
-    return _format_warning(message, category, filename, lineno, line)
+    ours = issubclass(category, ThreepoWarning)
+    return f"threepo: warning: {message}\n" if ours else _format_warning(message, category, *where, **more)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,16 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    for name, text in (
-        ("train", "reinforcement learning from verifiable rewards"),
-        ("sft", "warm start by supervised fine-tuning"),
-    ):
+    kinds = {"train": "reinforcement learning from verifiable rewards", "sft": "warm start by supervised fine-tuning"}
+    for name, text in kinds.items():
         train = commands.add_parser(name, help=text)
-        recipe = "a TOML file or a shipped recipe's name"
-        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=recipe)
+        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
         train.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
-        resume = "continue the run in this folder; run.steps=N extends it"
-        train.add_argument("--resume", type=_path, metavar="RUN", help=resume)
+        train.add_argument("--resume", type=_path, metavar="RUN", help="continue this run; run.steps=N extends it")
         train.add_argument("--list", action="store_true", help="list the shipped recipes")
         train.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
         for kind in ("prompt", "response"):
@@ -109,25 +102,21 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
-    _add_data(commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it"))
-
-    demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
-    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
-    demo.set_defaults(command=_demo)
-    return parser
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = commands.add_parser("list", help="list the sources of problems")
-    listing.set_defaults(command=_data_list)
-    show = commands.add_parser("show", help="one problem as a policy reads it, and the number of problems")
+    data = commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it")
+    parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parts.add_parser("list", help="list the sources of problems").set_defaults(command=_data, source=None)
+    show = parts.add_parser("show", help="one problem as a policy reads it, and the number of problems")
     show.add_argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl")
     show.add_argument("settings", nargs="*", metavar="data.key=value", help="such as data.prompt_column=question")
     show.add_argument("--index", type=int, default=0, help="which problem, from 0 (default 0)")
     show.add_argument("--heldout", action="store_true", help="a held-out problem, not one to train on")
     show.add_argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template")
-    show.set_defaults(command=_data_show, more="settings")
+    show.set_defaults(command=_data, more="settings")
+
+    demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
+    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
+    demo.set_defaults(command=_demo)
+    return parser
 
 
 def _path(text: str) -> Path:
@@ -252,22 +241,19 @@ def _sample(options: argparse.Namespace) -> None:
         print(path)
 
 
-def _data_list(options: argparse.Namespace) -> None:
-    from threepo.show import listing
+def _data(options: argparse.Namespace) -> None:
+    from threepo.show import listing, shown_problem
 
-    print(listing())
-
-
-def _data_show(options: argparse.Namespace) -> None:
-    from threepo.show import data_settings, shown_problem
-
-    settings = data_settings(options.source, options.settings)
-    print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
+    if options.source is None:
+        print(listing())
+        return
+    split: Any = "heldout" if options.heldout else "train"
+    print(shown_problem(options.source, options.settings, split, options.index, options.model))
 
 
 def _demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.demo import run_demo
+    from threepo.api import demonstrate
 
-    run_demo(options.folder, Console())
+    demonstrate(options.folder, Console())

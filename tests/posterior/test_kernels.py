@@ -157,7 +157,7 @@ def test_compiled_update_is_the_torch_one(
 @needs_native
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads: int) -> None:
-    size = 5 * native._SERIAL + 77
+    size = 5 * native.SERIAL + 77
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     mean, h, g, grad = torch.randn(size), torch.rand(size) + 0.1, torch.randn(size), torch.randn(size)

@@ -10,10 +10,9 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from threepo.answers import final_answer, judge
 from threepo.data.task import Endless, Split, split_of
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict
+from threepo.types import Problem, Verdict, final_answer, judge
 
 PREFIX = "reasoning-gym:"
 _CHUNK = 256

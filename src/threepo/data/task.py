@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
-from threepo.answers import THINK_END, exact_match
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict
+from threepo.types import THINK_END, Problem, Verdict, exact_match
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 8

@@ -22,10 +22,9 @@ from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.records import PARTS, EvaluationFolder, begin, completions_file, joined, part_file, refuse_taken
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import finite, read_json, write_json
-from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
-from threepo.progress import progress
+from threepo.progress import polite_stop, progress
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from threepo.answers import THINK
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
-from threepo.types import PackedTokens, Problem
+from threepo.types import THINK, PackedTokens, Problem
 
 OPENING_TOKENS = 16
 """More tokens than any tokenizer needs for `<think>` and the blanks after it."""

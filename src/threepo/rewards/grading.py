@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threepo.answers import exact_match, lacks_answer
 from threepo.config import RewardConfig
 from threepo.config.records import require
 from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction
-from threepo.types import Completion, Problem, Verdict, VerifierName
+from threepo.types import Completion, Problem, Verdict, VerifierName, exact_match, lacks_answer
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; a verdict for each, in their order."""

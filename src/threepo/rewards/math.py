@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from threepo.answers import THINK, THINK_END, final_answer
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.equality import equal, spelling
-from threepo.types import Completion, Verdict, VerdictStatus
+from threepo.types import THINK, THINK_END, Completion, Verdict, VerdictStatus, final_answer
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000

@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name. To add one, add its settings to config/learning.py and a line to `OPTIMIZERS`.
+"""The optimizers that a recipe can name. To add one, add its settings to config/method.py and a line to `OPTIMIZERS`.
 
 An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
 """

@@ -13,12 +13,11 @@ import torch
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.interrupt import polite_stop
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.progress import progress
+from threepo.progress import polite_stop, progress
 from threepo.run_folder import RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics

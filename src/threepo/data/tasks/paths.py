@@ -2,9 +2,8 @@ from itertools import pairwise
 from random import Random
 from string import ascii_lowercase
 
-from threepo.answers import final_answer, judge
 from threepo.data.task import Task, read_question
-from threepo.types import Problem, Verdict
+from threepo.types import Problem, Verdict, final_answer, judge
 
 
 class Paths(Task):
