@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import RLVR, SFT, outcome, train_config
+from runs import RLVR, SFT, forked, outcome, train_config
 from threepo import api
 from threepo.api import DEMONSTRATED, demonstrate
 from threepo.cli import main
@@ -170,17 +170,16 @@ def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.Cap
     assert {key: extended[key] for key in whole} == whole
 
 
-@pytest.mark.parametrize("blocks", [1, 64])
-def test_a_file_size_limit_is_one_line(blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_bytes", [1024, 65536])
+def test_a_file_size_limit_is_one_line(most_bytes: int, tmp_path: Path) -> None:
     """At once, in config.json, and later, in a checkpoint."""
-    command = [sys.executable, "-B", "-m", "threepo", "train", *RLVR, "run.steps=1", f"run.folder={tmp_path / 'run'}"]
-    result = subprocess.run(
-        ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "-", *command], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2, result.stderr
-    assert "File too large; free some space" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    assert (tmp_path / "run").exists() is (blocks > 1)
+    said, run = tmp_path / "said", f"run.folder={tmp_path / 'run'}"
+    process = forked("train", *RLVR, "run.steps=1", run, said=str(said), most_bytes=most_bytes)
+    process.join()
+    assert process.exitcode == 2, said.read_text()
+    assert "File too large; free some space" in said.read_text().splitlines()[-1]
+    assert "Traceback" not in said.read_text()
+    assert (tmp_path / "run").exists() is (most_bytes > 1024)
 
 
 def test_the_same_from_a_process(tmp_path: Path) -> None:
@@ -193,14 +192,14 @@ def test_the_same_from_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path: Path) -> None:
     settings = ["run.steps=30", "run.checkpoint_every=0"]
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "threepo", "train", *RLVR, *settings, f"run.folder={folder}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    while len(read_metrics(folder)) < 2 and process.poll() is None:
+    folder, said = tmp_path / "run", tmp_path / "said"
+    process = forked("train", *RLVR, *settings, f"run.folder={folder}", said=str(said))
+    while len(read_metrics(folder)) < 2 and process.is_alive():
         time.sleep(0.01)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    os.kill(process.pid or 0, number)
+    process.join(60)
+    error = said.read_text()
+    assert process.exitcode == 128 + number
     assert f"continue with --resume {folder}" in error
     assert "Traceback" not in error
     done = checkpoints(folder)[-1][0]
