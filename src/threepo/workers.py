@@ -45,6 +45,7 @@ class Process:
     def __init__(self, program: str, environment: Mapping[str, str], output: IO[bytes] | None = None) -> None:
         self.connection, theirs = Pipe()
         self._owner = os.getpid()
+        self._closing = threading.Lock()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits it
         try:
             self._process = subprocess.Popen(
@@ -75,14 +76,15 @@ class Process:
 
     def close(self) -> None:
         """Kill the process and everything that it has started."""
-        if self._owner != os.getpid() or self.connection.closed:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.ending()  # not for ever: a process that hangs in a driver ends when the driver returns
-        self.connection.close()
-        assert self._process.stdin
-        self._process.stdin.close()
+        with self._closing:  # whoever stops the pool, and whoever sees that the process has ended
+            if self._owner != os.getpid() or self.connection.closed:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.ending()  # not for ever: a process that hangs in a driver ends when the driver returns
+            self.connection.close()
+            assert self._process.stdin
+            self._process.stdin.close()
 
 
 def owner() -> Connection:
