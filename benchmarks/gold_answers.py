@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config import RewardConfig
-from threepo.rewards.extraction import last_box
-from threepo.rewards.math import MathGrader
+from threepo.rewards.math import MathGrader, last_box
 from threepo.types import Verdict
 
 OTHERS = 10

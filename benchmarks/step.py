@@ -43,7 +43,7 @@ import torch
 from threepo.config import Method, TinyConfig, TrainConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.config.recipes import load
-from threepo.models.tiny import make_model, make_tokenizer
+from threepo.models.loading import make_model, make_tokenizer
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
 
@@ -85,19 +85,19 @@ def write_model(folder: Path, shape: TinyConfig, stop: float) -> None:
     model, tokenizer = make_model("tiny-qwen2", shape, 0), make_tokenizer()
     end, size = tokenizer.eos_token_id, len(tokenizer)
     with torch.no_grad():
-        table = model.get_input_embeddings().weight  # type: ignore[operator]
+        table = model.get_input_embeddings().weight
         table[:, 0] = 0.5
         for name, p in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 p[0] = 0
         probe = torch.randint(2, size, (8, 32), generator=torch.Generator().manual_seed(0))
-        constant = model.base_model(probe).last_hidden_state[..., 0].mean()  # type: ignore[operator]
+        constant = model.base_model(probe).last_hidden_state[..., 0].mean()
         if not stop:
             table[end, 0] += NEVER / constant
         for _ in range(4 if stop else 0):  # in steps, because the sum of the other logits is measured
             found = model(probe).logits.softmax(dim=-1)[..., end].mean()
             table[end, 0] += (math.log(stop / (1 - stop)) - found.logit()) / constant
-    model.save_pretrained(folder)  # type: ignore[operator]
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from threepo.training.batching import flatten
+from threepo.training.update import flatten
 from threepo.types import Completion, Draw, PackedTokens, Problem, SupervisedRow, TrainingRow, Verdict
 
 
@@ -38,7 +38,7 @@ def completion(
 def answered(problem: Problem, text: str, tokens: Sequence[int] = (1,), opening: str = "") -> Completion:
     """A completion of a problem that is not graded yet."""
     logprobs = (-1.0,) * len(tokens)
-    return Completion(problem, (5, 6), tuple(tokens), logprobs, text, "stop", None, 0, 0, opening)
+    return Completion(problem, (5, 6), None, 0, tuple(tokens), logprobs, text, "stop", 0, opening)
 
 
 def row(index: int = 0, advantage: float = 1.0, **fields: object) -> TrainingRow:

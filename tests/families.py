@@ -15,9 +15,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from threepo.models.loading import make_tokenizer
 from threepo.models.logprobs import has_linear_head
 from threepo.models.policy import Policy, Scorer
-from threepo.models.tiny import make_tokenizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": len(make_tokenizer()),

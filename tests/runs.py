@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import sys
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -49,21 +50,25 @@ def sft_config(folder: Path, *settings: str) -> SFTConfig:
     return load(SFTConfig, "", [*SFT, f"run.folder={folder}", *settings])
 
 
-def forked(*arguments: str) -> ForkServerProcess:
-    """Start a command here, in a process of its own that has our imports behind it; they would take five seconds."""
+def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.RLIM_INFINITY) -> ForkServerProcess:
+    """Start a command here, in a process of its own that has our imports behind it; they would take five seconds.
+
+    What it prints goes to the file `said`; no file that it writes may have more than `most_bytes`.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["threepo.training.rlvr", "threepo.evaluation.run"])
-    process = context.Process(target=_command, args=(os.getcwd(), arguments))
+    context.set_forkserver_preload(["threepo.api"])
+    process = context.Process(target=_command, args=(os.getcwd(), arguments, said, most_bytes))
     process.start()
     return process
 
 
-def _command(folder: str, arguments: tuple[str, ...]) -> None:
+def _command(folder: str, arguments: tuple[str, ...], said: str, most_bytes: int) -> None:
     os.chdir(folder)
     sys.path.insert(0, folder)  # as `python -m threepo` has it
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    output = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     sys.exit(main(list(arguments)))
 
 

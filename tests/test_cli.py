@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from runs import RLVR, SFT, outcome, train_config
+from runs import RLVR, SFT, forked, outcome, train_config
 from threepo import api
+from threepo.api import DEMONSTRATED, demonstrate
 from threepo.cli import main
 from threepo.config import ModelConfig
-from threepo.demo import METHODS, run_demo
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
@@ -170,17 +170,16 @@ def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.Cap
     assert {key: extended[key] for key in whole} == whole
 
 
-@pytest.mark.parametrize("blocks", [1, 64])
-def test_a_file_size_limit_is_one_line(blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_bytes", [1024, 65536])
+def test_a_file_size_limit_is_one_line(most_bytes: int, tmp_path: Path) -> None:
     """At once, in config.json, and later, in a checkpoint."""
-    command = [sys.executable, "-B", "-m", "threepo", "train", *RLVR, "run.steps=1", f"run.folder={tmp_path / 'run'}"]
-    result = subprocess.run(
-        ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "-", *command], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2, result.stderr
-    assert "File too large; free some space" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
-    assert (tmp_path / "run").exists() is (blocks > 1)
+    said, run = tmp_path / "said", f"run.folder={tmp_path / 'run'}"
+    process = forked("train", *RLVR, "run.steps=1", run, said=str(said), most_bytes=most_bytes)
+    process.join()
+    assert process.exitcode == 2, said.read_text()
+    assert "File too large; free some space" in said.read_text().splitlines()[-1]
+    assert "Traceback" not in said.read_text()
+    assert (tmp_path / "run").exists() is (most_bytes > 1024)
 
 
 def test_the_same_from_a_process(tmp_path: Path) -> None:
@@ -193,14 +192,14 @@ def test_the_same_from_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path: Path) -> None:
     settings = ["run.steps=30", "run.checkpoint_every=0"]
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "threepo", "train", *RLVR, *settings, f"run.folder={folder}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    while len(read_metrics(folder)) < 2 and process.poll() is None:
+    folder, said = tmp_path / "run", tmp_path / "said"
+    process = forked("train", *RLVR, *settings, f"run.folder={folder}", said=str(said))
+    while len(read_metrics(folder)) < 2 and process.is_alive():
         time.sleep(0.01)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    os.kill(process.pid or 0, number)
+    process.join(60)
+    error = said.read_text()
+    assert process.exitcode == 128 + number
     assert f"continue with --resume {folder}" in error
     assert "Traceback" not in error
     done = checkpoints(folder)[-1][0]
@@ -265,8 +264,8 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
 
     small = [s for s in RLVR if not s.startswith("model.")] + ["run.steps=2", "eval.every=1"]
     warm = [*SFT[:-2], "run.steps=2", "demonstrations.batch_size=4"]
-    summary = run_demo(tmp_path / "demo", Console(width=120), small, warm)
-    assert tuple(summary["methods"]) == METHODS == ("grpo", "b3po", "m3po", "c3po")
+    summary = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
+    assert tuple(summary["methods"]) == DEMONSTRATED == ("grpo", "b3po", "m3po", "c3po")
     written = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert written == summary
     required = {
@@ -283,11 +282,11 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
     assert len({m["pass_at_1_before"] for m in written["methods"].values()}) == 1, "the same warm start"
     assert "pass@1 after" in capsys.readouterr().out
     assert (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in METHODS}
+    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in DEMONSTRATED}
     (tmp_path / "demo" / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
-    again = run_demo(tmp_path / "demo", Console(width=120), small, warm)
+    again = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
     assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
-    for m in METHODS[:3]:
+    for m in DEMONSTRATED[:3]:
         assert (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns == times[m], (
             "a finished stage is left alone"
         )

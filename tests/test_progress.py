@@ -12,8 +12,7 @@ from rich.console import Console
 from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
-from threepo.interrupt import polite_stop
-from threepo.progress import Reporter, progress
+from threepo.progress import Reporter, polite_stop, progress
 from threepo.run_folder import checkpoints
 
 

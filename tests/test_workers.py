@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from threepo.errors import UserError
-from threepo.workers import Outcome, WorkerPool
+from threepo.workers import Outcome, Process, WorkerPool
 
 PATIENCE = 60.0
 """Seconds after which a test is stuck, and not slow."""
@@ -147,6 +148,21 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_two_threads_may_close_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupt, one stops the pool while the other sees that the process has ended."""
+    process = Process("import time; time.sleep(1000)", os.environ)
+    close = process.connection._close  # type: ignore[attr-defined]
+
+    def slowly() -> None:
+        close()  # raises if it is closed
+        time.sleep(0.2)
+
+    monkeypatch.setattr(process.connection, "_close", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(process.close) for _ in range(2)]:
+            done.result()
+
+
 def test_an_interrupt_leaves_a_pool_that_works() -> None:
     with closing(WorkerPool("serving:serve", timeout_s=1000, memory_mib=500, workers=1)) as pool:
         process = run(pool, "who")[0].value

@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from threepo.config import Advantage, Correction, Method
-    from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
+    from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON, Advantage, Correction, Method
     from threepo.errors import UserError
     from threepo.evaluation.scores import pass_at_k
     from threepo.posterior.gaussian import Posterior
@@ -17,43 +16,25 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = [
-    "B3PO",
-    "C3PO",
-    "C3PO_REPLAY",
-    "GRPO",
-    "IVON",
-    "M3PO",
-    "THOMPSON",
-    "Advantage",
-    "Correction",
-    "Draw",
-    "Method",
-    "Posterior",
-    "Problem",
-    "UserError",
-    "Verdict",
-    "pass_at_k",
-]
+__all__ = ["B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON", "Advantage", "Correction", "Method"]
+__all__ += ["IVON", "Draw", "Posterior", "Problem", "UserError", "Verdict", "pass_at_k"]
 
-_HOMES = {
-    "threepo.config": ("Advantage", "Correction", "Method"),
-    "threepo.errors": ("UserError",),
-    "threepo.evaluation.scores": ("pass_at_k",),
-    "threepo.config.method": ("B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON"),
-    "threepo.posterior.gaussian": ("Posterior",),
-    "threepo.posterior.ivon": ("IVON",),
-    "threepo.types": ("Draw", "Problem", "Verdict"),
+_ELSEWHERE = {
+    "IVON": "posterior.ivon",
+    "Posterior": "posterior.gaussian",
+    "UserError": "errors",
+    "pass_at_k": "evaluation.scores",
+    **dict.fromkeys(("Draw", "Problem", "Verdict"), "types"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+"""The modules of the names that are not in config.method."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("threepo")
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'threepo' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(f"threepo.{_ELSEWHERE.get(name, 'config.method')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,59 +2,62 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers.utils import logging
 
-from threepo.analysis.report import read_run
+from threepo.analysis.report import plot, read_run, tables
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
+from threepo.config.records import build
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FILE_NAME, Posterior
-from threepo.run_folder import SUMMARY, RunFolder, model_folder, read_metrics
+from threepo.ranks.group import ALONE, Ranks
+from threepo.run_folder import CONFIG, SUMMARY, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 
-__all__ = ["closing_words", "evaluate", "fine_tune", "sample", "train"]
+__all__ = ["closing_words", "demonstrate", "evaluate", "fine_tune", "sample", "train"]
+
+DEMONSTRATED = ("grpo", "b3po", "m3po", "c3po")
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
-def train(config: TrainConfig, resumed: RunFolder | None = None) -> Path:
+def train(config: TrainConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = rlvr.assemble(config, resumed)
-    with run.folder as folder, contextlib.closing(run.engine):
-        began -= _seconds_before(folder.path, run.state.step)
-        rlvr.train(run)
-        counts = {"data": run.source.counts()} if isinstance(run.source, FiniteProblems) else {}
-        return _finish(folder, began, counts)
+    run = rlvr.assemble(config, resumed, ranks)
+    with contextlib.closing(run.engine):
+        return _finish(run, rlvr.train, began)
 
 
-def fine_tune(config: SFTConfig, resumed: RunFolder | None = None) -> Path:
+def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
     """Fine-tune to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = sft.assemble(config, resumed)
-    with run.folder as folder:
-        began -= _seconds_before(folder.path, run.state.step)
-        sft.fine_tune(run)
-        return _finish(folder, began, {})
+    return _finish(sft.assemble(config, resumed, ranks), sft.fine_tune, began)
 
 
-def _finish(folder: RunFolder, began: float, counts: dict[str, Any]) -> Path:
-    summary = read_run(folder.path).summary()
-    write_json(folder.path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
-    return folder.path
-
-
-def _seconds_before(run: Path, step: int) -> float:
-    """Seconds that earlier processes spent on the steps before `step`."""
-    parts = ("time/step", "time/eval", "time/log")
-    return sum(row.get(part) or 0.0 for row in read_metrics(run) if row["step"] < step for part in parts)
+def _finish(run: Any, loop: Callable[[Any], None], began: float) -> Path:
+    path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
+    with run.folder:
+        earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
+        began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
+        loop(run)
+        if not run.ranks.first:
+            return path
+        source = getattr(run, "source", None)
+        counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
+        summary = read_run(path).summary()
+        write_json(path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
+        return path
 
 
 def closing_words(run: Path) -> str:
@@ -85,3 +88,43 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
             write_json(folder / "draw.json", asdict(draw) | {"checkpoint": str(source)})
         paths.append(path)
     return paths
+
+
+def demonstrate(
+    folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """All of threepo in miniature: a warm start, then four methods from it at equal rollouts, compared in a table.
+
+    Stages that are finished in `folder` are not repeated. `overrides` (section.key=value) change the methods' recipes,
+    `warm_start_overrides` the warm start's. Returns what summary.json holds.
+    """
+    start = folder / "warm_start"
+    console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
+    seconds = _stage(start, SFTConfig, warm_start_overrides)
+    for method in DEMONSTRATED:
+        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
+        seconds += _stage(folder / method, TrainConfig, [*overrides, f"model.path={start}"])
+    runs = [read_run(folder / method) for method in DEMONSTRATED]
+    data = runs[0].config["data"]
+    summary = {
+        "seconds": seconds,
+        "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
+        "methods": {run.name: run.summary() for run in runs},
+    }
+    plot(runs, folder / "curves.png")
+    write_json(folder / SUMMARY, summary)
+    for table in tables({run.name: run for run in runs}):
+        console.print(table)
+    console.print(f"{seconds:.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False)
+    return summary
+
+
+def _stage(folder: Path, record: Any, overrides: Sequence[str]) -> float:
+    """Run or resume the recipe of this name in demo/, unless it is finished; returns the seconds that it took."""
+    run: Any = fine_tune if record is SFTConfig else train
+    if not (folder / CONFIG).is_file():
+        run(load(record, f"demo/{folder.name}", [*overrides, f"run.folder={folder}"]))
+    elif not (folder / SUMMARY).is_file():
+        opened, config = RunFolder.open(folder)
+        run(build(record, config), opened)
+    return float(read_json(folder / SUMMARY)["seconds"])

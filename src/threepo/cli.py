@@ -26,7 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
+    rank = os.environ.get("RANK", "0")  # of torchrun: what all ranks would say, the first says
     try:
+        if rank != "0":
+            warnings.filterwarnings("ignore", category=ThreepoWarning)
+        if os.environ.get("WORLD_SIZE", "1") != "1" and options.command != _train:
+            raise UserError("torchrun: only `threepo train` and `threepo sft` run on several ranks; start it without")
         options.command(options)
         sys.stdout.flush()
         return 0
@@ -39,17 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    print(f"threepo: {message}", file=sys.stderr)
+    if rank == "0":
+        print(f"threepo: {message}", file=sys.stderr)
     return status
 
 
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:
     """How a warning is printed: those about the run in one line, all others as Python does."""
-    if issubclass(category, ThreepoWarning):
-        return f"threepo: warning: {message}\n"
-    return _format_warning(message, category, filename, lineno, line)
+    ours = issubclass(category, ThreepoWarning)
+    return f"threepo: warning: {message}\n" if ours else _format_warning(message, category, *where, **more)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,16 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    for name, text in (
-        ("train", "reinforcement learning from verifiable rewards"),
-        ("sft", "warm start by supervised fine-tuning"),
-    ):
+    kinds = {"train": "reinforcement learning from verifiable rewards", "sft": "warm start by supervised fine-tuning"}
+    for name, text in kinds.items():
         train = commands.add_parser(name, help=text)
-        recipe = "a TOML file or a shipped recipe's name"
-        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=recipe)
+        train.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
         train.add_argument("settings", nargs="*", metavar="section.key=value", help="override settings of the recipe")
-        resume = "continue the run in this folder; run.steps=N extends it"
-        train.add_argument("--resume", type=_path, metavar="RUN", help=resume)
+        train.add_argument("--resume", type=_path, metavar="RUN", help="continue this run; run.steps=N extends it")
         train.add_argument("--list", action="store_true", help="list the shipped recipes")
         train.add_argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
         for kind in ("prompt", "response"):
@@ -109,25 +108,21 @@ def build_parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=_sample)
 
-    _add_data(commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it"))
-
-    demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
-    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
-    demo.set_defaults(command=_demo)
-    return parser
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = commands.add_parser("list", help="list the sources of problems")
-    listing.set_defaults(command=_data_list)
-    show = commands.add_parser("show", help="one problem as a policy reads it, and the number of problems")
+    data = commands.add_parser("data", help="the sources of problems, and a problem as a policy reads it")
+    parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parts.add_parser("list", help="list the sources of problems").set_defaults(command=_data, source=None)
+    show = parts.add_parser("show", help="one problem as a policy reads it, and the number of problems")
     show.add_argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl")
     show.add_argument("settings", nargs="*", metavar="data.key=value", help="such as data.prompt_column=question")
     show.add_argument("--index", type=int, default=0, help="which problem, from 0 (default 0)")
     show.add_argument("--heldout", action="store_true", help="a held-out problem, not one to train on")
     show.add_argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template")
-    show.set_defaults(command=_data_show, more="settings")
+    show.set_defaults(command=_data, more="settings")
+
+    demo = commands.add_parser("demo", help="warm start, four methods, a comparison: minutes on a CPU")
+    demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
+    demo.set_defaults(command=_demo)
+    return parser
 
 
 def _path(text: str) -> Path:
@@ -152,10 +147,11 @@ def _train(options: argparse.Namespace) -> None:
     for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
         if tokens < 0 or (tokens and not options.dry_run):
             raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
+    config: Any = None
     if options.resume:
-        config, folder = _resumed(options, record)
+        steps = _new_steps(options)
     elif options.recipe or options.settings:
-        config, folder = recipes.load(record, options.recipe, options.settings), None
+        config = recipes.load(record, options.recipe, options.settings)
     else:
         raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
     if options.dry_run:
@@ -164,31 +160,54 @@ def _train(options: argparse.Namespace) -> None:
         for label, lines in plan(config, options.prompt_tokens, options.response_tokens).items():
             print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
-    if not config.run.folder:
+    if config and not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    from threepo import api
+    from threepo.ranks.group import joined
 
-    train: Any = api.train if options.kind == "train" else api.fine_tune
-    print(api.closing_words(train(config, folder)))
+    with joined() as ranks:
+        folder = None
+        if config is None:
+            config, folder = _resumed(options, record, steps, ranks)
+        from threepo import api
+
+        train: Any = api.train if options.kind == "train" else api.fine_tune
+        path = train(config, folder, ranks)
+        if ranks.first:
+            print(api.closing_words(path))
 
 
-def _resumed(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
-    """The configuration and the open folder of the run to resume."""
+def _new_steps(options: argparse.Namespace) -> Any:
+    """The length that a resumed run gets; None: its own."""
     from threepo.config.recipes import parse_overrides
-    from threepo.config.records import build
-    from threepo.run_folder import RunFolder
+    from threepo.run_folder import refuse_no_run
 
     given = parse_overrides(options.settings)
     steps = given.get("run", {}).get("steps")
     if options.recipe or given not in ({}, {"run": {"steps": steps}}):
         raise UserError("--resume takes all but run.steps from the run folder; leave out the recipe and other settings")
-    folder, recorded = RunFolder.open(options.resume)
-    made_by = "train" if "method" in recorded else "sft"
-    if made_by != options.kind:
-        folder.close()
-        raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
-    config = build(record, recorded)
-    return config if steps is None else folder.extend(config, steps), folder
+    refuse_no_run(options.resume)
+    return steps
+
+
+def _resumed(options: argparse.Namespace, record: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:
+    """The configuration and the open folder of the run to resume; the first rank opens it."""
+    from threepo.config.records import build
+    from threepo.run_folder import FollowedFolder, RunFolder
+
+    config: Any = None
+    folder: RunFolder = FollowedFolder(options.resume)
+    with ranks.together():
+        if ranks.first:
+            folder, recorded = RunFolder.open(options.resume)
+            made_by = "train" if "method" in recorded else "sft"
+            if made_by != options.kind:
+                folder.close()
+                raise UserError(
+                    f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command"
+                )
+            config = build(record, recorded)
+            config = config if steps is None else folder.extend(config, steps)
+    return ranks.gather(config)[0], folder
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -207,7 +226,7 @@ def _eval(options: argparse.Namespace) -> None:
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
     from threepo.api import evaluate
     from threepo.evaluation.records import default_folder
-    from threepo.evaluation.tables import evaluation_table
+    from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
     Console().print(evaluation_table(evaluate(config, folder)))
@@ -219,8 +238,7 @@ def _compare(options: argparse.Namespace) -> None:
 
     if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
         raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
-    from threepo.evaluation.compare import compare
-    from threepo.evaluation.tables import comparison_table
+    from threepo.evaluation.compare import compare, comparison_table
 
     comparison = compare(*options.compare)
     Console().print(comparison_table(comparison))
@@ -253,22 +271,19 @@ def _sample(options: argparse.Namespace) -> None:
         print(path)
 
 
-def _data_list(options: argparse.Namespace) -> None:
-    from threepo.show import listing
+def _data(options: argparse.Namespace) -> None:
+    from threepo.show import listing, shown_problem
 
-    print(listing())
-
-
-def _data_show(options: argparse.Namespace) -> None:
-    from threepo.show import data_settings, shown_problem
-
-    settings = data_settings(options.source, options.settings)
-    print(shown_problem(settings, "heldout" if options.heldout else "train", options.index, options.model))
+    if options.source is None:
+        print(listing())
+        return
+    split: Any = "heldout" if options.heldout else "train"
+    print(shown_problem(options.source, options.settings, split, options.index, options.model))
 
 
 def _demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.demo import run_demo
+    from threepo.api import demonstrate
 
-    run_demo(options.folder, Console())
+    demonstrate(options.folder, Console())

@@ -1,26 +1,27 @@
 """Compiled CPU kernels: how a library is loaded, and how torch's threads share its work.
 
-The libraries are compiled when the package is built (hatch_build.py). They are optional: without them, torch does the
-same, more slowly.
+hatch_build.py compiles the libraries when the package is built; without them, torch does the same, more slowly.
 """
 
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+SERIAL = 1 << 16
+"""Elements below which a second thread costs more than it brings."""
+
 
 class Library:
     """A compiled library, loaded at its first use. If it is missing, one line on stderr says so, once.
 
-    Args:
-        path: of the shared library.
-        version: what its function `threepo_<name>_version` must return; `name` is the file's, without its underscore.
-        slower: what is slower without it, and by how much.
+    Its function `threepo_<name>_version` must return `version`; `name` is the file's, without its underscore. `slower`
+    says what is slower without it, and by how much.
     """
 
     def __init__(self, path: Path, version: int, slower: str) -> None:
@@ -34,11 +35,8 @@ class Library:
         if library is not None and version() == self._version:
             return library
         what = "is missing" if library is None else "was compiled from another version of its source"
-        print(
-            f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; install a C compiler (cc, "
-            f"gcc or clang), then threepo again",
-            file=sys.stderr,
-        )
+        fix = "install a C compiler (cc, gcc or clang), then threepo again"
+        print(f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; {fix}", file=sys.stderr)
         return None
 
     def call(self, function: str, argument: ctypes.Structure, threads: int) -> None:
@@ -47,9 +45,8 @@ class Library:
         They are torch's own OpenMP team, which starts within microseconds and does not compete with a second team for
         the cores. If torch has no such team, one thread does all the work.
         """
-        assert self.loaded is not None
         work = getattr(self.loaded, function)
-        if threads <= 1 or _openmp is None:
+        if threads <= 1 or _openmp is None or os.getpid() != _PROCESS:
             work(ctypes.byref(argument))
         else:
             _openmp(work, ctypes.byref(argument), threads, 0)
@@ -64,22 +61,14 @@ def _find_openmp() -> Any:
     """`GOMP_parallel` of the OpenMP library that torch runs on; None if torch has another library, or none."""
     with_torch = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))
     for path in (*map(str, with_torch), "libgomp.so.1"):
-        try:
-            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel  # only a library in use
-        except (OSError, AttributeError):
-            continue
-        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        parallel.restype = None
-        return parallel
+        with suppress(OSError, AttributeError):  # no such library is in use, or it has no such function
+            parallel = ctypes.CDLL(path, mode=os.RTLD_NOLOAD).GOMP_parallel
+            parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            parallel.restype = None
+            return parallel
     return None
 
 
 _openmp = _find_openmp()
-
-
-def _forget_threads() -> None:
-    global _openmp
-    _openmp = None
-
-
-os.register_at_fork(after_in_child=_forget_threads)  # threads do not survive a fork, so a team would wait for ever
+_PROCESS = os.getpid()
+"""Threads do not survive a fork, so in another process the team would wait for ever."""

@@ -1,8 +1,7 @@
-"""What threepo says when something that a user can fix is wrong.
+"""What threepo says when something that a user can fix is wrong: a recipe, a path, an impossible combination.
 
-`UserError` is for input: a recipe, a path, an impossible combination. The command line prints its one line and
-exits with 2, without a traceback. Everything else that goes wrong is a bug, ours or a caller's, and keeps its
-traceback.
+The command line prints the one line of a `UserError` and exits with 2. All else that goes wrong is a bug, ours or a
+caller's, and keeps its traceback.
 """
 
 

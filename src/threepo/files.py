@@ -14,12 +14,10 @@ from typing import IO, Any
 from threepo.errors import UserError
 
 _FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, then resume the run"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
-    **dict.fromkeys(
-        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY), "something else has that name; choose another"
-    ),
-    **dict.fromkeys((errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL), "the path is not valid; choose another path"),
+    "free some space, then resume the run": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "choose a folder that you may write": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "something else has that name; choose another": (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EBUSY),
+    "the path is not valid; choose another path": (errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL),
 }
 
 
@@ -29,26 +27,18 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        code = _error_number(error)
-        if code not in _FIXES:
-            raise
-        raise UserError(f"cannot write {path}: {os.strerror(code)}; {_FIXES[code]}") from error
-
-
-def _error_number(error: Exception) -> int:
-    """The system's error number; libraries written in Rust (safetensors) only have it in their message."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found.group(1)) if found else 0
+        told = re.search(r"\(os error (\d+)\)", str(error))  # as libraries written in Rust (safetensors) do
+        code = getattr(error, "errno", None) or int(told[1] if told else 0)
+        for fix in (fix for fix, codes in _FIXES.items() if code in codes):
+            raise UserError(f"cannot write {path}: {os.strerror(code)}; {fix}") from error
+        raise
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file or folder that is made there becomes `path` on success and vanishes otherwise.
 
-    The content is on disk (fsync) before it gets its name, so neither a killed process nor a power cut leaves half
-    of it.
+    The content is on disk (fsync) before it gets its name: neither a killed process nor a power cut leaves half of it.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,10 +60,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def lock(path: Path) -> IO[bytes]:
-    """Hold the lock file `path` until the returned file is closed or the process ends, even if it is killed.
-
-    `UserError` if another process holds it.
-    """
+    """Lock the file `path` until the returned handle is closed or the process ends. `UserError` if another has it."""
     import fcntl  # not there on Windows, where the rest of this file works
 
     with disk_errors(path):
@@ -82,9 +69,7 @@ def lock(path: Path) -> IO[bytes]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         handle.close()
-        raise UserError(
-            f"folder {path.parent}: is in use by another process; wait for it, or choose another"
-        ) from error
+        raise UserError(f"folder {path.parent}: is in use by another process; wait, or choose another") from error
     return handle
 
 
@@ -109,10 +94,9 @@ def finite(value: Any) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `UserError` if it is damaged."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); the file is damaged") from error
-    return value
 
 
 def _sync(path: Path) -> None:

@@ -1,12 +1,20 @@
-"""Progress on the terminal: a live bar; or, if it is not a terminal, a line now and then."""
+"""What a loop shows while it goes, and how it stops.
 
+A live bar, or a line now and then if that is no terminal. A signal lets the step in progress finish and be saved.
+"""
+
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from threepo.errors import Interrupted
 
 LINE_EVERY = 15.0
 """Seconds between lines when the output is no terminal."""
@@ -51,3 +59,36 @@ def progress(
     with Progress(texts[0], *bar, *texts[1:], *times, console=console) as live:
         live.add_task(title, total=total, completed=start, numbers="")
         yield Reporter(title, total, start, console, live)
+
+
+class StopRequest:
+    """Set by a signal; read between steps."""
+
+    signal_number = 0
+
+    def obey(self, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume") -> None:
+        """Raise `Interrupted` if a signal came and not all is done; the state must be saved by now."""
+        if self.signal_number and done < total:
+            name = signal.Signals(self.signal_number).name
+            raise Interrupted(self.signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")
+
+
+@contextmanager
+def polite_stop() -> Iterator[StopRequest]:
+    """Within the body, the first SIGTERM, SIGHUP or SIGINT only sets the request; a second one ends the process.
+
+    Only the main thread may handle signals; in other threads the request is never set.
+    """
+    request = StopRequest()
+    with ExitStack() as previous:
+
+        def handle(number: int, _: Any) -> None:
+            request.signal_number = number
+            previous.close()
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                # Started under `nohup`, the process outlives its terminal.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    previous.callback(signal.signal, number, signal.signal(number, handle))
+        yield request

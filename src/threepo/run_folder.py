@@ -18,23 +18,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from threepo.config import SFTConfig, TrainConfig
 from threepo.config.records import build, first_difference, to_dict
 from threepo.errors import UserError
 from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
 from threepo.types import Completion
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
-LOCK = "run.lock"
-
-Config = TypeVar("Config", TrainConfig, SFTConfig)
-
-
-# Reading
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -53,10 +46,9 @@ def model_folder(path: Path) -> Path:
     """The newest checkpoint if `path` is a run folder; otherwise `path`."""
     if not (path / CHECKPOINTS).is_dir():
         return path
-    found = checkpoints(path)
-    if not found:
-        raise UserError(f"run folder {path}: holds no complete checkpoint yet")
-    return found[-1][1]
+    if found := checkpoints(path):
+        return found[-1][1]
+    raise UserError(f"run folder {path}: holds no complete checkpoint yet")
 
 
 def refuse_taken(path: Path, config: Any) -> None:
@@ -65,21 +57,20 @@ def refuse_taken(path: Path, config: Any) -> None:
         return
     lock(path / LOCK).close()  # refuses a run that another process has open
     difference = first_difference(read_json(path / CONFIG), to_dict(config))
-    if difference:
-        raise UserError(f"run folder {path}: holds a run of another config ({difference}); choose another run.folder")
-    raise UserError(
-        f"run folder {path}: holds this run already; continue it with --resume {path}, or choose another run.folder"
-    )
+    other = f"a run of another config ({difference});"
+    run = other if difference else f"this run already; continue it with --resume {path}, or"
+    raise UserError(f"run folder {path}: holds {run} choose another run.folder")
+
+
+def refuse_no_run(path: Path) -> None:
+    """Raise `UserError` if the folder `path` holds no run."""
+    if not (path / CONFIG).is_file():
+        raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
 
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if its problems or conversations have changed since the run began.
-
-    `now` is what its problems.json or conversations.json, `name`, would hold if the run began now.
-    """
-    if not (run / name).is_file():
-        return  # a run of an older version, which kept no record
-    for part, then in read_json(run / name).items():
+    """`UserError` if its problems or conversations have changed: `now`, its file `name` would hold something else."""
+    for part, then in (read_json(run / name) if (run / name).is_file() else {}).items():
         if part in now and then["digest"] != now[part]["digest"]:
             counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
             raise UserError(
@@ -87,9 +78,6 @@ def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -
                 f"{counts[1]:,} then); restore the old ones, or start a new run (with model.path = {str(run)!r} it "
                 f"goes on from what this one has learnt)"
             )
-
-
-# Writing
 
 
 class LockedFolder:
@@ -153,11 +141,10 @@ class RunFolder(LockedFolder):
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
         """An existing run, with the contents of its config.json."""
-        if not (path / CONFIG).is_file():
-            raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
+        refuse_no_run(path)
         return cls(path), read_json(path / CONFIG)
 
-    def extend(self, config: Config, steps: Any) -> Config:
+    def extend(self, config: Any, steps: Any) -> Any:
         """Change the number of steps in config.json; returns the new config."""
         values = to_dict(config)
         values["run"]["steps"] = steps
@@ -203,20 +190,40 @@ class RunFolder(LockedFolder):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+class FollowedFolder(RunFolder):
+    """The folder of a run, on a rank that leaves the writing to the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def forget_after(self, step: int) -> None:
+        """Nothing."""
+
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Nothing."""
+
+
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows to a parquet file, atomically."""
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow import Table, parquet
 
     with atomic_file(path) as temporary:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), temporary, compression="zstd")
+        parquet.write_table(Table.from_pylist(list(rows)), temporary, compression="zstd")
 
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:
     """A completion as a row of the parquet file; docs/metrics.md lists the columns."""
-    verdict, draw = completion.verdict, completion.draw
+    prompt, verdict = completion.problem.prompt, completion.verdict
     assert verdict is not None
-    prompt = completion.problem.prompt
     return {
         "step": step,
         "problem_id": completion.problem.id,
@@ -224,18 +231,12 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "reference_answer": completion.problem.answer,
         "rollout": completion.rollout,
         "policy_step": completion.policy_step,
-        "draw_seed": None if draw is None else draw.seed,
-        "draw_step": None if draw is None else draw.step,
-        "draw_index": None if draw is None else draw.index,
+        **{f"draw_{part}": getattr(completion.draw, part, None) for part in ("seed", "step", "index")},
         "completion": completion.text,
         "tokens": list(completion.tokens),
         "num_tokens": len(completion.tokens),
         "finish_reason": completion.finish_reason,
         "parsed_answer": verdict.answer,
-        "status": verdict.status,
-        "correct": verdict.correct,
-        "reward": verdict.reward,
-        "detail": verdict.detail,
-        "format_ok": verdict.format_ok,
+        **{name: getattr(verdict, name) for name in ("status", "correct", "reward", "detail", "format_ok")},
         "behaviour_logprob_sum": math.fsum(completion.logprobs),
     }

@@ -5,7 +5,6 @@ Only a tokenizer needs torch; without one, problems are shown at once.
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from threepo.config import DataConfig
 from threepo.config.recipes import parse_overrides
@@ -13,13 +12,12 @@ from threepo.config.records import build
 from threepo.config.sources import KINDS
 from threepo.data.finite import FiniteProblems
 from threepo.data.published import CONVERSATIONS, PUBLISHED
-from threepo.data.source import OpenedSource, ProblemSource, has_heldout, open_source
+from threepo.data.source import ProblemSet, has_heldout, open_source
 from threepo.data.task import Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized
-from threepo.types import Problem
 
 
 def listing() -> str:
@@ -33,27 +31,23 @@ def listing() -> str:
     rows += [("CONVERSATIONS", "", "for conversations.source of `threepo sft`")]
     rows += [(name, "", f"{found.summary}; {found.hub}") for name, found in CONVERSATIONS.items()]
     rows += [("", "", ""), ("BENCHMARK", "VERIFIER", "for `threepo eval --benchmarks`")]
-    rows += [(name, found.verifier, found.source) for name, found in BENCHMARKS.items()]
+    rows += [(name, str(found.verifier), found.hub) for name, found in BENCHMARKS.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
-    """Settings of [data] for problems of `source`; `UserError` for settings of other tables."""
+def shown_problem(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
+    """Problem number `index` of a source as a policy reads it, with its verifier's reference and some counts.
+
+    `overrides` are settings of [data]. `model` names the tokenizer; without one, the prompt is shown as chat messages.
+    """
     table = parse_overrides(overrides)
     data = table.pop("data", {})
     if table:
         raise UserError(f"{next(iter(table))}: `threepo data show` reads settings of [data] only, such as data.seed=1")
     for key in data.keys() & {"train", "eval"}:
         raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
-    return build(DataConfig, {**data, "train": source}, "data")
-
-
-def shown_problem(settings: DataConfig, split: Split, index: int, model: str) -> str:
-    """Problem number `index` of `settings.train` as a policy reads it, with its verifier's reference and some counts.
-
-    `model` names the tokenizer; without one, the prompt is shown as chat messages.
-    """
+    settings = build(DataConfig, {**data, "train": source}, "data")
     name = settings.train
     if split == "heldout" and not has_heldout(name):
         raise UserError(f"--heldout: {name} has no held-out problems of its own; leave it out")
@@ -68,7 +62,12 @@ def shown_problem(settings: DataConfig, split: Split, index: int, model: str) ->
         from threepo.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-        facts |= _lengths(opened.problems, problem, tokenizer, settings)
+        facts["tokens"] = str(len(tokenized([problem], tokenizer, settings)[0]))
+        if isinstance(opened.problems, FiniteProblems):
+            lengths = [len(tokens) for tokens in tokenized(opened.problems.problems, tokenizer, settings)]
+            facts["longest"] = f"{max(lengths)} tokens"
+            if most := settings.max_prompt_tokens:
+                facts["dropped"] = f"{sum(length > most for length in lengths)} above data.max_prompt_tokens = {most}"
         parts = [("prompt", prompt_text(problem, tokenizer, settings))]
     else:
         parts = [(message["role"], message["content"]) for message in messages(problem, settings)]
@@ -80,7 +79,7 @@ def shown_problem(settings: DataConfig, split: Split, index: int, model: str) ->
     return "\n".join(lines + [f"--- {title} {'-' * (75 - len(title))}\n{text}" for title, text in parts])
 
 
-def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
+def _facts(opened: ProblemSet, name: str) -> dict[str, str]:
     source, counts = name, "endless"
     if isinstance(problems := opened.problems, FiniteProblems):
         source, kept = problems.source, f"{len(problems.problems)} of {problems.rows} rows"
@@ -89,15 +88,3 @@ def _facts(opened: OpenedSource, name: str) -> dict[str, str]:
     if opened.verifier is None:
         verifier = "none of its own; name one with reward.function: exact, math, code or your own"
     return {"source": source, "problems": counts, "verifier": verifier}
-
-
-def _lengths(source: ProblemSource, problem: Problem, tokenizer: Any, settings: DataConfig) -> dict[str, str]:
-    """Tokens of the prompt and, in a finite source, of the other prompts."""
-    facts = {"tokens": str(len(tokenized([problem], tokenizer, settings)[0]))}
-    if isinstance(source, FiniteProblems):
-        lengths = [len(tokens) for tokens in tokenized(source.problems, tokenizer, settings)]
-        facts["longest"] = f"{max(lengths)} tokens"
-        if settings.max_prompt_tokens:
-            dropped = sum(length > settings.max_prompt_tokens for length in lengths)
-            facts["dropped"] = f"{dropped} above data.max_prompt_tokens = {settings.max_prompt_tokens}"
-    return facts

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from threepo.config import Correction
 
-FinishReason = Literal["stop", "length"]
+THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
 VerifierName = Literal["math", "code"]
 """Verifiers of `rewards` that a data source can ask for."""
@@ -86,6 +86,35 @@ class Verdict:
             object.__setattr__(self, "reward", float(self.correct))
 
 
+def final_answer(completion: str) -> str:
+    """The text after the last `</think>`, or the whole text if there is none; without surrounding blanks."""
+    return completion.rpartition(THINK_END)[2].strip()
+
+
+def judge(given: str, correct: bool) -> Verdict:
+    """The verdict on a final answer; an empty one is no answer."""
+    if not given:
+        return Verdict(correct=False, status="no_answer", answer=None)
+    return Verdict(correct=correct, status="right" if correct else "wrong", answer=given)
+
+
+def exact_match(problem: Problem, completion: str) -> Verdict:
+    """Right if the final answer equals the reference answer, whatever the number of blanks between words."""
+    given = final_answer(completion)
+    return judge(given, given.split() == problem.answer.split())
+
+
+def lacks_answer(problem: Problem) -> str:
+    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
+    if problem.answer.strip():
+        return ""
+    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
+    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
+    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
+    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
+    return reason + fix if others or not empty else reason
+
+
 @dataclass(frozen=True)
 class Request:
     """One completion to make: this prompt, under this draw, as this rollout of its prompt."""
@@ -99,19 +128,15 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A generated text, with the prompt, the weights and the rollout number that it came from."""
+class Completion(Request):
+    """A generated text, with the request that it answers."""
 
-    problem: Problem
-    prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     """The generated tokens, T of them, the end-of-sequence token included where one was drawn."""
     logprobs: tuple[float, ...]
     """For each token, the log-probability (nats) of the distribution that it was actually drawn from."""
     text: str
-    finish_reason: FinishReason
-    draw: Draw | None
-    rollout: int
+    finish_reason: Literal["stop", "length"]
     policy_step: int
     """The training step whose weights the engine held."""
     opening: str = ""
@@ -156,10 +181,7 @@ class SupervisedRow:
     input_tokens: tuple[int, ...]
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
-    predicts.
-
-    Example: for the tokens of a prompt (5, 6, 7) and its completion (8, 9), `((3, 5),)`.
-    """
+    predicts. For the tokens of a prompt (5, 6, 7) and its completion (8, 9): `((3, 5),)`."""
     index: int
     """Position among all rows of the step."""
 
@@ -220,4 +242,4 @@ class MicroBatch(PackedTokens):
     advantages: torch.Tensor
     """[K]: the advantage of each token's row."""
     weights: torch.Tensor
-    """[K]: the weight of each token's row (objectives.aggregate)."""
+    """[K]: the weight of each token's row (policy_loss.row_weights)."""

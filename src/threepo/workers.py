@@ -45,6 +45,7 @@ class Process:
     def __init__(self, program: str, environment: Mapping[str, str], output: IO[bytes] | None = None) -> None:
         self.connection, theirs = Pipe()
         self._owner = os.getpid()
+        self._closing = threading.Lock()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits it
         try:
             self._process = subprocess.Popen(
@@ -68,24 +69,22 @@ class Process:
 
     def ending(self) -> str:
         """How a process that closed its connection ended, such as `killed by SIGSEGV` or `exit status 3`."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "closed its connection and does not end"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return "closed its connection and does not end"
 
     def close(self) -> None:
         """Kill the process and everything that it has started."""
-        if self._owner != os.getpid() or self.connection.closed:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        # A process that hangs in a driver ends when the driver returns; there is no use in waiting for that.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING_SECONDS)
-        self.connection.close()
-        assert self._process.stdin
-        self._process.stdin.close()
+        with self._closing:  # whoever stops the pool, and whoever sees that the process has ended
+            if self._owner != os.getpid() or self.connection.closed:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.ending()  # not for ever: a process that hangs in a driver ends when the driver returns
+            self.connection.close()
+            assert self._process.stdin
+            self._process.stdin.close()
 
 
 def owner() -> Connection:
@@ -119,6 +118,7 @@ class WorkerPool:
     def __init__(self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0) -> None:
         self._function, self._timeout, self._memory = function, timeout_s, memory_mib
         self._processes: list[Process | None] = [None] * (workers or len(os.sched_getaffinity(0)))
+        self._idle = list(range(len(self._processes)))
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._processes)
 
@@ -128,35 +128,30 @@ class WorkerPool:
 
     def map(self, items: Sequence[Sequence[Any]]) -> list[Outcome]:
         """The outcome of each item, in their order. `UserError` if the memory limit is too small to start."""
-        idle = list(range(len(self._processes)))
-
-        def run(item: Sequence[Any]) -> Outcome:
-            index = idle.pop()
+        with self._lock, ThreadPoolExecutor(len(self._processes)) as threads:
             try:
-                return self._run(index, item)
-            finally:
-                idle.append(index)
-
-        with self._lock, ThreadPoolExecutor(len(idle)) as threads:
-            try:
-                return list(threads.map(run, items))
+                return list(threads.map(self._run, items))
             except BaseException:  # such as Ctrl-C: stop the items that are still running
                 self.close()
                 raise
 
-    def _run(self, index: int, item: Sequence[Any]) -> Outcome:
-        process = self._processes[index]
-        if not process or not process.is_running():
-            process = self._processes[index] = self._start()
+    def _run(self, item: Sequence[Any]) -> Outcome:
+        index = self._idle.pop()
         try:
-            process.connection.send(item)
-            if process.connection.poll(self._timeout):
-                return process.connection.recv()  # type: ignore[no-any-return]
-            failure = "time-out"
-        except (EOFError, OSError):
-            failure = process.ending()
-        process.close()
-        return Outcome(failure="memory" if failure == f"exit status {MEMORY_STATUS}" else failure)
+            process = self._processes[index]
+            if not process or not process.is_running():
+                process = self._processes[index] = self._start()
+            try:
+                process.connection.send(item)
+                if process.connection.poll(self._timeout):
+                    return process.connection.recv()  # type: ignore[no-any-return]
+                failure = "time-out"
+            except (EOFError, OSError):
+                failure = process.ending()
+            process.close()
+            return Outcome(failure="memory" if failure == f"exit status {MEMORY_STATUS}" else failure)
+        finally:
+            self._idle.append(index)
 
     def _start(self) -> Process:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

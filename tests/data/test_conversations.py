@@ -95,13 +95,13 @@ def test_rows_of_the_papers_set_of_another_schema_are_broken(name: str, change: 
 )
 def test_the_paper_keeps_an_answer_after_a_thought(output: str, kept: bool) -> None:
     row = {"input": [HI], "output": output, "system_prompt": "detailed thinking on", "generator": "DeepSeek-R1"}
-    assert deepseek_r1(row) == ([HI, {"role": "assistant", "content": output}] if kept else "no_thought")
+    assert deepseek_r1(row) == ((HI, {"role": "assistant", "content": output}) if kept else "no_thought")
 
 
 def test_the_paper_keeps_one_question_and_one_answer() -> None:
     row = {"output": "<think>a</think>b", "generator": "DeepSeek-R1"}
     answer = {"role": "assistant", "content": "<think>a</think>b"}
-    assert deepseek_r1({"input": "hi", **row}) == [HI, answer]
+    assert deepseek_r1({"input": "hi", **row}) == (HI, answer)
     for messages in ([{"role": "system", "content": "be"}, HI], [HI, OK, HI], [], [OK]):
         assert deepseek_r1({"input": messages, **row}) == "not_two_messages"
 
@@ -118,7 +118,7 @@ def test_the_paper_keeps_one_question_and_one_answer() -> None:
 def test_the_paper_keeps_answers_of_deepseek_r1_and_its_released_code_those_of_all(generator: str, kept: bool) -> None:
     """The names of generators are those of the published set."""
     row = {"input": "hi", "output": "<think>a</think>b", "generator": generator}
-    messages = [HI, {"role": "assistant", "content": "<think>a</think>b"}]
+    messages = (HI, {"role": "assistant", "content": "<think>a</think>b"})
     assert deepseek_r1(row) == (messages if kept else "other_generator")
     assert any_generator(row) == messages
     assert deepseek_r1(row | {"output": "b"}) == "no_thought", "other_generator counts only what the check leaves out"

@@ -2,11 +2,10 @@
 
 import pytest
 
-from threepo.answers import final_answer
 from threepo.data.task import ProceduralProblems, Task, split_of
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
-from threepo.types import Problem
+from threepo.types import Problem, final_answer
 
 ALL = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threepo.config import BenchmarksConfig
+from threepo.config import BenchmarksConfig, DataConfig
+from threepo.data.source import ProblemSet
 from threepo.evaluation.benchmarks import Choice, open_benchmark
-from threepo.evaluation.problems import ProblemSet
 
 
 def opened(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], **settings: Any) -> ProblemSet:
     """The benchmark from a local file of these rows."""
     (folder / f"{name.partition(':')[0]}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return open_benchmark(Choice.parse(name), BenchmarksConfig(names=(name,), folder=str(folder), **settings))
+    chosen = BenchmarksConfig(names=(name,), folder=str(folder), **settings)
+    return open_benchmark(Choice.parse(name), chosen, DataConfig(train="benchmarks"))

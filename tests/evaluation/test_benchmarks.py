@@ -9,12 +9,13 @@ import pyarrow.parquet
 import pytest
 from local_benchmarks import opened
 
-from threepo.config import BenchmarksConfig
+from threepo.config import BenchmarksConfig, DataConfig
 from threepo.data.prompts import MATH_EVALUATION
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import Choice, choices, open_benchmark
 
 URL = "https://example.org"
+DATA = DataConfig(train="benchmarks")
 SCHEMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "aime24 on the hub": ("aime24", {"id": 60, "problem": "P", "solution": r"\boxed{204}", "url": URL}, "60", "204"),
     "aime24 as a file": (
@@ -68,10 +69,10 @@ def test_parquet_and_other_names_of_files(tmp_path: Path) -> None:
     row = {"problem": "P", "solution": r"\boxed{5}", "type": "T"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / "minerva_math.parquet")
     settings = BenchmarksConfig(names=("minerva",), folder=str(tmp_path), problems=2)
-    benchmark = open_benchmark(Choice.parse("minerva"), settings)
+    benchmark = open_benchmark(Choice.parse("minerva"), settings, DATA)
     assert [problem.id for problem in benchmark.problems.known()] == ["minerva/0", "minerva/1"]
     named = Choice.parse(f"minerva={tmp_path / 'minerva_math.parquet'}")
-    assert len(open_benchmark(named, BenchmarksConfig(names=("minerva",))).problems.known()) == 3
+    assert len(open_benchmark(named, BenchmarksConfig(names=("minerva",)), DATA).problems.known()) == 3
 
 
 def test_folders_of_files_are_copies_too(tmp_path: Path) -> None:
@@ -81,14 +82,14 @@ def test_folders_of_files_are_copies_too(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
-    assert len(open_benchmark(Choice.parse("aime25"), settings).problems.known()) == 1
-    assert len(open_benchmark(Choice.parse(f"aime25={tmp_path}/shards::train"), settings).problems.known()) == 1
+    assert len(open_benchmark(Choice.parse("aime25"), settings, DATA).problems.known()) == 1
+    assert len(open_benchmark(Choice.parse(f"aime25={tmp_path}/shards::train"), settings, DATA).problems.known()) == 1
     with pytest.raises(
         UserError, match=r"shards \(test\): has no split 'test', but train; name one as .*shards::SPLIT"
     ):
-        open_benchmark(Choice.parse(f"aime25={tmp_path}/shards"), settings)
+        open_benchmark(Choice.parse(f"aime25={tmp_path}/shards"), settings, DATA)
     with pytest.raises(UserError, match=r"holds no aime24.jsonl, .json, .csv or .parquet, and no folder aime24"):
-        open_benchmark(Choice.parse("aime24"), settings)
+        open_benchmark(Choice.parse("aime24"), settings, DATA)
 
 
 def test_a_prompt_of_ones_own(tmp_path: Path) -> None:
@@ -110,6 +111,16 @@ def test_a_prompt_of_ones_own(tmp_path: Path) -> None:
 def test_rows_that_are_none_of_its(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         opened(tmp_path, "aime25", rows)
+
+
+def test_rows_that_are_none_of_its_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "aime25.jsonl").write_text('{"text": "P"}\n{"problem": "P", "answer": "1"}\n{"cut\n')
+    settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"row 1: has no problem or question; .*data.broken_rows = 'skip'"):
+        open_benchmark(Choice.parse("aime25"), settings, DATA)
+    found = open_benchmark(Choice.parse("aime25"), settings, DataConfig(train="benchmarks", broken_rows="skip"))
+    assert [problem.id for problem in found.problems.known()] == ["aime25/1"]
+    assert "left out 2 of 3 rows as broken: row 1: has no problem" in capsys.readouterr().err
 
 
 def test_names() -> None:

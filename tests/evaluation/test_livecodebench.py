@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from local_benchmarks import opened
 
+from threepo.data.rows import BrokenRow
 from threepo.errors import UserError
-from threepo.evaluation.livecodebench import PRELUDE, Window, problem
+from threepo.evaluation.benchmarks import BENCHMARKS
+from threepo.evaluation.livecodebench import PRELUDE
 
+problem = BENCHMARKS["livecodebench"].item
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
 FUNCTIONAL = [{"input": '[1, 2]\n"a"', "output": "3", "testtype": "functional"}]
 
@@ -43,7 +46,7 @@ def row(**fields: Any) -> dict[str, Any]:
 
 
 def test_programs_that_read_and_write() -> None:
-    result = problem(row(), "livecodebench/abc387_b", "here")
+    result = problem(row())
     assert result.columns["tests"] == {"prefix": PRELUDE, "inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}
     assert result.prompt == "Add two numbers.\n\nThe program reads standard input and writes standard output."
     assert result.columns["difficulty"] == "easy"
@@ -58,7 +61,7 @@ def test_functions_that_are_called() -> None:
         "private_test_cases": json.dumps(FUNCTIONAL),  # short ones are published as they are
         "metadata": json.dumps({"func_name": "add"}),
     }
-    result = problem(row(**fields), "x", "here")
+    result = problem(row(**fields))
     assert result.columns["tests"] == {
         "prefix": PRELUDE,
         "inputs": ['[1, 2]\n"a"'] * 2,
@@ -81,8 +84,8 @@ class Malicious:
 
 def test_a_pickle_that_calls_something_is_refused_unread(tmp_path: Path) -> None:
     data = packed(Malicious(tmp_path / "owned"))
-    with pytest.raises(UserError, match=r"here: is not a row of LiveCodeBench: .* asks for \w+.mkdir"):
-        problem(row(private_test_cases=data), "x", "here")
+    with pytest.raises(BrokenRow, match=r"is not a row of livecodebench as published: .* asks for \w+.mkdir"):
+        problem(row(private_test_cases=data))
     assert not (tmp_path / "owned").exists()
     pickle.loads(zlib.decompress(base64.b64decode(data)))
     assert (tmp_path / "owned").exists(), "the attack itself works"
@@ -101,8 +104,8 @@ def test_a_pickle_that_calls_something_is_refused_unread(tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_decoded_is_named(private: str) -> None:
-    with pytest.raises(UserError, match="here: is not a row of LiveCodeBench"):
-        problem(row(private_test_cases=private), "x", "here")
+    with pytest.raises(BrokenRow, match="is not a row of livecodebench as published"):
+        problem(row(private_test_cases=private))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +115,13 @@ def test_what_cannot_be_decoded_is_named(private: str) -> None:
         ({"private_test_cases": "[]", "public_test_cases": "[]"}, r"of the kinds \[\]"),
         (
             {"private_test_cases": "[]", "public_test_cases": json.dumps(FUNCTIONAL)},
-            "is not a row of LiveCodeBench: KeyError: 'func_name'",
+            "is not a row of livecodebench as published: KeyError: 'func_name'",
         ),
     ],
 )
 def test_rows_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        problem(row(**fields), "x", "here")
+    with pytest.raises(BrokenRow, match=message):
+        problem(row(**fields))
 
 
 def test_months(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_months(tmp_path: Path) -> None:
         ids("livecodebench:2025-06..2025-06")
     for wrong in ("2025-13..2025-14", "2025-04..2025-01", "2025-1..2025-4"):
         with pytest.raises(UserError, match="write months as"):
-            Window.parse(wrong)
+            ids(f"livecodebench:{wrong}")
 
 
 def test_the_benchmark_is_put_as_code(tmp_path: Path) -> None:

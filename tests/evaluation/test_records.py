@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,10 +74,10 @@ def killed() -> None:
 def interrupted() -> None:
     """The same with ctrl-c, which saves the part at hand and says how to go on."""
     Path("signal").write_text(str(int(signal.SIGINT)))
-    command = [sys.executable, "-m", "threepo", *COMMAND, "--output", "stopped"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 128 + signal.SIGINT
-    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in result.stderr
+    process = forked(*COMMAND, "--output", "stopped", said="said")
+    process.join()
+    assert process.exitcode == 128 + signal.SIGINT
+    assert "SIGINT after problem 7 of 11; the same command continues it, in stopped" in Path("said").read_text()
 
 
 def evaluated(folder: str, *settings: str) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.config import Advantage
-from threepo.methods.advantages import group_advantages, zero_variance
+from threepo.methods.method import group_advantages, zero_variance
 
 
 def test_by_hand() -> None:

@@ -9,8 +9,14 @@ import torch
 
 from factories import row
 from threepo.config import ObjectiveConfig
-from threepo.objectives.aggregate import row_weights
-from threepo.objectives.policy_loss import TERMS, LossInputs, clip_statistics, split_by_gradient, token_losses
+from threepo.objectives.policy_loss import (
+    TERMS,
+    LossInputs,
+    clip_statistics,
+    row_weights,
+    split_by_gradient,
+    token_losses,
+)
 from threepo.types import TrainingRow
 
 

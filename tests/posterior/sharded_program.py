@@ -1,13 +1,15 @@
 """What torchrun runs for test_sharding.py: a few IVON steps on a model that is whole, sharded or replicated.
 
-    sharded_program.py OUT.pt --layout plain|fsdp|hsdp|ddp --steps 0:6 [--load DIR] [--save DIR]
+    sharded_program.py OUT.pt --layout plain|fsdp|hsdp|ddp --steps 0:6 [--load DIR] [--save DIR] [--checks NAME...]
 
 Every rank sees the same batch, so the mean over ranks is each rank's own gradient, and any layout computes the same
 bits. Rank 0 writes the whole mean, Hessian and momentum by name, the weights of a draw, and the last step's metrics.
+`--checks` are run after that by the same ranks, since ranks take long to start: functions of sharded_state.py.
 """
 
 import argparse
 import faulthandler
+import importlib
 import os
 import sys
 from datetime import timedelta
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", default="0:6")
     parser.add_argument("--load")
     parser.add_argument("--save")
+    parser.add_argument("--checks", nargs="*", default=())
     options = parser.parse_args()
     if "RANK" in os.environ:
         start()
@@ -139,6 +142,8 @@ def main() -> None:
     result["step"] = optimizer.param_groups[0]["step"]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(result, options.out)
+    for check in options.checks:
+        getattr(importlib.import_module("sharded_state"), check)()
     if dist.is_initialized():
         leave()
 

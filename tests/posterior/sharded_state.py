@@ -1,14 +1,10 @@
-"""What torchrun runs for test_sharding.py: checks on some ranks, of tensors that are given instead of computed.
+"""What sharded_program.py can check on its ranks besides: tensors that are given instead of computed."""
 
-sharded_state.py CHECK...
-"""
-
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from sharded_program import leave, start, whole
+from sharded_program import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +12,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from threepo import IVON, Posterior
+from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.layout import like_parameter
-from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.types import Draw
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
@@ -120,17 +116,3 @@ def cut_twice() -> None:
     drawn = dict(expected.weights(Draw(1, 2, 3)))
     for name, value in ours.weights(Draw(1, 2, 3)):
         assert torch.equal(whole(value), drawn[name]), name
-
-
-CHECKS = {check.__name__: check for check in (columns, not_finite, metrics, cut_twice)}
-
-
-def main() -> None:
-    start()
-    for check in sys.argv[1:]:
-        CHECKS[check]()
-    leave()
-
-
-if __name__ == "__main__":
-    main()

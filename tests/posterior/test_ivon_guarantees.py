@@ -118,16 +118,15 @@ def test_parameters_that_share_memory_get_back_what_they_had() -> None:
 def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
     optimizer = IVON([("p", p), ("q", q)], ess=1.0)
-    restore, calls = IVON._restore_all, []
+    copy_back, calls = torch._foreach_copy_, []
 
-    def interrupted(self: IVON) -> None:
+    def interrupted(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         calls.append(1)
-        if len(calls) == 3:
-            restore(self)
-        else:
+        copy_back(parameters[: len(calls)], means[: len(calls)])
+        if len(calls) < 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(IVON, "_restore_all", interrupted)
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupted)
     with pytest.raises(KeyboardInterrupt), optimizer.perturbed(DRAW):
         assert not p.eq(1).any()
     assert p.eq(1).all()

@@ -157,7 +157,7 @@ def test_compiled_update_is_the_torch_one(
 @needs_native
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads: int) -> None:
-    size = 5 * native._SERIAL + 77
+    size = 5 * native.SERIAL + 77
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     mean, h, g, grad = torch.randn(size), torch.rand(size) + 0.1, torch.randn(size), torch.randn(size)
@@ -265,8 +265,8 @@ def test_a_box_of_a_tensor_is_found_in_its_pieces(data: st.DataObject) -> None:
     box = indices[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))].reshape(-1)
     found = torch.full_like(box, -1)
     pieces = _box(whole, part, offset)
-    for local, (start, row, stride), count in pieces:
-        found[local] = torch.tensor([start + i // row * stride + i % row for i in range(count)])
+    for held, (start, row, stride) in zip(found.chunk(max(len(pieces), 1)), pieces, strict=bool(pieces)):
+        held.copy_(torch.tensor([start + i // row * stride + i % row for i in range(len(held))]))
     assert torch.equal(found, box)
     if len([d for d, n in enumerate(part) if n != whole[d]]) <= 1:
         assert len(pieces) <= 1, "cut along one dimension, it is one call"

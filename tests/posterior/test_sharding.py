@@ -16,7 +16,6 @@ from threepo import IVON
 from threepo.errors import UserError
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
-CHECKS = Path(__file__).with_name("sharded_state.py")
 TIMEOUT = 180.0
 """Seconds; a rank that hangs says after 120 where it is, and a collective gives up after 100."""
 SIX_STEPS = ("--steps", "0:6")
@@ -70,11 +69,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("hsdp", 4), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks", "checks"), [("hsdp", 4, ["cut_twice"]), ("ddp", 2, ["columns", "not_finite", "metrics"])]
+)
 def test_replicas_and_shards_of_replicas_follow_one_process(
-    layout: str, ranks: int, alone: dict[str, Any], tmp_path: Path
+    layout: str, ranks: int, checks: list[str], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_same(run(tmp_path / "out.pt", layout, *SIX_STEPS, ranks=ranks), alone)
+    """And what sharded_state.py checks."""
+    assert_same(run(tmp_path / "out.pt", layout, *SIX_STEPS, "--checks", *checks, ranks=ranks), alone)
 
 
 def test_two_ranks_then_one_then_two_equals_one_process_throughout(alone: dict[str, Any], tmp_path: Path) -> None:
@@ -83,12 +85,6 @@ def test_two_ranks_then_one_then_two_equals_one_process_throughout(alone: dict[s
     run(tmp_path / "b.pt", "fsdp", "--steps", "2:4", "--load", first, "--save", second, ranks=1)
     assert_same(run(tmp_path / "c.pt", "fsdp", "--steps", "4:6", "--load", second, ranks=2), alone)
     assert_same(run(tmp_path / "d.pt", "plain", "--steps", "4:6", "--load", second), alone)
-
-
-@pytest.mark.parametrize(("checks", "ranks"), [(("columns", "not_finite", "metrics"), 2), (("cut_twice",), 4)])
-def test_on_some_ranks(checks: tuple[str, ...], ranks: int) -> None:
-    """The functions of sharded_state.py, which say what they check; one launch for all, since ranks start slowly."""
-    launch(str(CHECKS), *checks, ranks=ranks)
 
 
 def test_dtensors_without_their_module_are_refused() -> None:

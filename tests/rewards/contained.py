@@ -16,8 +16,7 @@ from typing import Any
 
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.sandbox import open_sandbox
-from threepo.rewards.sandbox.interface import Submission
+from threepo.rewards.sandbox import Submission, open_sandbox
 
 PATIENCE_S = 20
 

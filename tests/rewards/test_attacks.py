@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from rewards.contained import Contained, contained, why_not
-from threepo.rewards.code_tests import parse_tests
-from threepo.rewards.sandbox import seccomp
-from threepo.rewards.sandbox.interface import Outcome
+from threepo.rewards.code import parse_tests
+from threepo.rewards.sandbox import Outcome
+from threepo.rewards.sandbox.bubblewrap import IDLE, REFUSED
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -125,8 +125,8 @@ def number(name: str) -> int:
     return int(ctypes.CDLL("libseccomp.so.2").seccomp_syscall_resolve_name(name.encode())) if not REASON else -1
 
 
-CALLS = [(number(name), (-1, 1)) for name in seccomp.REFUSED.split() if number(name) >= 0]
-CALLS += [(number(name), (0, 0)) for name in seccomp.IDLE.split() if number(name) >= 0]
+CALLS = [(number(name), (-1, 1)) for name in REFUSED.split() if number(name) >= 0]
+CALLS += [(number(name), (0, 0)) for name in IDLE.split() if number(name) >= 0]
 CALLS += [(number, (-1, 38)) for number in (424, 425, 434, 435, 438, 442, 443, 448, 451, 463, 467, 599)]
 """With nonsense for arguments, what each returns, and its errno."""
 
@@ -280,6 +280,7 @@ CHEATS = {
     ),
     "closes all": "import os\nos.closerange(0, 1024)\ndef f(x): return 0",
     "raises what ends tests well": "def f(x): raise SystemExit(0)",
+    "raises it under another name": "exec(compile('def f(x): raise SystemExit(0)', 'x', 'exec'))",
     "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
     "lies about memory": "import os\nos._exit(86)",
     "lies about failure": "import os\nos._exit(87)",

@@ -17,10 +17,9 @@ from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
 from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
-from threepo.rewards.code import CodeGrader, extract_program
-from threepo.rewards.code_tests import parse_tests, same_text, same_value
+from threepo.rewards.code import CodeGrader, extract_program, parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
-from threepo.rewards.sandbox import seccomp
+from threepo.rewards.sandbox import bubblewrap
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -460,8 +459,7 @@ def test_verdicts_come_in_the_order_of_the_completions(grader: CodeGrader) -> No
 INTERRUPTED = """
 import os, signal
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox.interface import Submission
-from threepo.rewards.sandbox import open_sandbox
+from threepo.rewards.sandbox import Submission, open_sandbox
 signal.signal(signal.SIGINT, lambda *_: None)  # as a trainer that first ends its step
 program = "import time\\ntime.sleep(int(input()) / 4)"
 outcomes = open_sandbox(SandboxConfig()).run(Submission(kind="stdin", program=program, cases=("0", "1")))
@@ -494,7 +492,7 @@ def test_without_bubblewrap_code_rewards_do_not_start(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_without_filters_of_system_calls_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seccomp, "LIBRARY", "libnowhere.so.2")
+    monkeypatch.setattr(bubblewrap, "LIBRARY", "libnowhere.so.2")
     with pytest.raises(UserError, match=r"there is no libseccomp .*apt-get install libseccomp2.* 'unconfined'"):
         load_grader(RewardConfig(function="code"), None, [])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from threepo.rewards.algebra import judge
 from threepo.rewards.equality import equal, number, spelling
-from threepo.rewards.extraction import extract_answer
+from threepo.rewards.math import extract_answer
 
 KINDS = tomllib.loads(Path(__file__).with_name("border_cases.toml").read_text(encoding="utf-8"))
 GIVEN_UP = {
@@ -48,6 +48,11 @@ def test_what_has_no_value_at_a_point_is_wrong(answer: str) -> None:
     """It is no error of the verifier: no number is put in for the variable of an integral."""
     assert judge(answer, r"\sqrt{2}+x") == (False, "")
     assert judge(rf"{answer} + x", rf"x + {answer} + 1") == (False, "")
+
+
+def test_arguments_without_braces_are_one_character_each() -> None:
+    assert judge(r"\binom52 + \frac12", r"\binom{5}{2} + 0.5") == (True, "")
+    assert judge(r"\binom{5}2", "10") == (True, "")
 
 
 def test_what_is_not_a_formula_is_said() -> None:

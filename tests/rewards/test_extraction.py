@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.rewards.extraction import boxes, extract_answer, keeps_layout
+from threepo.rewards.math import boxes, extract_answer, keeps_layout
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 
 from threepo.models.policy import Policy
-from threepo.training.batching import flatten
+from threepo.training.update import flatten
 from threepo.types import Completion, Draw, Problem, Request, TrainingRow
 
 PROMPTS = [

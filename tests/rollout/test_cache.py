@@ -91,7 +91,7 @@ def test_the_compiled_kernel_attends_like_torch(
     """Heads of every width that it serves, keys and values of different ones, and groups of every size."""
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_SERIAL", 0)  # or rows as few as these would have one thread
+        patch.setattr(native, "SERIAL", 0)  # or rows as few as these would have one thread
         assert check(shape, 16 * key, 16 * value, length, window, dtype, seed).layers[0].blocked
 
 

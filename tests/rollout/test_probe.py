@@ -6,7 +6,8 @@ import torch
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.probe import LENGTH, all_nan, check_probe, expected_logprobs, fill_with_nan, probe_tokens
+from threepo.rollout.vllm import LENGTH, check_probe, expected_logprobs, probe_tokens
+from threepo.rollout.vllm_server import all_nan, fill_with_nan
 from threepo.types import Draw
 
 

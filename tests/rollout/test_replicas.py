@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from threepo.errors import UserError
-from threepo.rollout import shared
-from threepo.rollout.memory import available_bytes
+from threepo.rollout import memory as shared
+from threepo.rollout.memory import SharedTensors, available_bytes, layout_of
 from threepo.rollout.replicas import Replica, call_all
-from threepo.rollout.shared import SharedTensors, layout_of
 
 PROGRAM = """
 import os, signal, struct, subprocess, sys, time
@@ -45,7 +44,7 @@ class Server:
         os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"its beginning")
         os.kill(os.getpid(), signal.SIGSTOP)
     def total(self, layout, path):
-        from threepo.rollout.shared import SharedTensors
+        from threepo.rollout.memory import SharedTensors
         tensors = SharedTensors(layout, path).tensors
         return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
 

@@ -27,10 +27,10 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout import vllm as module
-from threepo.rollout.probe import all_nan, check_probe
 from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
-from threepo.rollout.vllm import VLLMEngine
+from threepo.rollout.vllm import VLLMEngine, check_probe
+from threepo.rollout.vllm_server import all_nan
 from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw, Problem, Request
 

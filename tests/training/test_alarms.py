@@ -14,8 +14,8 @@ from threepo import api
 from threepo.config import Correction
 from threepo.errors import ThreepoWarning
 from threepo.run_folder import RunFolder, checkpoints
-from threepo.training.alarms import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.checkpoint import load_train_state
+from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.update import RowRecord, UpdateRecord
 from threepo.types import Completion, Group
 
@@ -72,11 +72,15 @@ def test_rewards_that_are_all_equal(reward: float) -> None:
 
 def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
     untouched = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True)
+    masked = replace(untouched, weight=0.0, kept_tokens=0, untouched=False)
     steps = [[WRONG, RIGHT]] * 7
     for after, expected in ((3, [2]), (0, [])):
         record = UpdateRecord(Correction(kind="seq_mis", warn_after=after), rows=[untouched])
         assert [step for step, _ in warned(steps, record)] == expected
         assert not warned(steps, replace(record, rows=[])), "a step without rows says nothing"
+        assert not warned(steps, replace(record, rows=[untouched, masked]))
+        assert not warned(steps, replace(record, correction=Correction(warn_after=after)))
+        assert not warned(steps, replace(record, correction=None)), "rollouts that top-p cut have no correction"
 
 
 def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

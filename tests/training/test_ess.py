@@ -1,20 +1,35 @@
 """Schedules of the effective sample size: by hand, within bounds, and the controller against a simulated policy."""
 
 import math
+from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import EssScheduleConfig
+from threepo.config import Correction, DataConfig, EssScheduleConfig, IVONConfig, ModelConfig, RunConfig, TrainConfig
+from threepo.config.method import C3PO
 from threepo.training.ess import EssState, _divergence, next_ess
 
 
-def factors(settings: EssScheduleConfig, entropies: list[float], steps: int = 10) -> list[float]:
+def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
+    """A run with this schedule, whose correction has these bounds."""
+    return TrainConfig(
+        model=ModelConfig(path="tiny-qwen2"),
+        data=DataConfig(train="sorting"),
+        run=RunConfig(steps=steps),
+        method=replace(C3PO, correction=Correction(kind="seq_mis", **correction)),
+        optimizer=IVONConfig(ess=ess),
+        ess_schedule=schedule,
+    )
+
+
+def factors(settings: EssScheduleConfig, entropies: list[float]) -> list[float]:
     """Factor after each step, for these entropies."""
     state, found = EssState(), []
     for done, entropy in enumerate(entropies, start=1):
-        state = next_ess(settings, 1e9, state, done, steps, {"policy/entropy": entropy})
+        state = next_ess(config(settings), state, done, {"policy/entropy": entropy})
         found.append(state.factor)
     return found
 
@@ -45,30 +60,39 @@ def test_a_step_without_update_changes_nothing() -> None:
         state = EssState(0.4, 1.0, 0.5)
         nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan}
         for metrics in ({}, nothing):
-            assert next_ess(EssScheduleConfig(kind=kind), 1e9, state, 3, 10, metrics) == state
+            assert next_ess(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
+
+
+def test_a_kept_share_is_translated_by_the_corrections_own_bounds() -> None:
+    """By hand: at D = 0.02, log rho has mean -0.02 and deviation 0.2; ln 0.8 and ln 1.25 are 1.0157 and 1.2157 away."""
+    kept = NormalDist().cdf(1.2157) - NormalDist().cdf(-1.0157)
+    assert _divergence(kept, Correction(low=0.8, high=1.25)) == pytest.approx(0.02, rel=1e-3)
 
 
 def test_the_kept_share_is_translated_as_the_table_of_method_md_has_it() -> None:
     for kept, divergence in ((0.97, 0.05), (0.87, 0.1), (0.59, 0.3), (0.30, 1.0), (0.05, 5.0)):
-        assert _divergence(kept) == pytest.approx(divergence, rel=0.15)
+        assert _divergence(kept, Correction()) == pytest.approx(divergence, rel=0.15)
 
 
 @pytest.mark.parametrize(("metric", "target"), [("kl", 1e-3), ("kept_share", 0.7)])
 @pytest.mark.parametrize("start", [1e7, 1e9, 1e11])
-def test_the_controller_reaches_its_target_from_far_away(metric: str, target: float, start: float) -> None:
+@pytest.mark.parametrize("bounds", [(0.5, 2.0), (0.9, 1.2), (0.5, math.inf)])
+def test_the_controller_reaches_its_target_from_far_away(
+    metric: str, target: float, start: float, bounds: tuple[float, float]
+) -> None:
     """A policy whose KL per token is 1e6 / ess, and whose answers have 100 tokens."""
     settings = EssScheduleConfig(kind="controller", metric=metric, target=target)
-    state = EssState()
+    run, state = config(settings, start, 100, low=bounds[0], high=bounds[1]), EssState()
     for done in range(1, 101):
         kl = 1e6 / (start * state.factor)
         spread = math.sqrt(2 * 100 * kl)
-        low, high = ((bound + 100 * kl) / spread / math.sqrt(2) for bound in (-math.log(2), math.log(2)))
+        low, high = ((math.log(bound) + 100 * kl) / spread / math.sqrt(2) for bound in bounds)
         metrics = {
             "policy/entropy": 1.0,
             "correction/kl": kl,
             "correction/kept_share": 0.5 * (math.erf(high) - math.erf(low)),
         }
-        state = next_ess(settings, start, state, done, 100, metrics)
+        state = next_ess(run, state, done, metrics)
     assert metrics[f"correction/{metric}"] == pytest.approx(target, rel=0.05)
 
 
@@ -81,9 +105,9 @@ def test_the_controller_reaches_its_target_from_far_away(metric: str, target: fl
 def test_ess_stays_within_its_bounds_whatever_is_measured(
     kind: str, metric: str, base: float, seen: list[tuple[float, float, float]]
 ) -> None:
-    settings = EssScheduleConfig(kind=kind, metric=metric, lowest=1e6, highest=1e10)
+    run = config(EssScheduleConfig(kind=kind, metric=metric, lowest=1e6, highest=1e10), base, 30)
     state = EssState()
     for done, (entropy, kl, kept) in enumerate(seen, start=1):
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}
-        state = next_ess(settings, base, state, done, 30, metrics)
+        state = next_ess(run, state, done, metrics)
         assert 1e6 * 0.999 <= base * state.factor <= 1e10 * 1.001

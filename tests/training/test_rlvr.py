@@ -27,7 +27,7 @@ from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
-from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.training.optimizers import OPTIMIZERS, begin_ivon
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
@@ -300,7 +300,7 @@ def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_p
     Posterior.of(optimizer).save(tmp_path)
     settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
     with pytest.warns(ThreepoWarning, match=r"factors of: mlp 3\.0; .* optimizer\.ess = 9e\+09 would undo"):
-        begin_ivon(settings, build_optimizer(settings, policy.model, seed=0), ModelConfig(path=str(tmp_path)))
+        begin_ivon(settings, OPTIMIZERS["ivon"].build(settings, policy.model, seed=0), ModelConfig(path=str(tmp_path)))
 
 
 def test_a_refused_run_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from factories import completion
 from threepo.config import RunConfig
 from threepo.errors import UserError
-from threepo.evaluation.records import Records
+from threepo.evaluation.records import EvaluationFolder
 from threepo.files import atomic_file, atomic_folder, write_text
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -65,11 +65,11 @@ def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
             RunFolder.create(path, RunConfig())
         with pytest.raises(UserError, match=r"cannot write .*something else has that name"):
-            Records(path)
+            EvaluationFolder(path)
 
 
 def test_a_mistake_leaves_no_folder_of_an_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(UserError), Records(tmp_path / "runs" / "eval"):
+    with pytest.raises(UserError), EvaluationFolder(tmp_path / "runs" / "eval"):
         raise UserError("fix it")
     assert list(tmp_path.iterdir()) == []
 

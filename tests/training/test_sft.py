@@ -18,7 +18,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.batching import flatten
+from threepo.training.update import flatten
 from threepo.types import SupervisedRow
 
 

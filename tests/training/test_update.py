@@ -13,8 +13,7 @@ from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.training.batching import flatten, pack
-from threepo.training.update import UpdateRecord, update_policy
+from threepo.training.update import UpdateRecord, flatten, pack, update_policy
 from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
 SAMPLING = SamplingConfig()

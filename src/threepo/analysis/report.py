@@ -40,17 +40,12 @@ class RunReport:
     rows: list[dict[str, Any]]
     """metrics.jsonl; the row of step -1 holds only the evaluation before training."""
 
-    @property
-    def is_fine_tuning(self) -> bool:
-        """Whether it is a run of `threepo sft`, which has neither rollouts nor rewards."""
-        return "method" not in self.config
-
     def summary(self) -> dict[str, Any]:
         """The numbers of the table; those that the run did not measure are None."""
         steps = [row for row in self.rows if row["step"] >= 0]
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
         seconds = statistics.median(row["time/step"] for row in steps) if steps else None
-        if self.is_fine_tuning:
+        if "method" not in self.config:  # a run of `threepo sft`, which has neither rollouts nor rewards
             return {
                 "loss_first": first.get("sft/loss"),
                 "loss_last": last.get("sft/loss"),
@@ -58,9 +53,8 @@ class RunReport:
                 "seconds_per_step": seconds,
                 "steps": len(steps),
             }
-        evaluated = [row for row in self.rows if "eval/pass_at_1" in row]
-        before = evaluated[0] if evaluated and evaluated[0]["step"] == -1 else {}
-        after = evaluated[-1] if evaluated and evaluated[-1]["step"] >= 0 else {}
+        before: dict[str, Any] = next((row for row in self.rows if row["step"] == -1), {})
+        after: dict[str, Any] = next((row for row in reversed(steps) if "eval/pass_at_1" in row), {})
         silent = [row["groups/zero_advantage_share"] for row in steps]
         data, method = self.config["data"], self.config["method"]
         return {
@@ -86,41 +80,35 @@ def read_run(path: Path) -> RunReport:
 
 def tables(runs: Mapping[str, RunReport]) -> list[Table]:
     """The summaries as rich tables, a row per run: one for reinforcement learning, one for fine-tuning."""
-    learning = {name: run.summary() for name, run in runs.items() if not run.is_fine_tuning}
-    tuning = {name: run.summary() for name, run in runs.items() if run.is_fine_tuning}
-    return [make(some) for make, some in ((_rewards_table, learning), (_losses_table, tuning)) if some]
-
-
-def _rewards_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
-    evaluated = any(s[f"pass_at_1_{at}"] is not None for s in summaries.values() for at in ("before", "after"))
-    scores = ("pass@1 before", "pass@1 after") if evaluated else ("reward first", "reward last")
-    title = "Held-out pass@1, mean and standard error over problems"
-    table = _table(
-        title if evaluated else "Reward of the rollouts in the first and the last step; nothing was evaluated",
-        *("run", *scores, "zero-adv.", "s/step", "rollouts"),
-    )
+    summaries = {name: run.summary() for name, run in runs.items()}
+    evaluated = any(s.get(f"pass_at_1_{at}") is not None for s in summaries.values() for at in ("before", "after"))
+    learning = "Reward of the rollouts in the first and the last step; nothing was evaluated"
+    if evaluated:
+        learning = "Held-out pass@1, mean and standard error over problems"
+    tuning = "Cross-entropy of the targets, nats a token"
+    found: dict[str, dict[str, dict[str, str]]] = {learning: {}, tuning: {}}
     for name, s in summaries.items():
+        seconds = _number(s["seconds_per_step"], ".2f")
+        if "loss_first" in s:
+            losses = {"loss first": "loss_first", "loss last": "loss_last", "held-out loss": "eval_loss"}
+            cells = {column: _number(s[key]) for column, key in losses.items()}
+            found[tuning][name] = cells | {"s/step": seconds, "steps": str(s["steps"])}
+            continue
+        cells = {f"reward {at}": _number(s[f"reward_{at}"]) for at in ("first", "last")}
         if evaluated:
-            cells = [_score(s[f"pass_at_1_{at}"], s[f"se_{at}"]) for at in ("before", "after")]
-        else:
-            cells = [_number(s[f"reward_{at}"]) for at in ("first", "last")]
-        share = s["zero_advantage_share"]
-        silent = "-" if share is None else f"{100 * share:.0f} %"
-        table.add_row(name, *cells, silent, _number(s["seconds_per_step"], ".2f"), f"{s['rollouts']:,}")
+            cells = {f"pass@1 {at}": _score(s[f"pass_at_1_{at}"], s[f"se_{at}"]) for at in ("before", "after")}
+        cells["zero-adv."] = _number(s["zero_advantage_share"], ".0%").replace("%", " %")
+        found[learning][name] = cells | {"s/step": seconds, "rollouts": f"{s['rollouts']:,}"}
+    return [_table(title, rows) for title, rows in found.items() if rows]
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    """Named cells for each run."""
+    columns = next(iter(rows.values()))
+    table = Table("run", *(Column(name, justify="right") for name in columns), title=title)
+    for name, cells in rows.items():
+        table.add_row(name, *cells.values())
     return table
-
-
-def _losses_table(summaries: Mapping[str, dict[str, Any]]) -> Table:
-    columns = ("run", "loss first", "loss last", "held-out loss", "s/step", "steps")
-    table = _table("Cross-entropy of the targets, nats a token", *columns)
-    for name, s in summaries.items():
-        losses = (_number(s[key]) for key in ("loss_first", "loss_last", "eval_loss"))
-        table.add_row(name, *losses, _number(s["seconds_per_step"], ".2f"), str(s["steps"]))
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    return Table(first, *(Column(name, justify="right") for name in others), title=title)
 
 
 def plot(runs: Sequence[RunReport], path: Path) -> None:

@@ -4,29 +4,362 @@ A record checks its fields when it is made, and a record that holds two settings
 Neither torch nor transformers is imported here, so that the command line answers at once.
 """
 
-from threepo.config.commands import EvaluationConfig as EvaluationConfig
-from threepo.config.commands import SFTConfig as SFTConfig
-from threepo.config.commands import TrainConfig as TrainConfig
-from threepo.config.learning import AdamWConfig as AdamWConfig
-from threepo.config.learning import BatchingConfig as BatchingConfig
-from threepo.config.learning import EssScheduleConfig as EssScheduleConfig
-from threepo.config.learning import IVONConfig as IVONConfig
-from threepo.config.learning import ObjectiveConfig as ObjectiveConfig
-from threepo.config.learning import OptimizerConfig as OptimizerConfig
-from threepo.config.learning import ScheduleConfig as ScheduleConfig
+import os
+from dataclasses import field
+from operator import attrgetter
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from threepo.config.method import AdamWConfig as AdamWConfig
 from threepo.config.method import Advantage as Advantage
 from threepo.config.method import Correction as Correction
+from threepo.config.method import IVONConfig as IVONConfig
 from threepo.config.method import Method as Method
-from threepo.config.sections import EngineConfig as EngineConfig
-from threepo.config.sections import EvalConfig as EvalConfig
-from threepo.config.sections import ModelConfig as ModelConfig
-from threepo.config.sections import RewardConfig as RewardConfig
-from threepo.config.sections import RunConfig as RunConfig
-from threepo.config.sections import SamplingConfig as SamplingConfig
-from threepo.config.sections import SandboxConfig as SandboxConfig
-from threepo.config.sections import TinyConfig as TinyConfig
-from threepo.config.sections import VLLMConfig as VLLMConfig
+from threepo.config.method import OptimizerConfig as OptimizerConfig
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
 from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
+from threepo.config.sources import LocalPath
+from threepo.errors import UserError
+
+
+class RunConfig(Settings, table="run"):
+    """[run]: how long, where, and how often to evaluate and save."""
+
+    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Run folder; empty: runs/ followed by the recipe's name."""
+    steps: CountOrZero = 100
+    """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of everything random that has no seed of its own: noise, sampling, weight initialisation."""
+    checkpoint_every: CountOrZero = 50
+    """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
+    keep_checkpoints: CountOrZero = 2
+    """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
+    threads: CountOrZero = 0
+    """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run folder (needs threepo[tensorboard])."""
+
+
+class TinyConfig(Settings, table="model.tiny"):
+    """[model.tiny]: shape of a new tiny model, when model.path names one."""
+
+    hidden_size: Count = 128
+    """Width; must be divisible by `heads`."""
+    intermediate_size: Count = 384
+    """Inner width of the MLP."""
+    layers: Count = 4
+    """Transformer blocks."""
+    heads: Count = 4
+    """Attention heads."""
+    kv_heads: Count = 2
+    """Key and value heads (grouped-query attention); must divide `heads`."""
+    context: Count = 512
+    """Longest sequence in tokens."""
+    tied: bool = True
+    """Share the input embedding and the output head."""
+
+    def __post_init__(self) -> None:
+        fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
+        self.check("hidden_size", self.hidden_size % (2 * self.heads) == 0, fix)
+        self.check("kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
+
+
+class ModelConfig(Settings, table="model"):
+    """[model]: the policy."""
+
+    path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
+    """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
+    tokenizer: LocalPath = ""
+    """Another directory or hub id whose tokenizer and chat template to use instead; they are saved with the model."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the training forward and backward pass (autocast); master weights are always float32."""
+    device: str = "auto"
+    """A torch device such as `cpu` or `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+
+
+class SamplingConfig(Settings, table="sampling"):
+    """[sampling]: how rollouts are decoded."""
+
+    temperature: NotNegative = 1.0
+    """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
+    top_p: PositiveShare = 1.0
+    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
+    top_k: CountOrZero = 0
+    """Keep this many most probable tokens; 0 keeps all."""
+    max_new_tokens: Count = 512
+    """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
+
+
+class VLLMConfig(Settings, table="engine.vllm"):
+    """[engine.vllm]: the vLLM engine (docs/engines.md)."""
+
+    replicas: Count = 1
+    """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
+    gpus: tuple[CountOrZero, ...] = ()
+    """The GPU of each replica, numbered as in torch; empty: 0, 1, 2, ..."""
+    gpu_memory_utilization: PositiveShare = 0.9
+    """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
+    kv_cache_memory_bytes: CountOrZero = 0
+    """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves on a GPU, and 1 GiB on a CPU."""
+    max_model_len: CountOrZero = 0
+    """Longest prompt and completion together, in tokens; 0: the model's context."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs and compilation: starts faster, decodes slower."""
+    timeout_s: Annotated[float, Field(ge=5)] = 1200.0
+    """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
+    decoding step and every push of weights, at most once per second, but not while it starts and compiles."""
+    probe_tolerance: NotNegative = 0.0
+    """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
+
+    def __post_init__(self) -> None:
+        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}, or be empty"
+        self.check("gpus", len(self.gpus) in (0, self.replicas), fix)
+
+
+class EngineConfig(Settings, table="engine"):
+    """[engine]: what generates the rollouts."""
+
+    kind: Literal["local", "vllm"] = "local"
+    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the engine's weights and arithmetic."""
+    max_batch_rows: Count = 512
+    """Largest number of rows decoded together, over all draws; further rows wait. With vLLM: per replica."""
+    memory_gib: NotNegative = 0.0
+    """GiB of memory that the local engine may use for the weights of all draws, the key-value cache and the logits; it
+    decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
+    bitwise only with a number here, because the batch size changes the last bits of log-probs."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+    def __post_init__(self) -> None:
+        fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
+        self.check("kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
+        fix = "engine.kind = 'vllm' does not read it; set engine.vllm's gpu_memory_utilization or kv_cache_memory_bytes"
+        self.check("memory_gib", self.kind != "vllm" or not self.memory_gib, fix)
+
+    def check_temperature(self, config: Settings, key: str) -> None:
+        """`UserError` for a temperature that vLLM raises (above 0) or refuses (sampling_params.py of 0.32)."""
+        low, high, value = 0.01, 2.0, attrgetter(key)(config)
+        fix = f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; set one of these, or engine.kind = 'local'"
+        config.check(key, self.kind != "vllm" or value == 0 or low <= value <= high, fix)
+
+
+class SandboxConfig(Settings, table="reward.sandbox"):
+    """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
+
+    backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
+    """`bubblewrap`: on this machine, confined by Linux namespaces and limits. `sandbox_fusion`: a SandboxFusion server
+    at `url`. `unconfined`: ordinary processes with your rights; a program of the policy can then do what you can."""
+    url: str = ""
+    """Address of the SandboxFusion server, such as http://localhost:8080."""
+    timeout_s: Positive = 10.0
+    """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
+    memory_mib: Count = 1024
+    """Address space of a program in MiB; shared libraries and thread stacks count."""
+    workers: CountOrZero = 0
+    """Number of programs that run at the same time; 0: one per processor core, or 32 on a server."""
+
+    def __post_init__(self) -> None:
+        server = self.backend == "sandbox_fusion"
+        fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
+        self.check("url", bool(self.url) == server, fix)
+
+
+class RewardConfig(Settings, table="reward"):
+    """[reward]: what a completion earns."""
+
+    function: str = "task"
+    """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
+    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
+    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion."""
+    correct_from: float = 1.0
+    """A completion counts as correct if your own function returns at least this."""
+    scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
+    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
+    <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
+    timeout_s: Positive = 10.0
+    """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
+    memory_mib: Count = 1024
+    """MiB of memory for each process of the mathematics verifier."""
+    workers: CountOrZero = 0
+    """Processes of the mathematics verifier; 0: one per processor core."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+
+class EvalConfig(Settings, table="eval"):
+    """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
+
+    every: CountOrZero = 0
+    """Training steps between evaluations; 0: none while training (`threepo eval` evaluates afterwards)."""
+    problems: Count = 256
+    """Number of held-out problems; all of them if there are fewer."""
+    samples: Count = 8
+    """Completions per problem, K; pass@k is reported for k from 1 to K, and for 1, 2, 4, ..., K while training."""
+    temperature: NotNegative = 0.6
+    """As in [sampling]."""
+    top_p: PositiveShare = 0.95
+    """As in [sampling]."""
+    top_k: CountOrZero = 50
+    """As in [sampling]."""
+    max_new_tokens: CountOrZero = 0
+    """As in [sampling]; 0: the same as in training."""
+    draws: CountOrZero = 0
+    """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each (method.md 6)."""
+    part_size: Count = 256
+    """`threepo eval`: number of completions that are generated, graded and saved together; a problem is never split. An
+    interruption loses one part at most; large parts keep a large engine busier."""
+
+    def __post_init__(self) -> None:
+        fix = f"must divide eval.samples = {self.samples} evenly"
+        self.check("draws", not self.draws or self.samples % self.draws == 0, fix)
+
+
+class ObjectiveConfig(Settings, table="objective"):
+    """[objective]: the policy loss (method.md 2)."""
+
+    clip_low: Share = 0.2
+    """The ratio to the old policy is clipped from below at 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """And from above at 1 + clip_high (clip-higher: 0.28). Neither has an effect with mini_batches = 1."""
+    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
+    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+    entropy_coefficient: NotNegative = 0.0
+    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
+    aggregation: Literal["token", "group", "sequence"] = "token"
+    """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions."""
+    mini_batches: Count = 1
+    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
+
+
+class ScheduleConfig(Settings, table="schedule"):
+    """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
+
+    kind: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
+    warmup_share: Share = 0.06
+    """Linear warm-up over this share of the steps."""
+    floor: Share = 0.1
+    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
+
+
+class EssScheduleConfig(Settings, table="ess_schedule"):
+    """[ess_schedule]: optimizer.ess over the run; less ess is more noise (method.md 1.8). Steps are training steps."""
+
+    kind: Literal["constant", "cosine", "linear", "entropy_switch", "entropy_ratio", "controller"] = "constant"
+    """Constant; falling over the run; low while entropy is low; following entropy; or steered to `target`."""
+    floor: PositiveShare = 0.1
+    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
+    entropy_share: Share = 0.75
+    """entropy_switch: entropy is low at or below this share of its highest value so far."""
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: Positive = 0.7
+    """controller: the value to hold."""
+    gain: PositiveShare = 0.3
+    """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+    lowest: Positive = 1e6
+    """controller, entropy_ratio: ess never falls below this."""
+    highest: Positive = 1e12
+    """controller, entropy_ratio: ess never rises above this."""
+
+    def __post_init__(self) -> None:
+        self.check("lowest", self.lowest <= self.highest, "must not exceed ess_schedule.highest")
+        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
+        self.check("target", possible, "a kept share to hold must lie below 1")
+
+
+class BatchingConfig(Settings, table="batching"):
+    """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
+
+    tokens: CountOrZero = 0
+    """Most tokens of a micro-batch, with any padding; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""
+
+
+class TrainConfig(Settings, table=""):
+    """`threepo train`: reinforcement learning from verifiable rewards."""
+
+    model: ModelConfig
+    data: DataConfig
+    run: RunConfig = field(default_factory=RunConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    method: Method = field(default_factory=Method)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        self.check("run.steps", self.run.steps > 0, "must be greater than 0")
+        kind, ivon = self.optimizer.kind, self.optimizer.kind == "ivon"
+        fix = f"needs a posterior to draw from; set optimizer.kind = 'ivon' (now {kind!r}), or"
+        self.check("method.draws", ivon or not self.method.draws, f"{fix} method.draws = 0")
+        self.check("eval.draws", ivon or not self.eval.draws, f"{fix} eval.draws = 0")
+        schedule, fix = self.ess_schedule, f"{kind} has no ess; set optimizer.kind = 'ivon'"
+        self.check("ess_schedule.kind", ivon or schedule.kind == "constant", fix)
+        at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
+        fix = f"with method.gradient_at = {at!r} there is nothing to measure; set method.preset = 'c3po'"
+        self.check("ess_schedule.kind", not controlled or at == "fresh", fix)
+        fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
+        measured = schedule.metric == "kl" or correction.endswith("mis")
+        self.check("ess_schedule.metric", not controlled or measured, fix)
+        for key in ("sampling.temperature", "eval.temperature"):
+            self.engine.check_temperature(self, key)
+        fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
+        self.check("sampling.temperature", self.sampling.temperature > 0 or self.method.greedy, fix)
+        fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
+        whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
+        self.check("method.correction.kind", whole or correction == "none", fix)
+        fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
+        self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+
+
+class SFTConfig(Settings, table=""):
+    """`threepo sft`: warm start by supervised fine-tuning (method.md 5)."""
+
+    model: ModelConfig
+    demonstrations: DemonstrationConfig | None = None
+    conversations: ConversationConfig | None = None
+    """One of the two is set: worked texts of procedural tasks, or chats."""
+    run: RunConfig = field(default_factory=RunConfig)
+    optimizer: OptimizerConfig = field(default_factory=IVONConfig)
+    """IVON learns a posterior that RLVR can start from; AdamW does not."""
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+
+    def __post_init__(self) -> None:
+        if (self.demonstrations is None) == (self.conversations is None):
+            given = "both" if self.conversations else "neither"
+            raise UserError(f"[demonstrations] and [conversations]: {given} given; set one of the two")
+        epochs, steps = (self.conversations.epochs if self.conversations else 0), self.run.steps
+        fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
+        self.check("run.steps", not (epochs and steps), fix)
+        self.check("run.steps", bool(epochs or steps), "must be greater than 0")
+
+
+class EvaluationConfig(Settings, table=""):
+    """`threepo eval`; the command line alone is enough: threepo eval MODEL --benchmarks aime24."""
+
+    model: ModelConfig
+    data: DataConfig
+    """Held-out problems: data.eval, or those of the task in data.train. With benchmarks: only how prompts are made."""
+    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        self.engine.check_temperature(self, "eval.temperature")

@@ -1,15 +1,15 @@
-"""The lattice of methods as settings: the axes that tell methods apart, and its named points."""
+"""Settings of learning: the lattice of methods with its named points, and the optimizers."""
 
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, require, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Settings, must
+from threepo.config.sources import LocalPath
 
 
-@settings("method.advantage")
-class Advantage:
+class Advantage(Settings, table="method.advantage"):
     """[method.advantage]: how the rewards of a group become advantages (method.md 2.1)."""
 
     scale: Literal["std", "none"] = "std"
@@ -22,13 +22,11 @@ class Advantage:
     """Groups in which all rewards are equal: `keep` their rows (advantage 0, tokens counted) or `drop` them."""
 
 
-@settings("method.correction")
-class Correction:
+class Correction(Settings, table="method.correction"):
     """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4)."""
 
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
-    """Truncated (tis) or masked (mis) importance sampling per token or per sequence; `geometric_mis` masks by the mean
-    log-ratio of a sequence."""
+    """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
     low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
     high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
@@ -41,12 +39,10 @@ class Correction:
     """Warn after this many steps in a row in which the correction changed nothing; 0: never."""
 
     def __post_init__(self) -> None:
-        high = f"must be below method.correction.high = {self.high}"
-        require(self.low < self.high, "method.correction.low", self.low, high)
+        self.check("low", self.low < self.high, f"must be below method.correction.high = {self.high}")
 
 
-@settings("method")
-class Method:
+class Method(Settings, table="method"):
     """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (method.md).
 
     In a recipe, `preset` chooses a named point, and further keys change its axes.
@@ -78,27 +74,24 @@ class Method:
 
     def __post_init__(self) -> None:
         g, n = self.rollouts_per_prompt, self.draws
-        if n and g % n:
-            divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
-            fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-            require(False, "method.draws", n, fix)
+        divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
+        fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
+        self.check("draws", not n or g % n == 0, fix)
         for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
-            value = getattr(self, axis)
             fix = "needs draws of the weights; set method.draws to 1 or more"
-            require(n > 0 or value == without, f"method.{axis}", value, fix)
+            self.check(axis, n > 0 or getattr(self, axis) == without, fix)
         fix = (
             f"leaves one completion in each advantage group (draws = {n}, advantages = {self.advantages!r}), with "
             f"nothing to compare it to; set at least {2 * g}"
         )
-        require(self.group_size > 1, "method.rollouts_per_prompt", g, fix)
-        several, fresh = self.gradient_draws > 1, self.gradient_at == "fresh"
+        self.check("rollouts_per_prompt", self.group_size > 1, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
-        require(fresh or not several, "method.gradient_draws", self.gradient_draws, fix)
+        self.check("gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
         fix = (
             f"rollouts of one draw would be identical and have no ratio to correct by; set draws = rollouts_per_prompt "
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
-        require(not self.greedy or (n == g and self.correction.kind == "none"), "method.greedy", self.greedy, fix)
+        self.check("greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
 
     @property
     def group_size(self) -> int:
@@ -130,3 +123,65 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 PRESETS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY, THOMPSON)}
+
+
+Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
+
+
+class AdamWConfig(Settings, table="optimizer"):
+    """[optimizer] with kind = "adamw"."""
+
+    kind: Literal["adamw"] = "adamw"
+    """AdamW: a point estimate, without a posterior."""
+    lr: Positive = 1e-6
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this total norm; 0: never."""
+
+
+class IVONConfig(Settings, table="optimizer"):
+    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (method.md 1)."""
+
+    kind: Literal["ivon"] = "ivon"
+    """IVON learns the mean and the diagonal Hessian, so sigma = 1 / sqrt(ess * (hessian + weight_decay))."""
+    lr: Positive = 1.0
+    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    ess: Positive = 1e9
+    """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
+    hess_init: Positive = 1e-3
+    """Initial Hessian, h0, of every weight."""
+    betas: Betas = (0.9, 0.9999)
+    """Decay rates of momentum and Hessian."""
+    weight_decay: NotNegative = 1e-8
+    """Delta: precision of the prior, which is also the weight decay."""
+    clip_radius: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1e-3
+    """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
+    estimator: Literal["price", "gradsq"] = "price"
+    """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
+    debias: bool = True
+    """Divide the momentum by 1 - beta1^t."""
+    rescale_lr: bool = True
+    """Multiply lr by hess_init + weight_decay."""
+    noise_scale: NotNegative = 1.0
+    """Multiplies sigma. 0 switches noise off and freezes the Hessian, as a check."""
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
+    learn_hessian: bool = True
+    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
+    load_hessian: LocalPath = ""
+    """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
+    load_momentum: bool = False
+    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
+
+    def __post_init__(self) -> None:
+        fix = "name the folder to load from in optimizer.load_hessian"
+        self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+
+
+OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]

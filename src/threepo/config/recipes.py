@@ -12,10 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threepo.config.commands import EvaluationConfig, SFTConfig, TrainConfig
+from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
-from threepo.config.sections import ModelConfig
 from threepo.errors import UserError
 from threepo.files import read_json
 from threepo.run_folder import CHECKPOINTS, CONFIG
@@ -25,15 +24,6 @@ Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
 RUNS = Path("runs")
 """Where the runs of recipes go that name no folder."""
-MAX_NEW_TOKENS = 3072
-"""Longest completion of an evaluation on benchmarks, as in the released code, where nothing else is set."""
-_BASE: dict[type, Table] = {
-    TrainConfig: {"model": {}, "data": {}},
-    SFTConfig: {"model": {}, "optimizer": {"kind": "ivon"}},
-}
-"""What lies under a recipe: tables that must be there, so that an error names the key that is missing in them."""
-_WITH_BENCHMARKS = ("system_prompt", "chat_template", "too_long")
-"""Keys of [data] that an evaluation on benchmarks reads."""
 _NOT_FOR_EVALUATION = {
     "model.path": "the model is the command's first argument",
     "eval.every": "it belongs to training",
@@ -41,9 +31,6 @@ _NOT_FOR_EVALUATION = {
     "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
 }
 _ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
-
-
-# Files and overrides
 
 
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
@@ -65,8 +52,7 @@ def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
     """`base` with the values of `top` laid over it, table by table.
 
-    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON. In other
-    tables `kind` is a key like others.
+    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON.
     """
     merged = dict(base)
     for key, value in top.items():
@@ -85,18 +71,16 @@ def parse_overrides(texts: Sequence[str]) -> Table:
     table: Table = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        *path, last = name.strip().split(".")
-        if not equals or not path or not all((*path, last)):
+        keys = name.strip().split(".")
+        if not equals or len(keys) < 2 or not all(keys):
             raise UserError(f"override {text!r}: write section.key=value, for example run.steps=200")
-        inner = table
-        for key in path:
-            if not isinstance(inner.setdefault(key, {}), dict):
-                inner[key] = {}
-            inner = inner[key]
         try:
-            inner[last] = tomllib.loads(f"value = {value.strip()}")["value"]
+            given = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            inner[last] = value.strip()
+            given = value.strip()
+        for key in reversed(keys):
+            given = {key: given}
+        table = merge(table, given)
     return table
 
 
@@ -125,9 +109,6 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
 
 
-# Records
-
-
 def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
     """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
     path = find_recipe(recipe) if recipe else None
@@ -136,7 +117,9 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
         raise UserError(f"recipe {recipe}: is a warm start; `threepo sft` takes it, with these arguments")
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
-    table = merge(merge(_BASE[record], table), parse_overrides(overrides))
+    # Tables that must be there lie underneath, so that an error names the key that is missing in them.
+    base: Table = {"data": {}} if record is TrainConfig else {"optimizer": {"kind": "ivon"}}
+    table = merge(merge({"model": {}, **base}, table), parse_overrides(overrides))
     if record is TrainConfig:
         table = _with_preset(table)
     if path:
@@ -155,16 +138,14 @@ def _with_preset(table: Table) -> Table:
     if preset := method.pop("preset", None):
         known = isinstance(preset, str) and preset in PRESETS
         require(known, "method.preset", preset, f"must be one of {', '.join(PRESETS)}")
-        kind, own = optimizer.get("kind"), PRESETS[preset].optimizer
-        fix = (
-            f"method.preset = {preset!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"
-        )
-        kinds = field_names("optimizer")
+        kinds, kind, own = field_names("optimizer"), optimizer.get("kind"), PRESETS[preset].optimizer
+        trained = f"method.preset = {preset!r} is trained by {own}"
+        fix = f"{trained}; set optimizer.kind = {own!r}, or choose axes of [method]"
         require(kind in (None, own) or kind not in list(kinds), "optimizer.kind", kind, fix)
         foreign = {key for names in kinds.values() for key in names} - set(kinds[own]) if kind is None else ()
-        if key := next((key for key in optimizer if key in foreign), ""):
-            fix = f"which does not have it; start from a recipe for {own}"
-            require(False, f"optimizer.{key}", optimizer[key], f"method.preset = {preset!r} is trained by {own}, {fix}")
+        for key in (key for key in optimizer if key in foreign):
+            fix = f"{trained}, which does not have it; start from a recipe for {own}"
+            require(False, f"optimizer.{key}", optimizer[key], fix)
         method = merge(to_dict(PRESETS[preset]), method)
     return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
 
@@ -176,9 +157,6 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
     if path.exists() or name not in shipped_recipes():
         return model
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
-
-
-# Evaluation
 
 
 def load_evaluation(
@@ -194,8 +172,7 @@ def load_evaluation(
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
         table = merge(read_json(Path(model) / CONFIG), {"model": {"tokenizer": ""}})  # the checkpoint has its own
-    known = {f.name for f in dataclasses.fields(EvaluationConfig)}
-    table = {name: value for name, value in table.items() if name in known}
+    table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
     given = merge(parse_overrides(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
@@ -215,12 +192,12 @@ def load_evaluation(
 def _as_in_the_paper(table: Table) -> Table:
     """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
-    unread = [f"data.{key}" for key in data if key not in _WITH_BENCHMARKS]
+    unread = [f"data.{key}" for key in data if key not in ("system_prompt", "chat_template", "too_long")]
     unread += ["eval.problems"] if "problems" in evaluation else []
     if unread:
         raise UserError(f"{unread[0]}: is not read with benchmarks, which bring their own; see [benchmarks]")
     if "max_new_tokens" not in {*evaluation, *table.get("sampling", {})}:
-        evaluation = {**evaluation, "max_new_tokens": MAX_NEW_TOKENS}
+        evaluation = {**evaluation, "max_new_tokens": 3072}  # as in the released code
     return {**table, "data": {**data, "train": "benchmarks"}, "eval": evaluation}
 
 

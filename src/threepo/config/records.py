@@ -1,4 +1,4 @@
-"""What every settings record is made of: checked types, the decorator, and errors of one line.
+"""What every settings record is made of: checked types, the base class, and errors of one line.
 
 A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number to a
 number. A user gets one line about the first mistake that pydantic finds: field, value and fix.
@@ -9,7 +9,8 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -43,14 +44,16 @@ RECORDS: dict[str, dict[str, Any]] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
-def settings(table: str) -> Callable[[type[Record]], type[Record]]:
-    """Make a class the record of a recipe's table; `UserError` for invalid values.
+class Settings:
+    """A record of one table of a recipe, or of a whole recipe (table ""). `UserError` for invalid values.
 
     The text under a field is its help; `docs/configuration.md` is generated from it.
     """
-    config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    def decorate(cls: type[Record]) -> type[Record]:
+    _table: ClassVar[str]
+
+    def __init_subclass__(cls, table: str) -> None:
+        config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
         record: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
         make = record.__init__
 
@@ -60,12 +63,13 @@ def settings(table: str) -> Callable[[type[Record]], type[Record]]:
             except ValidationError as error:
                 raise UserError(_explain(error, table)) from None
 
-        record.__init__ = __init__
+        record.__init__, record._table = __init__, table
         if table:
             RECORDS.setdefault(table, {})[getattr(record, "kind", "")] = record
-        return record  # type: ignore[no-any-return]
 
-    return decorate
+    def check(self, key: str, holds: bool, fix: str) -> None:
+        """`require` about the field `key` of this record, or of a record in it, such as `eval.draws`."""
+        require(holds, f"{self._table}.{key}".lstrip("."), attrgetter(key)(self), fix)
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:

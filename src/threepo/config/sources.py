@@ -1,11 +1,9 @@
-"""Settings of what is read: problems, demonstrations, conversations and benchmarks; and the names of sources.
+"""Settings of what is read: problems, demonstrations, conversations and benchmarks. A source of rows is one of
 
-A source of rows is one of
-
-    problems.jsonl  problems.json  problems.csv  problems.parquet    a file; all but parquet may be compressed (.gz)
-    shards/  shards/:CONFIGURATION:SPLIT                             a folder of such files, or a copy from the hub
-    org/name  org/name:CONFIGURATION:SPLIT  org/name::SPLIT          a data set on the Hugging Face hub
-    hf://datasets/org/name/FILE                                      one file of a data set on the hub
+problems.jsonl  problems.json  problems.csv  problems.parquet    a file; all but parquet may be compressed (.gz)
+shards/  shards/:CONFIGURATION:SPLIT                             a folder of such files, or a copy from the hub
+org/name  org/name:CONFIGURATION:SPLIT  org/name::SPLIT          a data set on the Hugging Face hub
+hf://datasets/org/name/FILE                                      one file of a data set on the hub
 """
 
 import os
@@ -16,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from threepo.config.records import Count, CountOrZero, NotNegative, must, require, settings
+from threepo.config.records import Count, CountOrZero, NotNegative, Settings, must
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
@@ -72,23 +70,21 @@ def _absolute_copy(benchmark: str) -> str:
 
 Source = Annotated[str, AfterValidator(absolute)]
 LocalPath = Annotated[str, AfterValidator(_absolute_path)]
-Template = Annotated[
-    str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, where the problem's text goes")
+Template = Annotated[str, must(lambda text: not text or "{prompt}" in text, "must contain {prompt}, for the problem")]
+Shares = Annotated[
+    Mapping[str, NotNegative], must(lambda it: sum(it.values()) > 0, "give at least one a share above 0")
 ]
 
 
-@settings("data")
-class DataConfig:
+class DataConfig(Settings, table="data"):
     """[data]: the problems, and how prompts are made of them."""
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
     """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., `gsm8k:COPY`), or a
-    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name` on the Hugging
-    Face hub; `org/name:CONFIGURATION:SPLIT` names a configuration and a split. `threepo data list` lists them all.
-    `threepo eval` does not need it if `eval` is set."""
+    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name`, perhaps with
+    `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """The same for held-out problems; empty: the held-out problems of the task in `train`, or the test split of the
-    published data set."""
+    """The same for held-out problems; empty: those of the task, or the test split of the published set, in `train`."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
@@ -101,11 +97,9 @@ class DataConfig:
     """Column of your own source that holds the reference answer; only your own reward function can do without it, and
     gets it as `answer` too, unless another column has that name."""
     tests_column: str = "tests"
-    """Column of your own source that holds the tests of a program, for reward.function = 'code'; your own reward
-    function gets it as `tests`."""
+    """Column of your own source with the tests for reward.function = 'code'; your own function gets it as `tests`."""
     prompt_template: Template = ""
-    """Text around a prompt that is text; `{prompt}` stands for the prompt. Empty: that of the published data set; tasks
-    and files have none."""
+    """Text around a prompt that is text; `{prompt}` stands for it. Empty: that of the published set, if it is one."""
     system_prompt: str = ""
     """System message before a prompt that is text; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
@@ -114,34 +108,23 @@ class DataConfig:
     """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
     the data before anything runs; `drop` leaves them out and says how many."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems of a finite data set with longer prompts, in tokens with the chat template, are left out and
-    counted; 0: no limit. Held-out problems are not limited."""
+    """Training problems of a data set with more tokens, chat template included, are left out and counted; 0: none."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Malformed rows of a finite data set, and rows that lack what the reward needs: `error` refuses the data and names
-    the first; `skip` leaves them out, says how many, and names the first three."""
+    """Rows that are malformed or lack what the reward needs: `error` names the first, `skip` leaves out and counts."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.system_prompt or self.chat_template == "auto",
-            "data.system_prompt",
-            self.system_prompt,
-            "needs a chat template, and data.chat_template = 'never' uses none; set it to 'auto', or put the text into "
-            "data.prompt_template",
-        )
+        fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
+        self.check("system_prompt", not self.system_prompt or self.chat_template == "auto", fix)
 
 
-@settings("demonstrations")
-class DemonstrationConfig:
+class DemonstrationConfig(Settings, table="demonstrations"):
     """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
 
     tasks: Annotated[tuple[str, ...], must(bool, 'name at least one task, such as ["sorting"]')]
     """Procedural tasks, mixed evenly."""
     levels: tuple[int, ...] = ()
     """Difficulty levels; empty: each task's own default."""
-    behaviours: Annotated[
-        Mapping[str, NotNegative],
-        must(lambda shares: sum(shares.values()) > 0, "give at least one behaviour a share above 0"),
-    ] = field(default_factory=lambda: {"worked": 1.0})
+    behaviours: Shares = field(default_factory=lambda: {"worked": 1.0})
     """Share of each way to solve a problem: `worked`, `direct`, ... (each task lists its own)."""
     batch_size: Count = 64
     """Demonstrations per optimizer step."""
@@ -149,14 +132,12 @@ class DemonstrationConfig:
     """Seed of the demonstrations' order."""
 
 
-@settings("conversations")
-class ConversationConfig:
+class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source of your own as in `data.train`, with a column `messages`, or with `prompt` and `completion`; or
-    `llama-nemotron`, the paper's answers of DeepSeek-R1, or `llama-nemotron-any`, those of all generators, both also
-    with `:COPY`."""
+    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron`, answers of
+    DeepSeek-R1 as in the paper; or `llama-nemotron-any`, those of all generators; both also with `:COPY`."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
@@ -168,15 +149,13 @@ class ConversationConfig:
     too_long: Literal["error", "drop"] = "error"
     """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are not a conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves
-    them out and counts them."""
+    """Rows that are no conversation, or that the template refuses: `error` refuses the source, `skip` counts them."""
     loss_on: Literal["all", "last"] = "all"
     """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""
     """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
     cache: LocalPath = ""
-    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
-    (HF_DATASETS_CACHE)."""
+    """Folder for the tokenised conversations, which later runs share; empty: that of `datasets` (HF_DATASETS_CACHE)."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512
@@ -185,13 +164,11 @@ class ConversationConfig:
     """Steps between measurements of the held-out loss at the mean; 0: only at the end."""
 
 
-@settings("benchmarks")
-class BenchmarksConfig:
+class BenchmarksConfig(Settings, table="benchmarks"):
     """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
     names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
-    """Such as `aime24`; `aime24=COPY` reads a file, a folder or another data set on the hub, and
-    `livecodebench:2025-02..2025-04` takes the problems of these months."""
+    """`aime24`, ...; `aime24=COPY` reads a file, folder or the hub; `livecodebench:2025-02..2025-04`: these months."""
     folder: LocalPath = ""
     """Folder with a file or a folder for each benchmark, such as aime24.jsonl; empty: the hub."""
     problems: CountOrZero = 0
@@ -203,5 +180,4 @@ class BenchmarksConfig:
 
     def __post_init__(self) -> None:
         fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"
-        alone = not self.names and any(getattr(self, f.name) for f in fields(self))
-        require(not alone, "benchmarks.names", self.names, fix)
+        self.check("names", self.names != () or not any(getattr(self, f.name) for f in fields(self)), fix)

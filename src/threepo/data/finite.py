@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from threepo.config import DataConfig
 from threepo.data.published import TEMPLATES, PublishedSet
-from threepo.data.rows import BrokenRow, Messages, Row, chat_messages, open_rows
+from threepo.data.rows import BrokenRow, Row, chat_messages, digest, open_rows
 from threepo.data.task import Split
 from threepo.errors import ThreepoWarning, UserError
 from threepo.types import Problem
@@ -38,12 +39,10 @@ class FiniteProblems:
 
     def batch(self, step: int, size: int) -> list[Problem]:
         """The problems of one training step: a function of (seed, step). An epoch drops its incomplete last batch."""
-        if len(self.problems) < size:
-            raise UserError(
-                f"{self.source}: holds {len(self.problems)} problems, fewer than data.prompts_per_step = {size}; "
-                f"lower it"
-            )
-        return [self.problems[i] for i in epoch_batch(len(self.problems), size, self.seed, step)]
+        n = len(self.problems)
+        if n < size:
+            raise UserError(f"{self.source}: holds {n} problems, fewer than data.prompts_per_step = {size}; lower it")
+        return [self.problems[i] for i in epoch_batch(n, size, self.seed, step)]
 
     def first(self, count: int) -> Sequence[Problem]:
         """The first `count` problems, in the order of the source."""
@@ -66,8 +65,8 @@ class FiniteProblems:
 
     def counts(self) -> dict[str, int]:
         """The number of problems and of rows, and of rows left out by reason; for the run's summary."""
-        names = ("rows", "duplicates", "broken", "too_long")
-        return {"problems": len(self.problems)} | {name: getattr(self, name) for name in names}
+        left_out = {"duplicates": self.duplicates, "broken": self.broken, "too_long": self.too_long}
+        return {"problems": len(self.problems), "rows": self.rows, **left_out}
 
 
 def epoch_batch(count: int, size: int, seed: int, step: int) -> Sequence[int]:
@@ -92,8 +91,8 @@ def published_problems(known: PublishedSet, copy: str, split: Split, settings: D
         return replace(found, id=f"{known.name}/{split}/{found.id or number}", template=TEMPLATES[known.verifier])
 
     hub_split = known.heldout if split == "heldout" and known.heldout else "train"
-    rows = open_rows(copy or known.hub, hub_split, known.configuration)
-    return collect(rows.name, rows, problem, settings, deduplicate=True)
+    rows = known.rows(copy, hub_split)
+    return collect(rows.name, enumerate(rows, start=1), problem, settings, deduplicate=True)
 
 
 def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
@@ -113,7 +112,12 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
         )
 
     def problem(row: Row, number: int) -> Problem:
-        answer, own_id = row.get(settings.answer_column), row.get("id")
+        if settings.prompt_column not in row:
+            listed = ", ".join(map(repr, row))
+            raise BrokenRow(f"no column {settings.prompt_column!r}; it has {listed}; set data.prompt_column")
+        prompt, answer, own_id = (row.get(name) for name in (settings.prompt_column, settings.answer_column, "id"))
+        if prompt == "":
+            raise BrokenRow("its prompt is empty")
         columns = {name: row.get(name) for name in names if name != settings.prompt_column}
         if settings.answer_column in names:
             columns.setdefault("answer", answer)
@@ -121,39 +125,30 @@ def column_problems(source: str, settings: DataConfig) -> FiniteProblems:
             columns["tests"] = row.get(settings.tests_column)
         return Problem(
             id=f"{Path(source).name}:{number}" if own_id is None else str(own_id),
-            prompt=_prompt(row, settings.prompt_column),
+            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,"),
             answer="" if answer is None else str(answer),
             columns=columns,
         )
 
-    return collect(opened.name, rows, problem, settings)
-
-
-def _prompt(row: Row, column: str) -> str | Messages:
-    if column not in row:
-        raise BrokenRow(f"no column {column!r}; it has {', '.join(map(repr, row))}; set data.prompt_column")
-    prompt = row[column]
-    if prompt == "":
-        raise BrokenRow("its prompt is empty")
-    return prompt if isinstance(prompt, str) else chat_messages(prompt, "prompt, if it is not text,")
+    return collect(opened.name, enumerate(rows, start=1), problem, settings)
 
 
 def collect(
     source: str,
-    rows: Iterable[Row | BrokenRow],
+    rows: Iterable[tuple[int, Row | BrokenRow]],
     read: Callable[[Row, int], Problem],
     settings: DataConfig,
     *,
     deduplicate: bool = False,
 ) -> FiniteProblems:
-    """The problems that `read` makes of rows and their numbers; `read` raises `BrokenRow` for a row without a problem.
+    """The problems that `read` makes of numbered rows; it raises `BrokenRow` for a row without a problem.
 
     Of problems with the same id, `deduplicate` keeps the first; without it they are a `UserError`.
     """
     problems: dict[str, Problem] = {}
     broken: list[str] = []
     number = 0
-    for number, row in enumerate(rows, start=1):
+    for number, row in rows:
         location = f"{source}, row {number}"
         try:
             if isinstance(row, BrokenRow):
@@ -171,7 +166,7 @@ def collect(
     report_broken(source, broken, number)
     if not problems:
         raise UserError(f"{source}: holds no problems")
-    duplicates = number - len(problems) - len(broken)
+    duplicates = number - len(problems) - len(broken) if deduplicate else 0
     return FiniteProblems(source, tuple(problems.values()), settings.seed, number, len(broken), duplicates)
 
 
@@ -199,3 +194,11 @@ def warn_of_shared(what: str, training: Iterable[str], heldout: Sequence[str]) -
 def content(problem: Problem) -> str:
     """Prompt and answer of a problem as one text."""
     return json.dumps([problem.prompt, problem.answer], sort_keys=True)
+
+
+def problems_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:
+    """The digest of problems, with everything that a grader sees, and of their prompts as text or as tokens."""
+    return digest(
+        json.dumps([problem.id, problem.answer, problem.columns, prompt], sort_keys=True, default=str)
+        for problem, prompt in zip(problems, prompts, strict=True)
+    )

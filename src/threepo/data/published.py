@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from threepo.config.sources import split_source
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.types import Problem, VerifierName
 
 
@@ -24,25 +25,29 @@ class PublishedSet:
     summary: str
     """A few words for `threepo data list`."""
     hub: str
-    """Its id on the hub."""
+    """Its id on the hub, with the configuration if there are several."""
     read: Callable[[Row], Any]
     """A row's problem, or its messages. Conversations are read from all splits.
 
     Rows of the same problem share its id; an empty id means the row's number. One word instead of messages says why
     the row is left out; the run counts rows by that word.
     """
-    verifier: VerifierName | None = None
-    """The verifier of problems, which determines the text around them too (`TEMPLATES`); None: conversations."""
-    configuration: str | None = None
-    """The configuration on the hub, if there are several."""
     heldout: str | None = None
     """The hub's split with held-out problems, if there is one."""
+    verifier: VerifierName | None = None
+    """The verifier of problems, which determines the text around them too (`TEMPLATES`); None: conversations."""
+
+    def rows(self, copy: str, split: str) -> Rows:
+        """The rows of `copy`, or of the hub where that is empty; a folder may have the hub's configurations too."""
+        return open_rows(copy or self.hub, split, split_source(self.hub)[1] or None)
 
     def item(self, row: Row) -> Any:
         """`read(row)`; `BrokenRow` if the row does not have the published columns."""
         try:
             return self.read(row)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except BrokenRow:
+            raise
+        except Exception as error:  # whatever missing columns and damaged values lead to
             raise BrokenRow(f"is not a row of {self.name} as published: {type(error).__name__}: {error}") from error
 
 
@@ -119,7 +124,7 @@ def _gsm8k(row: Row) -> Problem:
 # Llama-Nemotron-Post-Training-Dataset: the paper's conversations for a warm start
 
 
-def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
+def _llama_nemotron(row: Row, generator: str) -> Messages | str:
     """The messages of a row, or why it is left out: `no_thought`, `not_two_messages` or `other_generator`.
 
     Kept are one message of the user and an answer that begins with a thought and goes on after it. The paper takes the
@@ -137,48 +142,30 @@ def _llama_nemotron(row: Row, generator: str) -> list[Any] | str:
     # Some rows list a second model, such as "DeepSeek-R1, Qwen-2.5-72B-Instruct"; the authors count them as R1's.
     if generator and generator not in [name.strip() for name in row["generator"].split(",")]:
         return "other_generator"
-    return [*messages, {"role": "assistant", "content": output}]
+    return chat_messages([*messages, {"role": "assistant", "content": output}], "messages")
 
 
 TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE}
 """The text around the problems of a verifier; `{prompt}` stands for the problem."""
+_code = partial(PublishedSet, verifier="code")
+_math = partial(PublishedSet, verifier="math")
+_chats = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT")
 _PROBLEMS = (
-    PublishedSet(
-        "code-r1-12k",
-        "programming in Python, about 12,000 problems with tests",
-        hub="ganler/code-r1-12k",
-        read=_code_r1,
-        verifier="code",
-        heldout="test",
+    _code(
+        "code-r1-12k", "programming in Python, about 12,000 problems with tests", "ganler/code-r1-12k", _code_r1, "test"
     ),
-    PublishedSet(
-        "dapo-math-17k",
-        "competition mathematics, about 17,400 problems",
-        hub="BytedTsinghua-SIA/DAPO-Math-17k",
-        read=_dapo_math,
-        verifier="math",
+    _math(
+        "dapo-math-17k", "competition mathematics, about 17,400 problems", "BytedTsinghua-SIA/DAPO-Math-17k", _dapo_math
     ),
-    PublishedSet(
-        "gsm8k",
-        "grade-school word problems, 7,473 and 1,319 held out",
-        hub="openai/gsm8k",
-        read=_gsm8k,
-        verifier="math",
-        configuration="main",
-        heldout="test",
-    ),
+    _math("gsm8k", "grade-school word problems, 7,473 and 1,319 held out", "openai/gsm8k:main", _gsm8k, "test"),
 )
-_nemotron = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset", configuration="SFT")
+_by_r1, _by_any = (partial(_llama_nemotron, generator=generator) for generator in ("DeepSeek-R1", ""))
 _CONVERSATIONS = (
-    _nemotron(
-        "llama-nemotron",
-        "answers of DeepSeek-R1 with their thoughts, as the paper says",
-        read=partial(_llama_nemotron, generator="DeepSeek-R1"),
-    ),
-    _nemotron(
+    _chats("llama-nemotron", "answers of DeepSeek-R1 with their thoughts, as the paper says", read=_by_r1),
+    _chats(
         "llama-nemotron-any",
         "answers of any generator with their thoughts, as in the paper's released code",
-        read=partial(_llama_nemotron, generator=""),
+        read=_by_any,
     ),
 )
 PUBLISHED = {known.name: known for known in _PROBLEMS}

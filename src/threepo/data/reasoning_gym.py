@@ -10,10 +10,9 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from threepo.answers import final_answer, judge
 from threepo.data.task import Endless, Split, split_of
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict
+from threepo.types import Problem, Verdict, final_answer, judge
 
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
@@ -30,7 +29,15 @@ class ReasoningGymProblems(Endless):
 
     def __init__(self, spec: str, split: Split, seed: int) -> None:
         self.spec, self.split, self.seed = spec, split, seed
-        self._name, self._settings = _parse(spec)
+        try:
+            call: Any = ast.parse(spec if spec.endswith(")") else f"{spec}()", mode="eval").body
+            self._settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            self._name = call.func.id
+            if call.args:
+                raise ValueError("settings have names")
+        except (SyntaxError, ValueError, AttributeError) as error:
+            write = f"write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)"
+            raise UserError(f"data: {PREFIX}{spec}: {write}") from error
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
         if not self._chunk(0)[1]:
             raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
@@ -75,13 +82,3 @@ class ReasoningGymProblems(Endless):
         except Exception:  # the scorer failed on the text, so it gave no verdict
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
-
-
-def _parse(spec: str) -> tuple[str, dict[str, Any]]:
-    try:
-        call: Any = ast.parse(spec if spec.endswith(")") else f"{spec}()", mode="eval").body
-        if not call.args:
-            return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AttributeError):
-        pass
-    raise UserError(f"data: {PREFIX}{spec}: write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
-from threepo.data.digest import digest
 from threepo.errors import UserError
 
 Row = dict[str, Any]
@@ -31,7 +30,7 @@ class BrokenRow(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a source in their order, without empty lines, read lazily. Messages number them from 1."""
+    """The rows of a source in their order, without empty lines, read lazily."""
 
     name: str
     """The source's name in messages."""
@@ -129,6 +128,14 @@ def _file_digest(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(parts: Iterable[str]) -> str:
+    """A digest of texts in their order, which shows whether data have changed."""
+    total = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        total.update(part.encode() + b"\0")
+    return total.hexdigest()
+
+
 def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
     return (_json_row(line) for line in text.split("\n") if line.strip())
 
@@ -161,12 +168,14 @@ def _csv_document(text: str) -> Iterator[Row | BrokenRow]:
         yield BrokenRow("has more cells than the file has columns") if None in row else row
 
 
-def chat_messages(value: Any, name: str) -> Messages:
-    """The chat messages in `value`, without keys that are None.
+def chat_messages(value: Any, name: str, role: str = "") -> Messages:
+    """The chat messages in `value`, without keys that are None; with a `role`, a text is its message.
 
     Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
     calls the value `name`; it is raised unless `value` is a list of messages with role and content as text.
     """
+    if role and isinstance(value, str):
+        return ({"role": role, "content": value},)
     messages = value if isinstance(value, list) and all(isinstance(message, dict) for message in value) else []
     texts = [message.get(key) for message in messages for key in ("role", "content")]
     if not texts or not all(isinstance(text, str) for text in texts):

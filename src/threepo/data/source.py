@@ -2,7 +2,8 @@
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from threepo.config import DataConfig
 from threepo.config.records import require
@@ -21,12 +22,18 @@ ProblemSource = FiniteProblems | Endless
 
 
 @dataclass(frozen=True)
-class OpenedSource:
-    """Problems, and the verifier that comes with them."""
+class ProblemSet:
+    """Problems, with the verifier that comes with them."""
 
     problems: ProblemSource
     verifier: Callable[[Problem, str], Verdict] | VerifierName | None
     """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
+    source: str
+    """Where the problems come from."""
+    label: str = ""
+    """The name of the results on problems to evaluate on."""
+    template: str = ""
+    """The text around each prompt of these; empty where the problems have templates of their own, or none."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +47,25 @@ class Conversations:
     """The name of the published set, which determines what `read` does."""
 
 
-def open_source(name: str, split: Split, settings: DataConfig) -> OpenedSource:
+def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
     """Open a procedural task, a data set of reasoning-gym, a published data set or a user's own source."""
     _refuse_unused(name, settings)
     if name in TASKS:
         task = TASKS[name]
-        return OpenedSource(ProceduralProblems(task, split, settings.seed, settings.levels), task.verify)
+        return ProblemSet(ProceduralProblems(task, split, settings.seed, settings.levels), task.verify, name)
     if name.startswith(PREFIX):
         gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
-        return OpenedSource(gym, gym.verify)
+        return ProblemSet(gym, gym.verify, name)
     published, copy = split_copy(name, PUBLISHED)
     if published:
-        return OpenedSource(published_problems(published, copy, split, settings), published.verifier)
+        return ProblemSet(published_problems(published, copy, split, settings), published.verifier, name)
     if is_source(name):
-        return OpenedSource(column_problems(name, settings), None)
+        return ProblemSet(column_problems(name, settings), None, name)
     listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
-    raise _unknown("data source", name, [*TASKS, *PUBLISHED], listed)
+    raise unknown("data source", name, [*TASKS, *PUBLISHED], listed)
 
 
-def open_training(settings: DataConfig) -> OpenedSource:
+def open_training(settings: DataConfig) -> ProblemSet:
     """The problems to train on."""
     source = open_source(settings.train, "train", settings)
     if not any(isinstance(problem.prompt, str) for problem in source.problems.known()):
@@ -71,13 +78,18 @@ def open_training(settings: DataConfig) -> OpenedSource:
     return source
 
 
-def open_heldout(settings: DataConfig) -> OpenedSource:
+def open_heldout(settings: DataConfig) -> ProblemSet:
     """The problems to evaluate on: `data.eval`, or the held-out part of `data.train`."""
-    if not settings.eval and not has_heldout(settings.train):
-        raise UserError(
-            f"data.eval = '': {settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
-        )
-    return open_source(settings.eval or settings.train, "heldout", settings)
+    fix = f"{settings.train} has no held-out problems of its own; name some, or set eval.every = 0"
+    require(bool(settings.eval) or has_heldout(settings.train), "data.eval", settings.eval, fix)
+    found = open_source(settings.eval or settings.train, "heldout", settings)
+    return replace(found, label=heldout_label(settings), template=settings.prompt_template)
+
+
+def heldout_label(settings: DataConfig) -> str:
+    """The name of the results on the held-out problems."""
+    source = settings.eval or settings.train
+    return Path(source.removesuffix(".gz")).stem if is_file(source) else source
 
 
 def has_heldout(name: str) -> bool:
@@ -92,14 +104,9 @@ def open_conversations(name: str) -> Conversations:
     """Open a user's own source of conversations, or a published set with all its splits."""
     published, copy = split_copy(name, CONVERSATIONS)
     if published:
-
-        def read(row: Row) -> Messages | str:
-            found = published.item(row)
-            return found if isinstance(found, str) else chat_messages(found, "messages")
-
-        return Conversations(open_rows(copy or published.hub, "all", published.configuration), read, published.name)
+        return Conversations(published.rows(copy, "all"), published.item, published.name)
     if not is_source(name):
-        raise _unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
+        raise unknown("conversations", name, CONVERSATIONS, f"{', '.join(CONVERSATIONS)}, {KINDS}")
     return Conversations(open_rows(name), _from_columns)
 
 
@@ -108,18 +115,13 @@ def _from_columns(row: Row) -> Messages:
     if row.get("messages") is not None:
         messages = chat_messages(row["messages"], "messages")
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = _turn(row, "prompt", "user") + _turn(row, "completion", "assistant")
+        prompt = chat_messages(row["prompt"], "prompt, if it is not text,", "user")
+        messages = prompt + chat_messages(row["completion"], "completion, if it is not text,", "assistant")
     else:
         raise BrokenRow(f"has neither messages nor prompt and completion; its columns are {', '.join(map(repr, row))}")
     if not any(message["role"] == "assistant" for message in messages):
         raise BrokenRow("has no message of the assistant, so nothing to imitate")
     return messages
-
-
-def _turn(row: Row, column: str, role: str) -> Messages:
-    if isinstance(row[column], str):
-        return ({"role": role, "content": row[column]},)
-    return chat_messages(row[column], f"{column}, if it is not text,")
 
 
 def split_copy(name: str, published: Mapping[str, PublishedSet]) -> tuple[PublishedSet | None, str]:
@@ -130,7 +132,7 @@ def split_copy(name: str, published: Mapping[str, PublishedSet]) -> tuple[Publis
     return published.get(known), copy
 
 
-def _unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:
+def unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserError:
     """The error for a name that is none of `known` and no source of rows."""
     near = difflib.get_close_matches(name.partition(":")[0], known, n=1)
     return UserError(f"{kind} {name!r}: unknown; {f'did you mean {near[0]}?' if near else f'name {listed}'}")

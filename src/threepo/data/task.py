@@ -1,8 +1,9 @@
-"""Procedural tasks, and the endless problems that they generate.
+"""What a procedural task is, and the endless problems that it generates.
 
 A task generates problems of a given difficulty, verifies answers exactly, and writes demonstrations of several
 behaviours for supervised fine-tuning, such as working step by step or answering at once. Training and held-out problems
 are disjoint: the split of a problem is a function of its prompt alone, the same for all seeds, indices and levels.
+To add a task: a file in `tasks/`, and a line in its `TASKS`.
 """
 
 import hashlib
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
-from threepo.answers import THINK_END, exact_match
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict
+from threepo.types import THINK_END, Problem, Verdict, exact_match
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 8
@@ -106,3 +106,10 @@ class ProceduralProblems(Endless):
         raise UserError(
             f"{self.task.name} at level {level}: too few different problems for a {self.split} split; raise data.levels"
         )
+
+
+def read_question(prompt: str) -> tuple[list[str], str, str]:
+    """What stands before the semicolon, and the words around the middle one after it: `ab bc; a to c`."""
+    listing, _, question = prompt.partition(";")
+    first, _, last = question.split()
+    return listing.split(), first, last

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
+from rich.console import Group
 
 from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION, completions_file
-from threepo.evaluation.scores import ks_up_to, pass_at_k
+from threepo.evaluation.scores import figures, ks_up_to, pass_at_k, percent
 from threepo.files import finite, read_json
 from threepo.run_folder import SUMMARY
 
@@ -85,10 +87,10 @@ def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
         signs = 1 - 2 * (np.arange(2 ** len(terms))[:, None] >> np.arange(len(terms)) & 1)
         return float((np.abs(signs @ terms) >= least).mean())
     generator = np.random.default_rng(seed)
-    far = 0
-    for _ in range(FLIPS // 1000):  # a thousand at a time, to bound the memory
-        flipped = generator.integers(2, size=(1000, len(terms)), dtype=np.int8).astype(np.float64)
-        far += int((np.abs((1 - 2 * flipped) @ terms) >= least).sum())
+    # A thousand at a time, to bound the memory.
+    size = (1000, len(terms))
+    flips = (generator.integers(2, size=size, dtype=np.int8).astype(np.float64) for _ in range(FLIPS // 1000))
+    far = sum(int((np.abs((1 - 2 * flipped) @ terms) >= least).sum()) for flipped in flips)
     return (far + 1) / (FLIPS + 1)
 
 
@@ -161,8 +163,6 @@ def _counts(folders: Sequence[Path], name: str) -> tuple[list[int], list[int]]:
 
 def _right(path: Path) -> dict[tuple[str, str], int]:
     """The number of right completions of every problem, by its id and reference answer."""
-    import pyarrow.parquet
-
     right: dict[tuple[str, str], int] = defaultdict(int)
     columns = ["problem_id", "reference_answer", "correct"]
     for row in pyarrow.parquet.read_table(path, columns=columns).to_pylist():
@@ -177,3 +177,24 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
         scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
         results[str(k)] = finite(asdict(paired(scores)))
     return {"pass_at": results}
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> Group:
+    """A table of what `compare` returns: pass@1 and pass@K of every set of problems."""
+    samples = comparison["samples"]
+    table = figures("set", "k", "A", "B", "B - A", "se", "95 %", "p", "won/lost/tied")
+    rows = dict(comparison["benchmarks"])
+    rows |= {"average": comparison["average"]} if len(rows) > 1 else {}
+    for k in dict.fromkeys(("1", str(samples))):
+        for name, row in rows.items():
+            values = row["pass_at"][k]
+            low, high = values["interval"]
+            table.add_row(
+                *(name, k, percent(values["first"]), percent(values["second"])),
+                *(f"{100 * values['difference']:+.1f}", percent(values["error"])),
+                *(f"{100 * low:+.1f}..{100 * high:+.1f}", f"{values['p']:.2g}"),
+                f"{values['wins']}/{values['losses']}/{values['ties']}",
+            )
+        table.add_section()
+    names = (f"{letter} = {comparison[key]}" for letter, key in (("A", "first"), ("B", "second")))
+    return Group(*names, f"pass@k in per cent, {samples} completions a problem, paired by problem", table)

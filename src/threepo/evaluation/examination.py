@@ -4,16 +4,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from threepo.config import DataConfig, EvalConfig, EvaluationConfig, SamplingConfig, TrainConfig
+from threepo.config import DataConfig, EvalConfig, EvaluationConfig, RewardConfig, SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems
-from threepo.data.source import ProblemSource
+from threepo.data.source import ProblemSet, ProblemSource
 from threepo.errors import UserError
-from threepo.evaluation.problems import ProblemSet
 from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Request
@@ -74,6 +73,16 @@ class Examination:
         return score(rows, self.settings.samples, votes=False).metrics()
 
 
+def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
+    """The source with the grader that [reward] names; to it, a problem that lacks what it needs is a broken row."""
+    refuse_ignored(reward, source.verifier)
+    problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
+    if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
+        problems = problems.without(lambda problem: lack(reward, source.verifier, problem))
+    grader = load_grader(reward, source.verifier, problems.known(), rows=finite)
+    return replace(source, problems=problems), grader
+
+
 def examine(
     problem_set: ProblemSet, grader: Grader, policy: Policy, config: TrainConfig | EvaluationConfig
 ) -> Examination:
@@ -85,9 +94,7 @@ def examine(
     unlimited = replace(data, max_prompt_tokens=0)  # a limit for training; a score leaves no problem out for it
     fitted, _ = fit_context(problem_set.problems, policy, unlimited, longest)
     problems = fitted.first(settings.problems)
-    prompts = policy.prompt_tokens(problems, data)
-    for problem, tokens in zip(problems, prompts, strict=True):  # those of an endless source are not checked yet
-        policy.check_length(problem, len(tokens), longest)
+    prompts = [policy.encode_prompt(problem, data, longest) for problem in problems]
     return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed)
 
 
@@ -96,9 +103,8 @@ def fit_context(
 ) -> tuple[ProblemSource, int]:
     """The problems that fit into the model's context, and the tokens of the longest prompt that is known.
 
-    Problems longer than `data.max_prompt_tokens` are left out; of those that exceed the context, `data.too_long` says
-    whether they are left out or a `UserError`. An endless source is returned as it is: its problems are checked when
-    they are generated.
+    Problems longer than `data.max_prompt_tokens` are left out; those that exceed the context are left out or a
+    `UserError` (`data.too_long`). An endless source is returned as it is: its problems are checked once generated.
     """
     lengths = [len(tokens) for tokens in policy.prompt_tokens(source.known(), data)]
     if not isinstance(source, FiniteProblems):
@@ -111,13 +117,12 @@ def fit_context(
             policy.check_length(problem, length, max_new_tokens)
         if policy.fits(length, max_new_tokens):
             kept.append((problem, length))
-    dropped = len(lengths) - len(kept)
     limit = f"the model's context of {policy.context} with max_new_tokens = {max_new_tokens}"
     if data.max_prompt_tokens:
         limit = f"data.max_prompt_tokens = {data.max_prompt_tokens} or {limit}"
     if not kept:
         raise UserError(f"{source.source}: no prompt fits into {limit}; raise it")
-    if dropped:
+    if dropped := len(lengths) - len(kept):
         left_out = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
         print(f"threepo: {source.source}: {left_out}", file=sys.stderr)
     fitted = replace(source, problems=tuple(problem for problem, _ in kept), too_long=dropped)

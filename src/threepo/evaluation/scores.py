@@ -1,13 +1,16 @@
-"""From graded completions to scores: unbiased pass@k, maj@k and standard errors (method.md 6)."""
+"""From graded completions to scores: unbiased pass@k, maj@k and standard errors (method.md 6); and their table."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+from rich.console import Group
+from rich.table import Column, Table
 
 from threepo.errors import UserError
 from threepo.rewards.equality import number, spelling, split_unit
@@ -15,12 +18,8 @@ from threepo.rewards.equality import number, spelling, split_unit
 BOOTSTRAP_SAMPLES = 2000
 SUBSETS = 100
 """maj@k takes all subsets of size k if there are at most this many, else this many drawn by a seed."""
-_NO_ANSWER = ""
-"""The class of all completions without an answer: they count as one wrong answer."""
-Row = Mapping[str, Any]
-"""A graded completion as `run_folder.completion_row` has it."""
 COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
-"""Columns of a row that scores depend on."""
+"""Columns of `run_folder.completion_row` that scores depend on."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,15 @@ class Scores:
 
     def metrics(self) -> dict[str, float]:
         """As logged while training."""
-        errors = asdict(self.standard_errors_of_pass_at_1)
         return {
             **{f"eval/pass_at_{k}": self.pass_at[k] for k in ks_up_to(self.samples)},
-            **{f"eval/se_{name}": error for name, error in errors.items()},
+            **{f"eval/se_{name}": error for name, error in asdict(self.standard_errors_of_pass_at_1).items()},
             "eval/no_answer_share": self.no_answer_share,
             "eval/cut_share": self.cut_share,
         }
 
 
-def score(rows: Sequence[Row], samples: int, *, votes: bool = True) -> Scores:
+def score(rows: Sequence[Mapping[str, Any]], samples: int, *, votes: bool = True) -> Scores:
     """Scores of `samples` completions of each problem, problem-major; `votes`: their answers can be counted."""
     correct = np.array([row["correct"] for row in rows], dtype=float).reshape(-1, samples)
     right = [int(count) for count in correct.sum(axis=1)]
@@ -79,11 +77,11 @@ def score(rows: Sequence[Row], samples: int, *, votes: bool = True) -> Scores:
         pass_at={k: sum(pass_at_k(samples, c, k) for c in right) / len(right) for k in range(1, samples + 1)},
         majority_at=_majority(rows, samples) if votes else {},
         pass_at_1_by_draw={
-            i: _mean([row["correct"] for row in rows if row["draw_index"] == draw]) for i, draw in enumerate(draws)
+            i: fmean(row["correct"] for row in rows if row["draw_index"] == draw) for i, draw in enumerate(draws)
         },
-        no_answer_share=_mean([row["status"] == "no_answer" for row in rows]),
-        error_share=_mean([row["status"] == "error" for row in rows]),
-        cut_share=_mean([row["finish_reason"] == "length" for row in rows]),
+        no_answer_share=fmean(row["status"] == "no_answer" for row in rows),
+        error_share=fmean(row["status"] == "error" for row in rows),
+        cut_share=fmean(row["finish_reason"] == "length" for row in rows),
         standard_errors_of_pass_at_1=standard_errors(correct),
     )
 
@@ -95,16 +93,12 @@ def average_scores(sets: Sequence[Scores]) -> dict[str, Any]:
     majority = first.majority_at if all(scores.majority_at for scores in sets) else {}
     return {
         "sets": len(sets),
-        "pass_at": {k: _mean([scores.pass_at[k] for scores in sets]) for k in first.pass_at},
-        "majority_at": {k: _mean([scores.majority_at[k] for scores in sets]) for k in majority},
+        "pass_at": {k: fmean(scores.pass_at[k] for scores in sets) for k in first.pass_at},
+        "majority_at": {k: fmean(scores.majority_at[k] for scores in sets) for k in majority},
         "standard_errors_of_pass_at_1": {
             name: math.sqrt(math.fsum(error[name] ** 2 for error in errors)) / len(sets) for name in errors[0]
         },
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def ks_up_to(samples: int) -> list[int]:
@@ -132,14 +126,12 @@ def standard_errors(correct: np.ndarray, seed: int = 0) -> StandardErrors:
     between = float(scores.std(ddof=1) / math.sqrt(problems)) if problems > 1 else math.nan
     within = float(np.mean(scores * (1 - scores))) / (samples - 1) if samples > 1 else math.nan
     generator = np.random.default_rng(seed)
-    means = np.empty(BOOTSTRAP_SAMPLES)
-    for i in range(BOOTSTRAP_SAMPLES):
-        chosen = scores[generator.integers(problems, size=problems)]
-        means[i] = generator.binomial(samples, chosen).mean() / samples
-    return StandardErrors(between, math.sqrt(within / problems), float(means.std(ddof=1)))
+    chosen = (scores[generator.integers(problems, size=problems)] for _ in range(BOOTSTRAP_SAMPLES))
+    means = [generator.binomial(samples, resampled).mean() / samples for resampled in chosen]
+    return StandardErrors(between, math.sqrt(within / problems), float(np.std(means, ddof=1)))
 
 
-def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
+def _majority(rows: Sequence[Mapping[str, Any]], samples: int) -> dict[int, float]:
     """maj@k by k; empty where the verifier reports no answers, as a user's own function does not."""
     answers, correct = [row["parsed_answer"] for row in rows], [row["correct"] for row in rows]
     judged = [row for row in rows if row["status"] in ("right", "wrong")]
@@ -147,20 +139,21 @@ def _majority(rows: Sequence[Row], samples: int) -> dict[int, float]:
     if any(row["correct"] for row in unread) or (judged and len(unread) == len(judged)):
         return {}
     problems = [slice(i, i + samples) for i in range(0, len(rows), samples)]
-    return {k: _mean([majority_at_k(answers[p], correct[p], k) for p in problems]) for k in ks_up_to(samples)}
+    return {k: fmean(majority_at_k(answers[p], correct[p], k) for p in problems) for k in ks_up_to(samples)}
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int, seed: int = 0) -> float:
     """Share of subsets of k of one problem's completions whose most frequent answer is right.
 
-    A tie goes to the answer that occurs first. Of C(K, k) subsets all are taken, or `SUBSETS` drawn by `seed`.
+    A tie goes to the answer that occurs first; all completions without an answer count as one wrong answer. Of C(K, k)
+    subsets all are taken, or `SUBSETS` drawn by `seed`.
     """
-    classes = [_NO_ANSWER if answer is None else normalised(answer) for answer in answers]
+    classes = ["" if answer is None else normalised(answer) for answer in answers]
     chosen = subsets(len(classes), k, seed)
     votes = np.array([classes.index(name) for name in classes])[chosen]  # [subsets, k]
     counts = (votes[:, :, None] == votes[:, None, :]).sum(axis=2)  # for every vote, how many agree with it
     elected = chosen[np.arange(len(chosen)), counts.argmax(axis=1)]  # argmax takes the first of equals
-    right = np.array([name != _NO_ANSWER and good for name, good in zip(classes, correct, strict=True)])
+    right = np.array([name != "" and good for name, good in zip(classes, correct, strict=True)])
     return float(right[elected].mean())
 
 
@@ -178,3 +171,38 @@ def subsets(samples: int, k: int, seed: int) -> np.ndarray:
         return np.array(list(combinations(range(samples), k)))
     generator = np.random.default_rng([seed, samples, k])
     return np.array([np.sort(generator.choice(samples, size=k, replace=False)) for _ in range(SUBSETS)])
+
+
+def evaluation_table(summary: Mapping[str, Any]) -> Group:
+    """A table of summary.json: a column for each set of problems, and their average."""
+    sets: dict[str, Mapping[str, Any]] = dict(summary["benchmarks"])
+    columns = sets | ({"average": summary["average"]} if len(sets) > 1 else {})
+    samples = int(summary["config"]["eval"]["samples"])
+    ks = [str(k) for k in ks_up_to(samples)]
+    shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
+    sections = [
+        ("pass_at", {f"pass@{k}": k for k in ks}),
+        ("standard_errors_of_pass_at_1", {f"se {name}": name for name in StandardErrors.__annotations__}),
+        ("majority_at", {f"maj@{k}": k for k in ks[1:]}),
+    ]
+    table = figures("", *columns)
+    table.add_row("problems", *(str(column.get("problems", "")) for column in columns.values()), end_section=True)
+    for section, rows in sections:
+        if any(column[section] for column in columns.values()):
+            for label, key in rows.items():
+                table.add_row(label, *(percent(column[section].get(key)) for column in columns.values()))
+            table.add_section()
+    for label, name in shares.items():
+        if name != "error_share" or any(column.get(name) for column in sets.values()):
+            table.add_row(label, *(percent(column.get(name)) for column in columns.values()))
+    return Group(f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem", table)
+
+
+def figures(first: str, *others: str) -> Table:
+    """An empty table: a column of names, and columns of numbers."""
+    return Table(first, *(Column(name, justify="right") for name in others))
+
+
+def percent(value: float | None) -> str:
+    """A share as the tables have it."""
+    return "" if value is None else f"{100 * value:.1f}"

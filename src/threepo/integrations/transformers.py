@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from threepo.errors import UserError
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
-from threepo.posterior.statistics import posterior_metrics
 from threepo.types import Draw
 
 _LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
@@ -59,7 +58,6 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
-        self.add_callback(_StepHooks(self))
 
     @property
     def ivon(self) -> IVON:
@@ -72,11 +70,12 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             named = (self.model if model is None else model).named_parameters()
             settings = {"seed": self.args.seed, **self._settings, "lr": self.args.learning_rate}
             self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
+            self.optimizer.register_step_pre_hook(self._observe)
         return self.optimizer
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """As in Trainer; with `load_best_model_at_end`, the best checkpoint's posterior is loaded with its weights."""
-        self._best = None
+        self._best = self._draw = None  # that of a step that an exception interrupted: its gradients are cleared too
         output = super().train(*args, **settings)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self._best = Path(self.state.best_model_checkpoint)
@@ -93,6 +92,12 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             self._draw = self.ivon.next_draw()
         with self.ivon.perturbed(self._draw):
             return super().training_step(*args, **settings)  # type: ignore[no-any-return]
+
+    def _observe(self, *_: Any) -> None:
+        """Before a step: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
+        if self._draw is not None:
+            draw, self._draw = self._draw, None
+            self.ivon.observe(draw)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in Trainer, with `posterior.safetensors` next to the model once there is an optimizer."""
@@ -128,36 +133,20 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             )
         if self._settings:
             raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
-
-
-class _StepHooks(TrainerCallback):  # type: ignore[misc]
-    """What IVON does in the callbacks of Trainer."""
-
-    def __init__(self, trainer: IVONTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Forget the draw of a step that an exception interrupted: its gradients are cleared too."""
-        self._trainer._draw = None
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Observe the draw: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
-        draw, self._trainer._draw = self._trainer._draw, None
-        self._trainer.ivon.observe(draw)
+        self.ivon.register_step_pre_hook(self._observe)
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    no_sharding = (
-        "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with FSDP2 "
-        "in your own loop"
-    )
     reasons = {
         "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
         "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",
         "weight_decay": "in IVON it is the precision of the prior; leave it at 0 here and set "
         "ivon={'weight_decay': ...}",
-        "fsdp": no_sharding,
-        "deepspeed": no_sharding,
+        **dict.fromkeys(
+            ("fsdp", "deepspeed"),
+            "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with "
+            "FSDP2 in your own loop",
+        ),
     }
     for name, reason in reasons.items():
         if value := getattr(args, name, None):

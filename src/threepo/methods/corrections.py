@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from threepo.config import Correction
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus and minus this before exponentiation."""
+from threepo.objectives.policy_loss import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True)

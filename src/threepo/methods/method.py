@@ -1,4 +1,4 @@
-"""What a point of the lattice does: which draws generate, which rows each writes, where gradients are taken.
+"""What a point of the lattice does: which draws generate which rows, their advantages, where gradients are taken.
 
 These are functions of a `config.Method`; nothing here, or anywhere, branches on a method's name. docs/method.md has
 the lattice with its equations.
@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Correction, Method, SamplingConfig
-from threepo.methods.advantages import group_advantages, zero_variance
+from threepo.config import Advantage, Correction, Method, SamplingConfig
 from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
 
 
@@ -19,11 +18,14 @@ def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
     return [Draw(seed, step, index) for index in range(method.draws)] or [None]
 
 
-def gradient_draws(method: Method, seed: int, step: int) -> list[Draw]:
-    """Draws for a gradient that is not taken at the generators, at addresses that no generator of this step has.
+def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
+    """The weights where this step's gradients are taken; [None] is the mean.
 
-    Except with one generator: then it is the first of them, so that C3PO with one draw is B3PO (paper section 5.3).
+    Fresh draws have addresses that no generator of this step has. Except with one generator: then it is the first of
+    them, so that C3PO with one draw is B3PO (paper section 5.3).
     """
+    if method.gradient_at != "fresh":
+        return rollout_draws(method, seed, step) if method.gradient_at == "generator" else [None]
     first = 0 if method.draws == 1 else method.draws
     return [Draw(seed, step, first + index) for index in range(method.gradient_draws)]
 
@@ -57,7 +59,10 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
 
     Under `advantages = "draw"` the completions of one draw form a group: they stand together, draws in order.
     """
-    rewards = torch.tensor([[_reward(c) for c in group.completions] for group in groups], dtype=torch.float64)
+    verdicts = [completion.verdict for group in groups for completion in group.completions]
+    assert all(verdicts), "training_batch needs graded completions"
+    rewards = torch.tensor([verdict.reward for verdict in verdicts if verdict], dtype=torch.float64)
+    rewards = rewards.view(len(groups), -1)
     shaped = rewards.view(len(groups), -1, method.group_size)
     return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)
 
@@ -77,7 +82,11 @@ def training_batch(
         for i, completion in enumerate(group.completions)
         if not (method.advantage.zero_variance == "drop" and dropped[p, i])
     ]
-    parts = tuple(_parts(method, rows, seed, step))
+    own = method.gradient_at == "generator"  # the gradient of a row is taken at its own draw only
+    parts = tuple(
+        GradientPart(draw, tuple(row for row in rows if not own or row.completion.draw == draw))
+        for draw in gradient_draws(method, seed, step)
+    )
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
@@ -96,34 +105,43 @@ def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
     return not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
-def _parts(method: Method, rows: list[TrainingRow], seed: int, step: int) -> list[GradientPart]:
-    if method.gradient_at == "mean":
-        return [GradientPart(None, tuple(rows))]
-    if method.gradient_at == "fresh":
-        return [GradientPart(draw, tuple(rows)) for draw in gradient_draws(method, seed, step)]
-    draws = rollout_draws(method, seed, step)
-    return [GradientPart(draw, tuple(row for row in rows if row.completion.draw == draw)) for draw in draws]
-
-
 def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
     """The batch as `pieces` mini-batches, or one per prompt if there are fewer; rows of a prompt stay together."""
-    order = {
-        row.completion.problem.id: None for part in batch.parts for row in sorted(part.rows, key=lambda r: r.index)
-    }
+    rows = (row for part in batch.parts for row in sorted(part.rows, key=lambda row: row.index))
+    order = dict.fromkeys(row.completion.problem.id for row in rows)
     pieces = max(1, min(pieces, len(order)))
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
-    return [
-        replace(
-            batch,
-            parts=tuple(
-                replace(part, rows=tuple(row for row in part.rows if piece_of[row.completion.problem.id] == piece))
-                for part in batch.parts
-            ),
-        )
-        for piece in range(pieces)
-    ]
+
+    def cut(part: GradientPart, piece: int) -> GradientPart:
+        return replace(part, rows=tuple(row for row in part.rows if piece_of[row.completion.problem.id] == piece))
+
+    return [replace(batch, parts=tuple(cut(part, piece) for part in batch.parts)) for piece in range(pieces)]
 
 
-def _reward(completion: Completion) -> float:
-    assert completion.verdict is not None, "training_batch needs graded completions"
-    return completion.verdict.reward
+def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """Advantages of completions that compete with each other (paper section 2.1; method.md 2.1).
+
+    Args:
+        rewards: [..., G], one group along the last dimension.
+        settings: scale, ddof, epsilon. (`zero_variance` is obeyed where rows are chosen.)
+
+    Returns:
+        [..., G] of the same dtype: (r - mean) / (std + epsilon). Equal rewards give exactly 0. A group of one has
+        nothing to compare with: its mean counts as 0 and its deviation as 1, so A = r / (1 + epsilon), as in verl.
+    """
+    size = rewards.shape[-1]
+    if size == 1:
+        return rewards / (1.0 + settings.epsilon) if settings.scale == "std" else rewards.clone()
+    centred = rewards - rewards.mean(dim=-1, keepdim=True)
+    # A float mean of equal numbers may be off by a rounding; equal rewards must give exactly nothing.
+    centred = torch.where(zero_variance(rewards).unsqueeze(-1), torch.zeros_like(centred), centred)
+    if settings.scale == "none":
+        return centred
+    return centred / (rewards.std(dim=-1, correction=settings.ddof, keepdim=True) + settings.epsilon)
+
+
+def zero_variance(rewards: torch.Tensor) -> torch.Tensor:
+    """Which groups have advantages of 0 throughout: bool of shape [...] for rewards of shape [..., G]."""
+    if rewards.shape[-1] == 1:
+        return rewards[..., 0] == 0
+    return (rewards == rewards[..., :1]).all(dim=-1)

@@ -13,10 +13,12 @@ Legend: R rows, L padded length, T tokens of all rows, H heads, D width of a hea
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -41,14 +43,14 @@ class Tile:
         self.slots = padded_slots(lengths, device) if sum(lengths) < self.rows * self.longest else None
         """Index of each of its tokens in [rows * longest]; None where there is no padding."""
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
+    def spread(self, x: Tensor) -> Tensor:
         """The tile's tokens of [T, H, D] as [R, L, H, D], with zeros as padding."""
         x = x[self.begin : self.end]
         if self.slots is not None:
             x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.slots, x)
         return x.reshape(self.rows, self.longest, *x.shape[1:])
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The real tokens of [R, L, H, D], one row after another."""
         x = x.flatten(0, 1)
         return x if self.slots is None else x.index_select(0, self.slots)
@@ -59,16 +61,12 @@ class PackedRows:
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device) -> None:
         """`row_lengths` are at least 1 each; sorted lengths give the least padding."""
-        lengths = torch.tensor(row_lengths)
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        self.position_ids = positions.unsqueeze(0).to(device)
+        self.position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0).to(device)
         """[1, T], from 0 in every row."""
-        self.tiles = [Tile(row_lengths[a:b], int(starts[a]), device) for a, b in _tile_bounds(row_lengths)]
+        starts = list(accumulate(row_lengths, initial=0))
+        self.tiles = [Tile(row_lengths[a:b], starts[a], device) for a, b in _tile_bounds(row_lengths)]
 
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
-    ) -> torch.Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         """[1, T, H, D] from query [1, H, T, D], key and value [1, Hkv, T, D]; a token sees only its own row."""
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
         window = settings.get("sliding_window") or 0
@@ -81,14 +79,14 @@ class PackedRows:
 
 
 def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     rows: PackedRows | None = None,
     **settings: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' `sdpa_attention_forward`: [R, L, H, D] from query [R, H, L, D], key and value [R, Hkv, L, D].
 
     If the caller of the model passes `rows`, it is `PackedRows.attend`, and the mask is ignored.
@@ -102,17 +100,12 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
 
 
-def run_packed(model: Any, input_ids: torch.Tensor, rows: PackedRows) -> Any:
+def run_packed(model: Any, input_ids: Tensor, rows: PackedRows) -> Any:
     """The output of a model for tokens [T] of packed rows; `takes_packed_rows` must be true for it."""
     # transformers passes a mask of four dimensions through, and would otherwise make one of [T, T].
     no_mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=input_ids.device)
-    return model(
-        input_ids=input_ids.unsqueeze(0),
-        position_ids=rows.position_ids,
-        attention_mask=no_mask,
-        use_cache=False,
-        rows=rows,
-    )
+    ids, positions = input_ids.unsqueeze(0), rows.position_ids
+    return model(input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, rows=rows)
 
 
 @torch.no_grad()
@@ -123,9 +116,8 @@ def takes_packed_rows(model: Any) -> bool:
     windows in its masks only and does not pass them to attention. Such models, and models that raise an error in the
     trial, run on padded rows with the same results.
     """
-    if model.config._attn_implementation not in ("sdpa", NAME) or not getattr(
-        model, "_supports_attention_backend", False
-    ):
+    replaceable = getattr(model, "_supports_attention_backend", False)
+    if model.config._attn_implementation not in ("sdpa", NAME) or not replaceable:
         return False
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -146,37 +138,35 @@ def takes_packed_rows(model: Any) -> bool:
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[None]:
     """Set the model's windows, if it has any, to two tokens, so that a row of four tokens exceeds them."""
-    holders = {id(holder): holder for holder in (model.config, model.config.get_text_config(), *model.modules())}
-    sizes = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in _WINDOWS]
-    windows = [(holder, name, size) for holder, name, size in sizes if isinstance(size, int) and size > 2]
-    try:
-        for holder, name, _ in windows:
-            setattr(holder, name, 2)
+    with ExitStack() as restore:
+        for holder in (model.config, model.config.get_text_config(), *model.modules()):
+            for name in _WINDOWS:
+                size = getattr(holder, name, None)
+                if isinstance(size, int) and size > 2:
+                    restore.callback(setattr, holder, name, size)
+                    setattr(holder, name, 2)
         yield
-    finally:
-        for holder, name, size in windows:
-            setattr(holder, name, size)
 
 
-def _tile_bounds(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def _tile_bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First row and one past the last row of each tile."""
-    bounds, begin, longest, tokens = [], 0, 0, 0
+    begin, longest, tokens = 0, 0, 0
     for row, length in enumerate(lengths):
         padded = max(longest, length) * (row + 1 - begin)
         if row > begin and padded > SMALL_TILE and padded > (1 + TILE_PADDING) * (tokens + length):
-            bounds.append((begin, row))
+            yield begin, row
             begin, longest, tokens = row, 0, 0
         longest, tokens = max(longest, length), tokens + length
-    return [*bounds, (begin, len(lengths))]
+    yield begin, len(lengths)
 
 
-def padded_slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def padded_slots(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[T]: index of each token in [R * L], if rows of these lengths are padded on the right."""
     real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     return real.flatten().nonzero().squeeze(1).to(device)
 
 
-def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:
+def window_mask(length: int, window: int, device: torch.device) -> Tensor | None:
     """[L, L], true where a token sees another: itself and the `window` - 1 before it; None if it sees all before it."""
     if not 0 < window < length:
         return None

@@ -1,4 +1,8 @@
-"""Loading a Hugging Face model directory or hub id, with checks that it is complete, and choosing the device."""
+"""Models and tokenizers: of a Hugging Face directory or hub id, with checks that they are complete, or tiny ones.
+
+The tiny models are for demonstrations, tests and studies on a CPU: randomly initialised byte-level decoders of real
+Hugging Face architectures.
+"""
 
 import difflib
 import logging
@@ -10,14 +14,26 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging as transformers_logging
 
-from threepo.config import ModelConfig
+from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
 from threepo.run_folder import model_folder
+
+TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
+END, PAD = "<|endoftext|>", "<|pad|>"
+TAGS = ("<think>", "</think>")
+"""One token each; they are decoded as text, unlike special tokens."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -48,7 +64,15 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    _refuse_incomplete(path, loaded)
+    # transformers gives missing tensors random values; such a policy must not be trained or scored.
+    for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
+        names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"model.path = {path!r}: its weight files {what} {', '.join(names[:3])}{more}; the directory is "
+                f"incomplete, or its config.json belongs to another model"
+            )
     return model, tokenizer
 
 
@@ -56,7 +80,7 @@ def model_shape(settings: ModelConfig) -> tuple[Any, int]:
     """Configuration and number of weights of a model, from its config.json; `UserError` if it is not there."""
     if settings.path in TINY_MODELS:
         with torch.device("meta"):
-            model: Any = make_model(settings.path, settings.tiny, 0)
+            model = make_model(settings.path, settings.tiny, 0)
     else:
         source = _found(settings.path, with_tokenizer=not settings.tokenizer)
         with _library_errors(settings.path), torch.device("meta"):
@@ -97,33 +121,18 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
     return path
 
 
-def _refuse_incomplete(path: str, loaded: dict[str, Any]) -> None:
-    """transformers gives missing tensors random values; such a policy must not be trained or scored."""
-    for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
-        names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"model.path = {path!r}: its weight files {what} {', '.join(names[:3])}{more}; the directory is "
-                f"incomplete, or its config.json belongs to another model"
-            )
-
-
 @contextmanager
 def _library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     """Turn the libraries' errors into a `UserError`, and silence their lines about retries and weights."""
-    hub = logging.getLogger("huggingface_hub")
-    hub_level, level = hub.level, transformers_logging.get_verbosity()
-    hub.setLevel(logging.CRITICAL)
-    transformers_logging.set_verbosity(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
     finally:
-        hub.setLevel(hub_level)
-        transformers_logging.set_verbosity(level)
+        logging.disable(before)
 
 
 def _load_tokenizer(path: str) -> Any:
@@ -132,3 +141,34 @@ def _load_tokenizer(path: str) -> Any:
     if get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend":
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token per byte, which encodes any text, plus the thinking tags, an end and a padding token."""
+    vocabulary = {token: i for i, token in enumerate((END, PAD, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], eos_token=END, unk_token=END, pad_token=PAD, padding_side="left"
+    )
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def make_model(kind: str, shape: TinyConfig, seed: int) -> Any:
+    """A `tiny-qwen2` or `tiny-llama` with weights drawn from `seed`, float32, without touching the global generator."""
+    tokenizer = make_tokenizer()
+    config = TINY_MODELS[kind](
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=shape.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config)

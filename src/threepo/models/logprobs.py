@@ -5,7 +5,6 @@ recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor.
 longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,54 +40,34 @@ def token_logprobs(
     # A model that changes logits after the head (soft caps, scales) computes all of them at once, which costs memory.
     inner: Any = model.base_model if linear_head else model
     head: Any = model.get_output_embeddings() if linear_head else torch.nn.Identity()  # type: ignore[operator]
-    states = _packed_states(inner, packed) if packed_rows else _padded_states(inner, packed)
+
+    def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies [K] of `targets` [K] from final hidden states [K, D]."""
+        distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
+        logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
+        with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
+            return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
+
+    states = _states(inner, packed, packed_rows)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     step = max(1, CHUNK_ELEMENTS // vocabulary)
-    score = partial(_score, head, temperature=temperature, with_entropy_gradient=with_entropy_gradient)
     chunks = list(zip(torch.split(states, step), torch.split(packed.targets, step), strict=True))
-    if torch.is_grad_enabled() and len(chunks) > 1:
-        score = partial(checkpoint, score, use_reentrant=False)
-    logprobs, entropies = zip(*(score(*chunk) for chunk in chunks), strict=True)
+    again = partial(checkpoint, score, use_reentrant=False) if torch.is_grad_enabled() and len(chunks) > 1 else score
+    logprobs, entropies = zip(*(again(*chunk) for chunk in chunks), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _packed_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
-    """Final hidden states [K, D], or logits [K, V], of a model that takes packed rows."""
-    rows = PackedRows(packed.row_lengths, packed.input_ids.device)
-    return _last(run_packed(inner, packed.input_ids, rows))[0].index_select(0, packed.loss_positions)
-
-
-def _padded_states(inner: Any, packed: PackedTokens) -> torch.Tensor:
-    """The same for other models, from rows side by side [R, L].
-
-    Padding is on the right, where a causal model never looks from a real token, so no mask is needed.
-    """
-    slots = padded_slots(packed.row_lengths, packed.input_ids.device)
-    padded = packed.input_ids.new_zeros(len(packed.row_lengths), max(packed.row_lengths))
-    padded.view(-1)[slots] = packed.input_ids
-    return _last(inner(input_ids=padded, use_cache=False)).flatten(0, 1).index_select(0, slots[packed.loss_positions])
-
-
-def _last(output: Any) -> torch.Tensor:
-    """Final hidden states of a base model's output, logits of a whole model's."""
-    return output.logits if "logits" in output else output.last_hidden_state  # type: ignore[no-any-return]
-
-
-def _score(
-    head: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float,
-    with_entropy_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies [K] of `targets` [K] from final hidden states [K, D]."""
-    logits = head(hidden).float() / temperature
-    distribution = logits.log_softmax(dim=-1)
-    logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
-    with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return logprobs, entropy
+def _states(inner: Any, packed: PackedTokens, packed_rows: bool) -> torch.Tensor:
+    """Final hidden states [K, D] of a base model, or logits [K, V] of a whole one."""
+    ids, lengths, positions = packed.input_ids, packed.row_lengths, packed.loss_positions
+    if packed_rows:
+        output = run_packed(inner, ids, PackedRows(lengths, ids.device))
+    else:  # side by side [R, L], without a mask: a causal model never looks from a real token to padding on the right
+        slots = padded_slots(lengths, ids.device)
+        padded = ids.new_zeros(len(lengths) * max(lengths)).index_copy(0, slots, ids).view(len(lengths), -1)
+        output, positions = inner(input_ids=padded, use_cache=False), slots[positions]
+    states = output.logits if "logits" in output else output.last_hidden_state
+    return states.flatten(0, 1).index_select(0, positions)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

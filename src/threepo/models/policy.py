@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from threepo.answers import THINK
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
-from threepo.models.loading import load_pretrained, pick_device
+from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
-from threepo.models.tiny import TINY_MODELS, make_model, make_tokenizer
-from threepo.types import PackedTokens, Problem
+from threepo.types import THINK, PackedTokens, Problem
 
 OPENING_TOKENS = 16
 """More tokens than any tokenizer needs for `<think>` and the blanks after it."""
@@ -104,6 +102,17 @@ class Policy:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+    def save_all_but_weights(self, folder: Path) -> None:
+        """Write the files that are not made of tensors."""
+        for part in (self.model.config, self.model.generation_config, self.tokenizer):
+            part.save_pretrained(folder)
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """What a file of the weights holds: each parameter once, and buffers that are saved; sharded as they are."""
+        own = {name: p.detach() for name, p in self.model.named_parameters()}
+        buffers = {name for name, _ in self.model.named_buffers()}
+        return own | {name: t for name, t in self.model.state_dict().items() if name in buffers}
+
     def encode_prompt(self, problem: Problem, settings: DataConfig, max_new_tokens: int) -> tuple[int, ...]:
         """Prompt tokens of a problem; `UserError` if prompt and completion cannot fit into the model's context."""
         tokens = self.prompt_tokens([problem], settings)[0]
@@ -147,20 +156,19 @@ class Policy:
 
 def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
     """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
-    device = pick_device(settings.device)
-    model: Any
-    if settings.path in TINY_MODELS:
-        if settings.tokenizer:
-            raise UserError(
-                f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
-            )
+    device, is_tiny = pick_device(settings.device), settings.path in TINY_MODELS
+    if is_tiny and settings.tokenizer:
+        raise UserError(
+            f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
+        )
+    if is_tiny:
         model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
     else:
         model, tokenizer = load_pretrained(settings.path, settings.tokenizer)
     model.to(device).eval()
     if settings.gradient_checkpointing:
         _recompute_activations(model)
-    dtype = torch.bfloat16 if settings.compute_dtype == "bfloat16" else torch.float32
+    dtype = getattr(torch, settings.compute_dtype)
     return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype)
 
 

@@ -12,12 +12,11 @@ def tokenized(problems: Sequence[Problem], tokenizer: Any, settings: DataConfig)
     """Prompt tokens of the problems, in one call per kind of prompt, which is much faster than one per problem."""
     texts = [prompt_text(problem, tokenizer, settings) for problem in problems]
     chats = [_uses_chat(problem, tokenizer, settings) for problem in problems]
-    tokens: list[tuple[int, ...]] = [()] * len(problems)
+    encoded = {}
     for chat in set(chats):  # a chat template writes the special tokens itself
-        mine = [i for i, uses in enumerate(chats) if uses == chat]
-        encoded = tokenizer([texts[i] for i in mine], add_special_tokens=not chat)["input_ids"]
-        for i, ids in zip(mine, encoded, strict=True):
-            tokens[i] = tuple(ids)
+        mine = [text for text, uses in zip(texts, chats, strict=True) if uses == chat]
+        encoded[chat] = iter(tokenizer(mine, add_special_tokens=not chat)["input_ids"])
+    tokens = [tuple(next(encoded[chat])) for chat in chats]
     for problem, ids in zip(problems, tokens, strict=True):
         if not ids:
             raise UserError(f"{problem.label}: its prompt is empty; every problem needs at least one token")
@@ -39,12 +38,12 @@ def prompt_text(problem: Problem, tokenizer: Any, settings: DataConfig) -> str:
             f"use a tokenizer with one, or give the prompts as text"
         )
     try:
-        text = tokenizer.apply_chat_template(messages(problem, settings), tokenize=False, add_generation_prompt=True)
+        chat = messages(problem, settings)
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and may raise anything
         raise UserError(
             f"{problem.label}: the tokenizer's chat template failed on it: {type(error).__name__}: {error}"
         ) from error
-    return str(text)
 
 
 def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
@@ -56,6 +55,5 @@ def messages(problem: Problem, settings: DataConfig) -> list[Mapping[str, str]]:
 
 
 def _uses_chat(problem: Problem, tokenizer: Any, settings: DataConfig) -> bool:
-    if not isinstance(problem.prompt, str):
-        return True
-    return settings.chat_template == "auto" and bool(tokenizer.chat_template)
+    own = not isinstance(problem.prompt, str)
+    return own or (settings.chat_template == "auto" and bool(tokenizer.chat_template))

@@ -1,9 +1,12 @@
 """The objective of a policy update: the clipped surrogate of GRPO, and terms added to it (method.md 2.2).
 
-Each term is an entry of `TERMS`, which also says which rows it has a gradient for. Legend: K tokens of a micro-batch.
+Each term is an entry of `TERMS`, which also says which rows it has a gradient for. Token losses become one number by
+the weights of their rows: a sum over tokens, divided once by a global sum of the same weights. So the result does not
+depend on how rows are batched or dealt to ranks (method.md 2.3). Legend: K tokens of a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +15,7 @@ from threepo.config import ObjectiveConfig
 from threepo.types import TrainingRow
 
 LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to plus and minus this before exponentiation."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,22 @@ def terms_of(settings: ObjectiveConfig) -> list[Term]:
 def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """[K]: the sum of all terms, before row weights."""
     return torch.stack([term.losses(inputs, settings) for term in terms_of(settings)]).sum(dim=0)
+
+
+def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, float]:
+    """The factor of the token losses of each row, by row index; `rows` are all that share a divisor.
+
+    `token`: 1, a mean over all tokens. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as
+    the paper's equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
+    """
+
+    def unit(row: TrainingRow) -> Hashable:
+        return row.completion.problem.id if aggregation == "group" else row.index
+
+    tokens: Counter[Hashable] = Counter()
+    for row in rows:
+        tokens[unit(row)] += len(row.completion.tokens)
+    return {row.index: 1.0 if aggregation == "token" else 1.0 / tokens[unit(row)] for row in rows}
 
 
 def clip_statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float]:

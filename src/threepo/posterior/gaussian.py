@@ -2,10 +2,11 @@
 
 The model's weights are the mean. The file holds the Hessian of every trained parameter by name and in the parameter's
 shape, so it does not depend on how training was sharded. Its metadata have the numbers that turn a Hessian into a
-standard deviation.
+standard deviation. And metrics of a posterior: whether the Hessian has changed, and how large sigma is (method.md 1.6).
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from threepo.files import atomic_file
 from threepo.posterior import kernels
 from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
-from threepo.posterior.layout import like_parameter, whole
+from threepo.posterior.layout import like_parameter, sampled, whole
 from threepo.posterior.noise import noise_key
 from threepo.posterior.operations import Perturb
 from threepo.posterior.policy_optimizer import Weights, named_in_groups
@@ -67,9 +68,9 @@ class Posterior:
         return f"Posterior({len(self.hessian)} parameters, {elements:,} elements, step {self.step}{folder})"
 
     @classmethod
-    def of(cls, optimizer: IVON) -> "Posterior":
+    def of(cls, optimizer: IVON, *, gather: bool = True) -> "Posterior":
         """The posterior that an optimizer holds now. Tensors are shared with it; sharded ones are gathered, so every
-        rank must call."""
+        rank must call, or stay as they are."""
         named = named_in_groups(optimizer.param_groups)
         groups = tuple(
             GroupSettings(
@@ -78,7 +79,8 @@ class Posterior:
             )
             for group in optimizer.param_groups
         )
-        hessian = {name: whole(optimizer.state[p]["hessian"]) for name, p, _ in optimizer.trainable()}
+        held = {name: optimizer.state[p]["hessian"] for name, p, _ in optimizer.trainable()}
+        hessian = {name: whole(value) for name, value in held.items()} if gather else held
         return cls(hessian, groups, optimizer.param_groups[0]["step"], optimizer.seed)
 
     @classmethod
@@ -109,15 +111,14 @@ class Posterior:
 
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
-        metadata = {
-            "format": _FORMAT,
-            "groups": json.dumps([asdict(group) for group in self.groups]),
-            "step": str(self.step),
-            "seed": str(self.seed),
-        }
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.hessian.items()}
         with atomic_file(folder / FILE_NAME) as file:
-            save_file(tensors, file, metadata=metadata)
+            save_file(tensors, file, metadata=self.metadata())
+
+    def metadata(self) -> dict[str, str]:
+        """What the file says besides the Hessian."""
+        groups = json.dumps([asdict(group) for group in self.groups])
+        return {"format": _FORMAT, "groups": groups, "step": str(self.step), "seed": str(self.seed)}
 
     def address(self, index: int) -> Draw:
         """The address of the `index`-th draw of this posterior; indices below 0 do not exist."""
@@ -154,17 +155,14 @@ class Posterior:
             found = "is missing in the model" if name not in means else f"has shape {list(means[name].shape)} in it"
             if name not in means or h.shape != means[name].shape:
                 raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
+        scalars = {name: sigma_scalars(vars(group)) for group in self.groups for name in group.parameters}
         for name, mean in means.items():
-            if name not in self.hessian:  # was frozen in training: no posterior, no noise
+            if name not in scalars or not scalars[name].noise_scale:  # was frozen in training, or had no noise
                 yield name, mean
                 continue
             out = into[name] if into else torch.empty_like(mean)
-            scalars = next(sigma_scalars(vars(group)) for group in self.groups if name in group.parameters)
-            if scalars.noise_scale:
-                h = like_parameter(self.hessian[name].to(mean.device), mean)
-                kernels.run([Perturb(out, mean, h, noise_key(draw, name), scalars)])
-            elif out is not mean:
-                out.copy_(mean)
+            h = like_parameter(self.hessian[name].to(mean.device), mean)
+            kernels.run([Perturb(out, mean, h, noise_key(draw, name), scalars[name])])
             yield name, out
 
     def load_into(self, optimizer: IVON) -> None:
@@ -195,3 +193,74 @@ class FixedWeights:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
         else:
             yield from self.posterior.weights(means, draw, into)
+
+
+SAMPLE = 4096
+"""Elements read per parameter, about: evenly spaced, the same ones every time."""
+
+_KINDS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
+
+
+def layer_kind(name: str) -> str:
+    """Which kind of layer a parameter belongs to, by the names that Hugging Face decoders share."""
+    return next((kind for part, kind in _KINDS if part in name), "other")
+
+
+@torch.no_grad()
+def posterior_metrics(optimizer: IVON) -> dict[str, float]:
+    """Quantiles of h / h0, its share outside [0.9, 1.1], ess, and sigma over RMS weight, whole and per layer kind.
+
+    All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
+    rank must call it, and all get the same numbers, which do not depend on the sharding.
+    """
+    ratios, weights = [], []
+    squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
+    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
+    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
+    means = sampled(((p, p) for _, p, _ in entries), _stride)
+    for (name, p, group), h, m in zip(entries, hessians, means, strict=True):
+        ratios.append(h / group["hess_init"])
+        weights.append(torch.full_like(h, p.numel() / len(h)))
+        sigma = sigma_scalars(group).sigma(h)
+        total = squares.setdefault(layer_kind(name), [0.0, 0.0])
+        total[0] += float(sigma.square().mean()) * p.numel()
+        total[1] += float(m.square().mean()) * p.numel()
+    ratio, weight = torch.cat(ratios), torch.cat(weights).double()
+    outside = ((ratio < 0.9) | (ratio > 1.1)).double()
+    ordered, index = ratio.sort()
+    cumulative, levels = weight[index].cumsum(0), (5, 50, 95)
+    sums = torch.tensor(levels, dtype=torch.float64) / 100 * cumulative[-1]
+    quantiles = ordered[torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)].tolist()
+    metrics = {f"posterior/hessian_p{level:02d}": q for level, q in zip(levels, quantiles, strict=True)}
+    metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
+    metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
+    everything = [sum(column) for column in zip(*squares.values(), strict=True)]
+    metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)
+    return metrics | {f"posterior/sigma_to_rms/{kind}": _root_ratio(*totals) for kind, totals in squares.items()}
+
+
+@torch.no_grad()
+def sigma_growth(optimizer: IVON) -> dict[str, float]:
+    """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init.
+
+    A collective like posterior_metrics.
+    """
+    ratios: dict[str, list[torch.Tensor]] = {}
+    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
+    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
+    for (name, _, group), h in zip(entries, hessians, strict=True):
+        ratio = ((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).sqrt()
+        ratios.setdefault(layer_kind(name), []).append(ratio)
+    return {kind: float(torch.cat(found).median()) for kind, found in ratios.items()}
+
+
+def _stride(p: torch.Tensor) -> int:
+    """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
+    stride = max(1, p.numel() // SAMPLE)
+    while p.ndim > 1 and math.gcd(stride, p.shape[-1]) > 1:
+        stride -= 1
+    return stride
+
+
+def _root_ratio(sigma_square: float, weight_square: float) -> float:
+    return math.sqrt(sigma_square / weight_square) if weight_square > 0 else math.inf

@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
-from threepo.posterior import kernels, parameter_state
-from threepo.posterior.groups import check_group, sigma_scalars, step_scalars, warn_of_small_moves
-from threepo.posterior.layout import drop_gathered_copies, is_dtensor, like_parameter, local, sum_over_shards, whole
+from threepo.posterior import groups, kernels
+from threepo.posterior.groups import Observations, sigma_scalars, step_scalars
+from threepo.posterior.layout import drop_gathered_copies, like_parameter, local, sum_over_shards, whole
 from threepo.posterior.noise import noise_key
-from threepo.posterior.observations import Observations
 from threepo.posterior.operations import Perturb, Update
 from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
 from threepo.types import Draw
@@ -65,6 +65,8 @@ class IVON(torch.optim.Optimizer):
     `scaler.step` would hide the skipped step.
     """
 
+    _model: torch.nn.Module | None = None  # not copied, nor pickled
+
     def __init__(
         self,
         params: Parameters,
@@ -93,7 +95,7 @@ class IVON(torch.optim.Optimizer):
         self._forget_this_step()
         super().__init__(params, defaults)
         for group in self.param_groups:
-            warn_of_small_moves(group, stacklevel=2)
+            groups.warn_of_small_moves(group, stacklevel=2)
         self.trainable()  # makes the state, so that memory runs out here if it does
 
     def _forget_this_step(self) -> None:
@@ -108,15 +110,14 @@ class IVON(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps only state and param_groups."""
         super().__setstate__(state)
-        self.__dict__.setdefault("_model", None)
         self._forget_this_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
-            if self._model is None and any(is_dtensor(p) for p in self.param_groups[-1]["params"]):
+            groups.check(self.param_groups[-1])
+            if self._model is None and any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"]):
                 raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
             names = [name for name, _, _ in named_in_groups(self.param_groups)]
             if twice := [name for name in names if names.count(name) > 1]:
@@ -135,18 +136,13 @@ class IVON(torch.optim.Optimizer):
         """Steps not taken, because a gradient was not finite or `discard` was called."""
         return int(self.param_groups[0]["skipped_steps"])
 
-    def _count(self, name: str, value: int) -> None:
-        for group in self.param_groups:
-            group[name] = value
-
     # Drawing weights
 
     def next_draw(self) -> Draw:
         """A draw that was not made before: addressed by the step count and the draws since the last step."""
         group = self.param_groups[0]
-        draw = Draw(self.seed, group["step"], group["draws_made"])
-        self._count("draws_made", group["draws_made"] + 1)
-        return draw
+        group["draws_made"] += 1
+        return Draw(self.seed, group["step"], group["draws_made"] - 1)
 
     @contextmanager
     def perturbed(self, draw: Draw) -> Iterator[None]:
@@ -165,6 +161,7 @@ class IVON(torch.optim.Optimizer):
         finally:
             self.restore()
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
 
@@ -176,18 +173,14 @@ class IVON(torch.optim.Optimizer):
         finally:
             while self._means:
                 try:
-                    self._restore_all()
+                    means = list(reversed(self._means.items()))
+                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
+                    self._means.clear()
                 except KeyboardInterrupt as error:
                     interrupt = error
             self._perturbed = False
         if interrupt is not None:
             raise interrupt
-
-    @torch.no_grad()
-    def _restore_all(self) -> None:
-        means = list(reversed(self._means.items()))
-        torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
-        self._means.clear()
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
@@ -208,15 +201,16 @@ class IVON(torch.optim.Optimizer):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
 
-        Without `into`, values are made one at a time, in the parameter's dtype; with it, all at once, unless they are
-        gathered.
+        With `into`, values are made all at once, unless they are gathered; without it, one at a time, in the
+        parameter's dtype.
         """
+        take = whole if gather else torch.Tensor.detach
         self.trainable()
         noisy = []
         for name, p, group in named_in_groups(self.param_groups):
             self._refuse_while_perturbed("weights are read")
             if draw is None or not group["noise_scale"] or not p.requires_grad:
-                yield name, whole(p.detach()) if gather else p.detach()
+                yield name, take(p.detach())
             else:
                 noisy.append((name, p, group))
         if draw is None:
@@ -224,12 +218,17 @@ class IVON(torch.optim.Optimizer):
         for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
             made = [_out(name, p, into or {}, gather) for name, p, _ in some]
             self._refuse_while_perturbed("weights are read")
-            self._write(made, some, draw, gather)
-            yield from ((name, value) for (name, *_), value in zip(some, made, strict=True))
+            self._write(made, some, draw, take)
+            yield from zip((name for name, *_ in some), made, strict=True)
 
-    def _write(self, outs: Iterable[torch.Tensor], entries: Sequence[Entry], draw: Draw, gather: bool = False) -> None:
+    def _write(
+        self,
+        outs: Iterable[torch.Tensor],
+        entries: Sequence[Entry],
+        draw: Draw,
+        take: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    ) -> None:
         """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
-        take = whole if gather else _as_it_is
         states = (self.state[p] for _, p, _ in entries)
         kernels.run(
             Perturb(
@@ -274,7 +273,7 @@ class IVON(torch.optim.Optimizer):
         self._observed = Observations()  # the count of draws is kept: this step's draws must not be made again
         self._norm, self._clipped = 0.0, []
         self.zero_grad(set_to_none=True)
-        self._count("skipped_steps", self.skipped_steps + 1)
+        self.param_groups[0]["skipped_steps"] += 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divisor: float | None = None) -> Any:
@@ -293,10 +292,8 @@ class IVON(torch.optim.Optimizer):
             return loss
         seen, self._observed = self._observed, Observations()
         if not seen.draws:
-            raise RuntimeError(
-                "step() without a gradient: run backward inside `with optimizer.perturbed(draw)`, then call "
-                "optimizer.observe(draw)"
-            )
+            first = "run backward inside `with optimizer.perturbed(draw)`, then call optimizer.observe(draw)"
+            raise RuntimeError(f"step() without a gradient: {first}")
         if divisor is not None and not divisor > 0:
             raise RuntimeError(f"step(divisor={divisor!r}): must be above 0; leave it out for a mean over draws")
         factor = 1.0 / (len(seen.draws) if divisor is None else divisor)
@@ -305,7 +302,7 @@ class IVON(torch.optim.Optimizer):
         for p, state in self.state.items():
             if p not in seen.grad:
                 state["missed_steps"] += 1
-        self._count("draws_made", 0)
+        self.param_groups[0]["draws_made"] = 0
         self._norm = factor * (seen.norm if len(seen.draws) == 1 else total_norm(list(seen.grad.values())))
         self._reshard()
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
@@ -343,6 +340,7 @@ class IVON(torch.optim.Optimizer):
             raise RuntimeError("gradients are observed but not used: call step() before taking a checkpoint")
         return super().state_dict()
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, and keep it in float32 for parameters of any dtype (torch would cast it to theirs).
 
@@ -350,22 +348,20 @@ class IVON(torch.optim.Optimizer):
         shapes differ.
         """
         self._refuse_while_perturbed("state is loaded")
-        parameter_state.check_saved(state_dict, self.param_groups)
+        matched = groups.matched(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
-        order = [p for group in self.param_groups for p in group["params"]]
-        for (_, saved), p in zip(parameter_state.saved_in_order(state_dict), order, strict=True):
+        for saved, p in matched:
             if saved:
-                self.state[p].update(parameter_state.loaded(saved, p))
-        with torch.no_grad():
-            for _, p, _ in self.trainable():
-                if "mean" in self.state[p]:
-                    p.copy_(self.state[p]["mean"])
+                self.state[p].update(groups.loaded(saved, p))
+        for _, p, _ in self.trainable():
+            if "mean" in self.state[p]:
+                p.copy_(self.state[p]["mean"])
 
     def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            parameter_state.fill(self.state[p], p, group)
+            groups.fill(self.state[p], p, group)
         return trainable
 
     def _reshard(self) -> None:
@@ -374,14 +370,8 @@ class IVON(torch.optim.Optimizer):
 
     def _refuse_while_perturbed(self, what: str) -> None:
         if self._perturbed:
-            raise RuntimeError(
-                f"{what} while the weights are perturbed: leave the `with perturbed(...)` block first, or call "
-                f"restore() if an interrupt cut its end off"
-            )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+            fix = "leave the `with perturbed(...)` block first, or call restore() if an interrupt cut its end off"
+            raise RuntimeError(f"{what} while the weights are perturbed: {fix}")
 
 
 def _out(name: str, p: torch.Tensor, into: Weights, gather: bool) -> torch.Tensor:

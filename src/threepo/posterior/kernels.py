@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.layout import local, pieces
+from threepo.posterior.layout import by_region, local
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _FLOAT32 = ("hessian", "momentum", "second")
@@ -27,20 +27,16 @@ _WRITTEN = {Perturb: 1, AddNoiseTimes: 1, Update: 4}
 @cache
 def _triton_kernels() -> ModuleType | None:
     """Triton comes with CUDA builds of torch."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("threepo.posterior.triton_kernels")
+    there = importlib.util.find_spec("triton")
+    return importlib.import_module("threepo.posterior.triton_kernels") if there else None
 
 
 def backend(*tensors: torch.Tensor | None) -> Any:
     """The module whose `run` takes operations on these local tensors."""
     if native.takes(*tensors):
         return native
-    if all(tensor is None or tensor.is_cuda for tensor in tensors):
-        kernels = _triton_kernels()
-        if kernels is not None and kernels.takes(*tensors):
-            return kernels
-    return torch_kernels
+    kernels = _triton_kernels() if all(tensor is None or tensor.is_cuda for tensor in tensors) else None
+    return kernels if kernels and kernels.takes(*tensors) else torch_kernels
 
 
 @torch.no_grad()
@@ -52,15 +48,17 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     for index, operation in enumerate(operations):
         kind: Any = type(operation)
         tensors: Any = operation[: kind._fields.index("key")]
-        own = [None if tensor is None else local(tensor) for tensor in tensors]
-        _check(own, kind._fields)
+        own: list[Any] = [None if tensor is None else local(tensor) for tensor in tensors]
+        for name, tensor in zip(kind._fields, own, strict=False):  # compiled kernels get addresses, so would not notice
+            if tensor is not None and tensor.shape != own[0].shape:
+                shapes = f"{list(own[0].shape)} and {list(tensor.shape)}"
+                raise RuntimeError(f"shapes differ: {shapes}, here or in their shards")
+            if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
+                raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
         dense = [None if tensor is None else tensor.contiguous() for tensor in own]
-        for piece in pieces(tensors[0]):
-            part = dense
-            if piece.local is not None:
-                part = [None if tensor is None else tensor.view(-1)[piece.local] for tensor in dense]
-            parts[backend(*dense)].append((index, kind(*part, *operation[len(part) : -1], piece.region)))
-        pairs = list(zip(own, dense, strict=True))[: _WRITTEN[kind]]
+        for region, part in by_region(tensors[0], dense):
+            parts[backend(*dense)].append((index, kind(*part, *operation[len(part) : -1], region)))
+        pairs = zip(own[: _WRITTEN[kind]], dense, strict=False)
         written += [(tensor, copy) for tensor, copy in pairs if tensor is not None and copy is not None]
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))
@@ -74,14 +72,3 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     # Autograd must know what compiled kernels wrote.
     torch.autograd.graph.increment_version([tensor for tensor, _ in written if not tensor.is_inference()])
     return clipped
-
-
-def _check(own: list[torch.Tensor | None], names: tuple[str, ...]) -> None:
-    """The compiled kernels get addresses, so they would not notice."""
-    assert own[0] is not None
-    shape = own[0].shape
-    for name, tensor in zip(names, own, strict=False):
-        if tensor is not None and tensor.shape != shape:
-            raise RuntimeError(f"shapes differ: {list(shape)} and {list(tensor.shape)}, here or in their shards")
-        if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
-            raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")

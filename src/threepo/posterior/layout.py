@@ -1,9 +1,10 @@
-"""Which elements of the whole parameter a rank holds; no other file knows of DTensor."""
+"""Which elements of the whole parameter a rank holds: all that this room does with DTensors."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -11,20 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from threepo.posterior.operations import WHOLE, Region
-
-
-class Piece(NamedTuple):
-    """Elements that follow each other in the flat local tensor, and are one region of the flat whole tensor."""
-
-    local: slice | None
-    """Which elements of the flat local tensor; None: all."""
-    region: Region
-    elements: int
-
-
-def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is spread over ranks."""
-    return isinstance(tensor, DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,16 +28,16 @@ def drop_gathered_copies(model: torch.nn.Module) -> None:
 
 def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """A tensor of the parameter's shape, whole on every rank or sharded otherwise, sharded as the parameter is."""
-    if not is_dtensor(p):
+    if not isinstance(p, DTensor):
         return tensor
-    if not is_dtensor(tensor):
+    if not isinstance(tensor, DTensor):
         return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
     return tensor if tensor.placements == p.placements else tensor.redistribute(p.device_mesh, p.placements)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on every rank; a collective if it is spread over ranks."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
@@ -61,7 +48,7 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared
     found: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor, value in values:
         # Replicas hold the same number, which counts once.
-        found[_sharding(tensor) if is_dtensor(tensor) else value.device].append(value)
+        found[_sharding(tensor) if isinstance(tensor, DTensor) else value.device].append(value)
     result = 0.0
     for key, some in found.items():
         numbers = torch.stack(some)
@@ -81,28 +68,22 @@ def sampled(
     `values` are parameters, each with the tensor to read, which is spread as the parameter is. A collective where they
     are sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
     """
-    found, shared = [], defaultdict(list)
+    found = []
     for p, tensor in values:
         here = local(tensor.detach()).contiguous().view(-1)
         indices = torch.arange(0, p.numel(), every(p), device=here.device)
-        if not is_dtensor(p):
-            found.append(here[indices].float())
+        if not isinstance(p, DTensor):
+            found.append(here[indices].float().cpu())
             continue
         sample = torch.zeros(len(indices), device=here.device)
-        for piece in pieces(p):
-            start, row, stride = piece.region
+        for (start, row, stride), (part,) in by_region(p, [here]):
             columns = (indices - start) % stride
             at = (indices - start) // stride * row + columns
-            ours = (indices >= start) & (columns < row) & (at < piece.elements)
-            sample[ours] = (here if piece.local is None else here[piece.local])[at[ours]].float()
-        found.append(sample)
-        shared[_sharding(p)].append(sample)
-    for sharding, samples in shared.items():
-        together = torch.cat(samples)
-        _all_reduce(together, *sharding)  # an element is on one rank of the sharded dimensions, and 0 on the others
-        for sample, summed in zip(samples, torch.split(together, [len(s) for s in samples]), strict=True):
-            sample.copy_(summed)
-    return [sample.cpu() for sample in found]
+            ours = (indices >= start) & (columns < row) & (at < len(part))
+            sample[ours] = part[at[ours]].float()
+        _all_reduce(sample, *_sharding(p))  # an element is on one rank of those dimensions, and 0 on the others
+        found.append(sample.cpu())
+    return found
 
 
 def _sharding(tensor: DTensor) -> tuple[Any, tuple[int, ...]]:
@@ -118,40 +99,42 @@ def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options:
 
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
-    meshes: dict[Any, None] = dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
         failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
         _all_reduce(failed, mesh, range(mesh.ndim), op=torch.distributed.ReduceOp.MAX)
         here = not failed.item()
     return here
 
 
-def pieces(tensor: torch.Tensor) -> list[Piece]:
-    """The elements of a tensor that this rank holds, in local order: one piece, unless several dimensions are cut."""
-    if not is_dtensor(tensor):
-        return [Piece(None, WHOLE, tensor.numel())] if tensor.numel() else []
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _box(tuple(tensor.shape), tuple(shape), tuple(offset))
+def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> list[tuple[Region, Sequence[Any]]]:
+    """The regions of the flat whole parameter that this rank holds, each with its elements of `held`.
+
+    `held` are contiguous local tensors in the parameter's shape. There is one region, unless several dimensions are
+    cut, or nothing is held.
+    """
+    regions = [WHOLE] if p.numel() else []
+    if isinstance(p, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        regions = _box(tuple(p.shape), tuple(shape), tuple(offset))
+    if len(regions) < 2:
+        return [(region, held) for region in regions]
+    parts = (repeat(None) if tensor is None else tensor.view(-1).chunk(len(regions)) for tensor in held)
+    return list(zip(regions, zip(*parts, strict=False), strict=True))
 
 
-def box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds, as a range in each dimension."""
-    if not is_dtensor(tensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-
-
-def is_replica(tensor: DTensor) -> bool:
-    """Whether another rank, which comes before this one, holds the same shard."""
+def is_replica(tensor: torch.Tensor) -> bool:
+    """Whether another rank, which comes before this one, holds the same elements."""
+    if not isinstance(tensor, DTensor):
+        return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
     coordinates = tensor.device_mesh.get_coordinate() or ()
     return any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))
 
 
-def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Piece]:
-    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few pieces as possible.
+def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Region]:
+    """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few regions as possible.
 
-    For example, columns 2 and 3 of a tensor of shape (4, 6) are one piece: rows of 2 elements that begin 6 apart.
+    They have the same number of elements, and come in the order of the box's own elements. For example, columns 2 and 3
+    of a tensor of shape (4, 6) are one region: rows of 2 elements that begin 6 apart.
     """
     if math.prod(part) == 0:
         return []
@@ -159,10 +142,9 @@ def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...])
     starts = [sum(o * s for o, s in zip(offset, strides, strict=True))]
     # A row covers the last dimension that is cut, and those after it. If only the first or none is cut, all is one row.
     last = max((d for d in range(len(whole)) if part[d] != whole[d]), default=0)
-    # A piece covers the dimensions before it that are whole, and one that is cut; the others give more pieces.
+    # A region covers the dimensions before it that are whole, and one that is cut; the others give more regions.
     first = max((d for d in range(last) if part[d] != whole[d]), default=0)
     rows = (math.prod(part[last:]), strides[last - 1]) if last else ()
-    count = math.prod(part[first:])
     for dim in range(first):
         starts = [begin + i * strides[dim] for begin in starts for i in range(part[dim])]
-    return [Piece(slice(i * count, (i + 1) * count), Region(begin, *rows), count) for i, begin in enumerate(starts)]
+    return [Region(begin, *rows) for begin in starts]

@@ -22,7 +22,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -61,15 +61,7 @@ def _signed(value: int) -> int:
 
 def address_key(domain: str, *parts: int | str) -> Key:
     """128 bits for an address; different domains (noise, sampling, ...) never share numbers."""
-    digest = _prefix(domain, *parts[:-1]).copy()
-    digest.update(_encoded(parts[-1]))
-    return _KEY.unpack(digest.digest())
-
-
-@lru_cache(maxsize=16)
-def _prefix(domain: str, *parts: int | str) -> "hashlib.blake2b":
-    """The hash of what many addresses share, so that it is made once."""
-    return hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode())
+    return _KEY.unpack(hashlib.blake2b(b"".join(map(_encoded, parts)), digest_size=16, person=domain.encode()).digest())
 
 
 def _encoded(part: int | str) -> bytes:
@@ -144,8 +136,9 @@ def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iter
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Uniform numbers in [0, 1) of the counters [start, stop) under several keys: float64, [keys, stop - start]."""
-    first = torch.tensor([_signed(key[0]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
-    second = torch.tensor([_signed(key[1]) for key in keys], dtype=torch.int64, device=device).unsqueeze(1)
+    first, second = (
+        torch.tensor([[_signed(half)] for half in halves], dtype=torch.int64, device=device)
+        for halves in zip(*keys, strict=True)
+    )
     counters = torch.arange(start, stop, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    z = _mix(counters + first, second)
-    return ((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    return _logical_shift(_mix(counters + first, second), 11).to(torch.float64) * 2.0**-53

@@ -1,11 +1,4 @@
-"""What a training loop needs from an optimizer, whether it holds a posterior (IVON) or a point (AdamW).
-
-for each part of the batch:
-    with optimizer.at(draw):          # the weights of that draw; None: the mean
-        loss_sum.backward()
-    optimizer.observe(draw)
-optimizer.step(divisor=token_count)
-"""
+"""What a training loop needs from an optimizer, whether it holds a posterior (IVON) or a point (AdamW)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -40,13 +33,10 @@ class WeightSource(Protocol):
 
 
 class PolicyOptimizer(WeightSource, Protocol):
-    """The part of IVON and PointAdamW that training loops use."""
+    """What training loops use of IVON and PointAdamW: `at` and `observe` for each part of a batch, then `step`."""
 
     param_groups: list[dict[str, Any]]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not taken so far."""
+    """The first has `skipped_steps`: those not taken so far."""
 
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """Put the weights of `draw` into the model for the body, and restore the mean bitwise afterwards."""
@@ -154,9 +144,7 @@ class PointAdamW(torch.optim.AdamW):
         """Clear the gradients, and count a skipped step."""
         self._observed, self._norm = 0, 0.0
         self.zero_grad(set_to_none=True)
-        skipped = self.skipped_steps + 1
-        for group in self.param_groups:
-            group["skipped_steps"] = skipped
+        self.param_groups[0]["skipped_steps"] += 1
 
     def weights(
         self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False

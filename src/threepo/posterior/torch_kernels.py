@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from threepo.posterior.noise import CHUNK, Key, normal_chunks
-from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Scalars, Update
+from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Update
 
 
 def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
@@ -51,37 +51,27 @@ def _noise(key: Key, region: Region, count: int, device: torch.device) -> Iterat
 
 def _update(u: Update) -> torch.Tensor:
     mean, hessian, momentum, grad = (tensor.view(-1) for tensor in (u.mean, u.hessian, u.momentum, u.grad))
-    clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
+    n, clipped = u.scalars, torch.zeros((), dtype=torch.int64, device=mean.device)
     parts: Iterator[tuple[slice, torch.Tensor | None]]
-    if u.scalars.estimator == "price" and u.second is None:
+    if n.estimator == "price" and u.second is None:
         assert u.key is not None, "the price estimator needs the draw's noise"
         parts = _noise(u.key, u.region, len(mean), mean.device)
     else:
         parts = ((slice(first, first + CHUNK), None) for first in range(0, len(mean), CHUNK))
     for part, z in parts:
-        x = grad[part].float()
-        if u.scalars.estimator == "none":
-            moment = None
-        else:
+        m, h, g, x = mean[part], hessian[part], momentum[part], grad[part].float()
+        g.mul_(n.beta1).add_(x * n.grad_weight)
+        if n.estimator != "none":
             moment = x * (x if z is None else z) if u.second is None else u.second.view(-1)[part]
-        clipped += _update_part(mean[part], hessian[part], momentum[part], x, moment, u.scalars)
+            # The estimate f and the correction use the old Hessian.
+            f = (moment * n.precision_root(h) if n.estimator == "price" else moment) * n.estimate_factor
+            f.clamp_(-n.estimate_bound, n.estimate_bound)
+            retraction = (h - f).square_().div_(h + n.weight_decay).mul_(n.retraction_weight)
+            h.mul_(n.beta2).add_(f.mul_(n.estimate_weight)).add_(retraction).clamp_(n.hessian_low, n.hessian_high)
+        old = _wide(m)
+        move = (old * n.weight_decay).add_(g * n.momentum_factor).div_(h + n.weight_decay)
+        clipped += (move.abs() > n.clip_radius).sum()
+        m.copy_(old - move.clamp_(-n.clip_radius, n.clip_radius).mul_(n.step_size))
         if u.out is not None:
-            u.out.view(-1)[part] = mean[part]
-    return clipped
-
-
-def _update_part(
-    m: torch.Tensor, h: torch.Tensor, g: torch.Tensor, grad: torch.Tensor, moment: torch.Tensor | None, n: Scalars
-) -> torch.Tensor:
-    g.mul_(n.beta1).add_(grad * n.grad_weight)
-    if moment is not None:
-        # The estimate f and the correction use the old Hessian.
-        f = (moment * n.precision_root(h) if n.estimator == "price" else moment) * n.estimate_factor
-        f.clamp_(-n.estimate_bound, n.estimate_bound)
-        retraction = (h - f).square_().div_(h + n.weight_decay).mul_(n.retraction_weight)
-        h.mul_(n.beta2).add_(f.mul_(n.estimate_weight)).add_(retraction).clamp_(n.hessian_low, n.hessian_high)
-    mean = _wide(m)
-    move = (mean * n.weight_decay).add_(g * n.momentum_factor).div_(h + n.weight_decay)
-    clipped = (move.abs() > n.clip_radius).sum()
-    m.copy_(mean - move.clamp_(-n.clip_radius, n.clip_radius).mul_(n.step_size))
+            u.out.view(-1)[part] = m
     return clipped

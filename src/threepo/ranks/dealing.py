@@ -43,6 +43,11 @@ def dealt_grader(grade: Grade, ranks: Ranks) -> Grade:
     return grade_some if ranks.size > 1 else grade
 
 
+def ranked(engine: RolloutEngine, ranks: Ranks) -> RolloutEngine:
+    """The engines of all ranks as one; alone, the engine itself."""
+    return RankedEngine(engine, ranks) if ranks.size > 1 else engine
+
+
 class RankedEngine:
     """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves.
 

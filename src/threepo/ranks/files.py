@@ -7,18 +7,36 @@ and have no place for the metadata of a posterior.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from threepo.errors import UserError
-from threepo.files import disk_errors
-from threepo.posterior.layout import box, is_dtensor, is_replica, local, pieces
+from threepo.files import atomic_folder, disk_errors
+from threepo.posterior.layout import by_region, is_replica, local
 from threepo.ranks.group import Ranks
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+
+
+@contextmanager
+def shared_folder(path: Path, ranks: Ranks) -> Iterator[Path]:
+    """An atomic folder (`files.atomic_folder`) that all ranks write into; it gets its name when all are done."""
+    with ExitStack() as stack:
+        with ranks.together():
+            made = stack.enter_context(atomic_folder(path)) if ranks.first else None
+        folder = ranks.gather(made)[0]
+        assert folder is not None
+        with ranks.together():
+            if not folder.is_dir():
+                raise UserError(f"run.folder: rank {ranks.rank} does not see {folder}; all ranks must share its disk")
+        yield folder
+        with ranks.together():
+            pass  # all have written
+    with ranks.together():
+        pass  # the first has given it its name
 
 
 def save_sharded(
@@ -44,36 +62,13 @@ def save_sharded(
                 file.truncate(start + end)
     with ranks.together(), disk_errors(path), open(path, "r+b") as file:
         for name, tensor in tensors.items():
-            if is_replica(tensor) if is_dtensor(tensor) else not ranks.first:
+            if is_replica(tensor):
                 continue
             flat = local(tensor.detach()).cpu().contiguous().view(-1)
-            for part, region, elements in pieces(tensor):
-                here = flat if part is None else flat[part]
-                for i in range(0, elements, region.row):
+            for region, (held,) in by_region(tensor, [flat]):
+                for i in range(0, len(held), region.row):
                     at = region.start + i // region.row * region.stride
                     file.seek(start + begins[name] + at * tensor.dtype.itemsize)
-                    file.write(here[i : i + region.row].view(torch.uint8).numpy().data)
+                    file.write(held[i : i + region.row].view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-
-
-@torch.no_grad()
-def load_sharded(paths: Iterable[Path], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors, each rank its own shards, from the safetensors files that hold them; `UserError` if one is missing.
-
-    Values are converted to the dtype of the tensor that they fill. Needs no other rank.
-    """
-    missing = dict(tensors)
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in missing.keys() & set(file.keys()):
-                tensor = missing.pop(name)
-                found = file.get_slice(name)
-                if tuple(found.get_shape()) != tuple(tensor.shape):
-                    raise UserError(
-                        f"{path}: {name} has shape {found.get_shape()}, not {list(tensor.shape)}; it belongs to "
-                        f"another model"
-                    )
-                local(tensor).copy_(found[box(tensor)] if tensor.ndim else file.get_tensor(name))
-    if missing:
-        raise UserError(f"{', '.join(map(str, paths))}: no tensor {min(missing)}; it belongs to another model")

@@ -92,28 +92,23 @@ ALONE = Ranks()
 """A process that torchrun did not start."""
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several ranks; answered without asking the others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits for the others: the slowest has a whole rollout, or the grading of one, ahead of it."""
 
 
 @contextmanager
-def joined(device: str, timeout: timedelta) -> Iterator[Ranks]:
-    """Meet the other ranks for the body; `timeout` limits every wait for them. Alone, there is nobody to meet.
-
-    `device` is the kind that the model is on, such as "cuda".
-    """
-    if not started_by_torchrun():
+def joined() -> Iterator[Ranks]:
+    """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ.get(name, name.endswith("SIZE"))) for name in names)
+    if size == 1:
         yield ALONE
         return
-    numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    rank, size, local_rank, local_size = numbers
-    if device == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
     try:
-        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=timeout))
+        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=PATIENCE))
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
     finally:
         dist.destroy_process_group()

@@ -33,7 +33,6 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
     (r"(?<=[0-9)])(?=\()", r"\\cdot "),  # 3(4) is not a mixed number
     (r"\^\{(\w)\}(?!\w)", r"^\1"),  # the parser reads x^2 faster than x^{2}
-    (r"%", r"\\%"),
 ]
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -89,9 +88,8 @@ def formula(text: str) -> Basic | MatrixBase:
 
 def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
     if isinstance(given, Eq) and isinstance(reference, Eq):  # equations without real solutions are not all equal
-        given, reference = (
-            one.xreplace({symbol: Symbol(symbol.name) for symbol in one.free_symbols}) for one in (given, reference)
-        )
+        complex_ones = {symbol: Symbol(symbol.name) for symbol in given.free_symbols | reference.free_symbols}
+        given, reference = given.xreplace(complex_ones), reference.xreplace(complex_ones)
     return bool(verify(reference, given, numeric_precision=30, allow_set_relation_comp=True, timeout_seconds=None))
 
 

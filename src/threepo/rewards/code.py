@@ -2,26 +2,65 @@
 
     grade("```python\\nprint(int(input()) + 1)\\n```", {"inputs": ["1\\n"], "outputs": ["2\\n"]}).correct
 
-`code_tests` reads tests, `sandbox` runs programs. A verdict's `detail` is `passed`, or how the first failed test ended:
-`wrong`, `runtime error`, `time-out`, `memory` or `compile error`; or `sandbox error`, which is not the program's fault.
+A verdict's `detail` is `passed`, or how the first failed test ended: `wrong`, `runtime error`, `time-out`, `memory` or
+`compile error`; or `sandbox error`, which is not the program's fault. Tests have one of these forms:
+
+{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                 what the program reads and must write
+{"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}   what its function is called with and must return
+{"assert_case": ["assert add(1, 2) == 3", ...]}                    code that raises if the program is wrong
+{"functional": "def check(f): ...\\ncheck(add)"}                   the same as one test
+
+Each may also be JSON text. An input of a function may be text with the JSON of one argument on each line; its output is
+then JSON too. "prefix" may be added to each form: code to run before the program, such as the imports of a published
+grader or the classes that a problem uses.
 """
 
+import ast
 import functools
+import json
+import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from itertools import chain
 from typing import Any
 
 from threepo.config import RewardConfig
-from threepo.rewards.code_tests import CodeTests, parse_tests
-from threepo.rewards.sandbox import open_sandbox
+from threepo.rewards.sandbox import Outcome, Submission, open_sandbox
 from threepo.types import Completion, Problem, Verdict
 
 COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
+TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
+FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """Tests in the one form that graders use."""
+
+    submission: Submission
+    """The cases, without a program yet. It never contains what the cases expect, so the sandbox never does."""
+    expected: tuple[Any, ...] = ()
+    """The text for `stdin`, the value for `call`; empty for `script`, whose cases judge by themselves."""
+
+    def judged(self, index: int, outcome: Outcome) -> str:
+        """How a case ended: `passed`, or the reason that it did not pass."""
+        if outcome.ending != "ok":
+            return outcome.ending
+        if self.submission.kind == "script":
+            return "passed"
+        try:
+            value = outcome.output if self.submission.kind == "stdin" else json.loads(outcome.output)
+        except (ValueError, RecursionError):  # the program ended before its function returned, or wrote there itself
+            return "runtime error"
+        same = same_text if self.submission.kind == "stdin" else same_value
+        return "passed" if same(value, self.expected[index]) else "wrong"
 
 
 class CodeGrader:
@@ -44,8 +83,7 @@ class CodeGrader:
 
     def grade(self, text: str, tests: CodeTests) -> Verdict:
         """The verdict on the text of one completion."""
-        program = extract_program(text)
-        if program is None:
+        if (program := extract_program(text)) is None:
             return Verdict(correct=False, status="no_answer", answer=None, format_ok=False)
         endings: list[str] = []
         with closing(self._sandbox.run(replace(tests.submission, program=program))) as outcomes:
@@ -63,12 +101,10 @@ class CodeGrader:
 
 def extract_program(completion: str) -> str | None:
     """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
-    marked = completion.rpartition("```python")
-    if marked[1]:
-        program = re.sub(r"\A[\d.]*[ \t]*\n", "", marked[2].partition("```")[0])
-    else:
-        inside = completion.partition("```")[2].partition("```")[0]
-        program = re.sub(r"\A[ \t]*[A-Za-z]+[ \t]*\n", "", inside)
+    _, marked, inside = completion.rpartition("```python")
+    inside = inside if marked else completion.partition("```")[2]
+    rest_of_line = r"\A[\d.]*[ \t]*\n" if marked else r"\A[ \t]*[A-Za-z]+[ \t]*\n"
+    program = re.sub(rest_of_line, "", inside.partition("```")[0])
     return textwrap.dedent(program) if program.strip() else None
 
 
@@ -84,9 +120,7 @@ def reward(completions: Sequence[Any], tests: Sequence[Any], **_: Any) -> list[f
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 
-@functools.cache
-def _default_grader() -> CodeGrader:
-    return CodeGrader(RewardConfig(function="code"))
+_default_grader = functools.cache(lambda: CodeGrader(RewardConfig(function="code")))
 
 
 def lacks_tests(problem: Problem) -> str:
@@ -96,3 +130,113 @@ def lacks_tests(problem: Problem) -> str:
     except ValueError as error:
         return f"its tests (column {COLUMN!r}) {error}; set data.tests_column"
     return ""
+
+
+def parse_tests(tests: Any) -> CodeTests:
+    """Tests from any of the forms; `ValueError` with the reason if they have none of them."""
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if not isinstance(tests, Mapping):
+            raise ValueError(f"are {type(tests).__name__}; they must have {FORMS}")
+        found = {key: value for key, value in tests.items() if value is not None}  # tables have all keys in all rows
+        prefix = _code(found.get("prefix", ""), "prefix")
+        for name in [name for name in ("functional", "assert_case") if name in found]:
+            cases = [found[name]] if isinstance(found[name], str) else found[name]
+            if not _filled(cases) or not all(isinstance(case, str) and case.strip() for case in cases):
+                raise ValueError(f"have {name!r}, which must be Python code")
+            return CodeTests(Submission("script", "", tuple(_code(case, name) for case in cases), prefix=prefix))
+        if "inputs" in found and "outputs" in found:
+            return _pairs(found["inputs"], found["outputs"], found.get("fn_name", ""), prefix)
+        raise ValueError(f"have {', '.join(map(repr, found)) or 'nothing'}; they must have {FORMS}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"are text, but not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("are nested too deeply") from error
+
+
+def _code(code: Any, name: str) -> str:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: nested deeply
+        raise ValueError(f"have {name!r}, which must be Python code: {error or type(error).__name__}") from error
+    return str(code)
+
+
+def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
+    if not _filled(inputs) or not _filled(outputs) or len(inputs) != len(outputs):
+        raise ValueError("have 'inputs' and 'outputs', which must be two lists of the same length, and not empty")
+    if not isinstance(entry, str):
+        raise ValueError(f"have 'fn_name' = {entry!r}, which must be the name of a function")
+    if not entry:
+        return CodeTests(Submission("stdin", "", _texts(inputs, "inputs"), prefix=prefix), _texts(outputs, "outputs"))
+    cases, expected = zip(*map(_call, inputs, outputs), strict=True)
+    if not any(isinstance(given, str) for given in inputs) and all(_filled(v) and len(v) == 1 for v in expected):
+        expected = tuple(value[0] for value in expected)  # APPS and TACO wrap every result in a list of one
+    return CodeTests(Submission("call", "", cases, entry, prefix), expected)
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+
+
+def _texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
+    """What a program reads or writes in each case; some data sets have it as a list of lines."""
+    for value in values:
+        if not isinstance(value, Sequence) or not all(isinstance(line, str) for line in value):
+            raise ValueError(f"have {name!r} with {value!r}, which must be text")
+    return tuple(value if isinstance(value, str) else "\n".join(value) for value in values)
+
+
+def _call(given: Any, result: Any) -> tuple[str, Any]:
+    """The JSON of a function's arguments, and what it must return."""
+    if isinstance(given, str):
+        try:
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"have 'inputs' with a line that is not JSON ({error})") from error
+        with suppress(ValueError):
+            result = json.loads(result) if isinstance(result, str) else result
+    elif not isinstance(given, Sequence):
+        raise ValueError(f"have 'inputs' with {given!r}, which must be the list of the function's arguments")
+    try:
+        return json.dumps(given), result
+    except TypeError as error:  # bytes or a time, which parquet has
+        raise ValueError(f"have 'inputs' with {given!r}, which JSON cannot express: {error}") from error
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Whether an output is right: each line has the same words, and numbers are compared by value."""
+    given, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
+    return given == wanted or (
+        list(map(len, given)) == list(map(len, wanted))
+        and all(map(_same_word, chain.from_iterable(given), chain.from_iterable(wanted)))
+    )
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether a value, read from JSON, is right; a close one is enough only where a fraction is expected."""
+    if isinstance(value, list) and isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        wanted = {str(key): item for key, item in expected.items()}
+        return value.keys() == wanted.keys() and all(same_value(item, wanted[key]) for key, item in value.items())
+    if isinstance(expected, float) and isinstance(value, (int, float)):
+        return _close(value, expected)
+    return bool(value == expected)
+
+
+def _close(value: float, expected: float) -> bool:
+    with suppress(OverflowError):  # an integer that no float can be
+        return math.isclose(value, expected, **TOLERANCE)
+    return False
+
+
+def _same_word(word: str, expected: str) -> bool:
+    """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
+    if word == expected or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
+        return word == expected
+    if not expected.lstrip("+-").isdecimal():
+        return _close(float(word), float(expected))
+    with suppress(InvalidOperation):  # an exponent of twenty digits
+        return Decimal(word) == Decimal(expected)
+    return False

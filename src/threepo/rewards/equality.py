@@ -51,8 +51,8 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),  # 1e5
     (r"([<>!])=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[1]]),
     (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
-    (rf"\\(sqrt|frac) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
-    (rf"\\frac ?({_GROUP}) ?{_ARGUMENT}", r"\\frac\1{\2}"),
+    (rf"\\(sqrt|frac|binom) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
+    (rf"\\(frac|binom) ?({_GROUP}) ?{_ARGUMENT}", r"\\\1\2{\3}"),
     (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, not 2^{1}0
     (r" +", " "),
     (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
@@ -64,22 +64,17 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 @lru_cache(maxsize=10_000)
 def spelling(text: str) -> str:
     r"""One spelling for the ways to write an answer, such as `\frac{1}{2}` for `$\dfrac12$.` and for `1/2`."""
-    if not text.isascii():
-        text = _in_ascii(text)
+    if not text.isascii():  # superscripts as powers, characters as ASCII or LaTeX, and none that are invisible
+        text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
+        text = re.sub("[¼-¾⅐-⅞]", lambda m: rf"\frac{{{unicodedata.normalize('NFKC', m[0])}}}".replace("⁄", "}{"), text)
+        text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
+        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # as JSON writes commands
     text = " ".join(text.split())
     for pattern, replacement in _STEPS:
         text = re.sub(pattern, replacement, text)
     return bare(text)
-
-
-def _in_ascii(text: str) -> str:
-    """Superscripts as powers, characters of Unicode as ASCII or LaTeX, and no invisible characters."""
-    text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    text = re.sub("[¼-¾⅐-⅞]", lambda m: r"\frac{" + unicodedata.normalize("NFKC", m[0]).replace("⁄", "}{") + "}", text)
-    text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
-    return "".join(character for character in text if unicodedata.category(character) != "Cf")
 
 
 class Number(NamedTuple):
@@ -106,7 +101,7 @@ def number(text: str) -> Number | None:
     if match is None:
         return None
     part = {name: digits.replace(",", "") for name, digits in match.groupdict("").items()}
-    resolution = Fraction(0)
+    sign, resolution = (-1) ** part["signs"].count("-"), Fraction(0)
     if part["top"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
         if bottom == 0 or (part["whole"] and not 0 < top / bottom < 1):
@@ -114,11 +109,9 @@ def number(text: str) -> Number | None:
         value = int(part["whole"] or 0) + top / bottom
     else:
         decimal, exponent = part["decimal"] or "1", int(part["exponent"] or part["power"] or 0)
-        value = Fraction(decimal) * Fraction(10) ** exponent
-        decimals = len(decimal.partition(".")[2])
+        value, decimals = Fraction(f"{decimal}e{exponent}"), len(decimal.partition(".")[2])
         if decimals >= VALUE_DIGITS <= len(decimal.replace(".", "").lstrip("0")):
             resolution = Fraction(10) ** (exponent - decimals)
-    sign = (-1) ** part["signs"].count("-")
     return Number(value * sign, resolution * sign)
 
 
@@ -200,7 +193,7 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     one, other = _sides(given), _sides(reference)
     if one and _is_numeric(given, one, not other):
         return equal(*one, compare) and equal(one[1], reference, compare)
-    if other and _is_numeric(reference, other):
+    if other and (_is_numeric(reference, other) or (not one and _NAME.fullmatch(other[0]))):
         return equal(given, other[1], compare)
     if one and other:
         if one[0] == other[0]:
@@ -208,11 +201,8 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
         if all(_NAME.fullmatch(name) and number(value) for name, value in (one, other)):
             return False  # x = 5 is not y = 5
     elif one:
-        if _MULTIPLE.fullmatch(one[0]) and not split_unit(one[0])[1]:
-            return False
-        return equal(one[1], reference, compare)
-    elif other and _NAME.fullmatch(other[0]):
-        return equal(given, other[1], compare)
+        is_multiple = _MULTIPLE.fullmatch(one[0]) and not split_unit(one[0])[1]
+        return False if is_multiple else equal(one[1], reference, compare)
     point, other_point = _POINT.fullmatch(given), _POINT.fullmatch(reference)
     if point and other_point:  # or intervals: their brackets and their members agree one by one
         members, others = point[2].split(","), other_point[2].split(",")

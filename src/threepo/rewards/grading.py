@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from threepo.answers import exact_match, lacks_answer
 from threepo.config import RewardConfig
 from threepo.config.records import require
 from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction
-from threepo.types import Completion, Problem, Verdict, VerifierName
+from threepo.types import Completion, Problem, Verdict, VerifierName, exact_match, lacks_answer
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; a verdict for each, in their order."""
@@ -22,13 +21,14 @@ Verify = Callable[[Problem, str], Verdict]
 """A task's own verifier: judges the text of a completion."""
 
 
-class BuiltIn(NamedTuple):
-    """A grader that `reward.function` can name."""
+class Kind(NamedTuple):
+    """A kind of grader."""
 
-    build: Callable[[RewardConfig], Grader]
-    lack: Callable[[Problem], str]
+    build: Callable[[RewardConfig, Sequence[Problem]], Grader]
+    """From the settings and the problems that are known."""
+    lack: Callable[[Problem], str] = lambda problem: ""
     """What a problem lacks to be graded, and which setting may help; empty for nothing."""
-    scorings: tuple[str, ...]
+    scorings: tuple[str, ...] = ()
     """Values of `reward.scoring` that it knows besides `binary`."""
 
 
@@ -37,9 +37,9 @@ def _one_by_one(verify: Verify) -> Grader:
 
 
 GRADERS = {
-    "exact": BuiltIn(lambda _: _one_by_one(exact_match), lacks_answer, ()),
-    "math": BuiltIn(MathGrader, lacks_answer, ("format_penalty",)),
-    "code": BuiltIn(CodeGrader, lacks_tests, ("passed_share",)),
+    "exact": Kind(lambda *_: _one_by_one(exact_match), lacks_answer),
+    "math": Kind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
+    "code": Kind(lambda settings, _: CodeGrader(settings), lacks_tests, ("passed_share",)),
 }
 """What `reward.function` and a data source can name."""
 
@@ -53,33 +53,25 @@ def load_grader(
     that `data.broken_rows` can leave out.
     """
     skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
+    kind = _kind(settings, verifier)
     for problem in known:
-        if reason := lack(settings, verifier, problem):
+        if reason := kind.lack(problem):
             raise UserError(f"{problem.label}: {reason}, fix the data{skip}")
-    function = _function(settings, verifier)
-    if callable(function):
-        return _one_by_one(function)
-    if function in GRADERS:
-        return GRADERS[function].build(settings)
-    return UserFunction(function, settings.correct_from, known)
+    return kind.build(settings, known)
 
 
 def refuse_ignored(settings: RewardConfig, verifier: Verify | VerifierName | None) -> None:
     """Raise `UserError` for settings that the grader would ignore."""
-    function = _function(settings, verifier)
-    known = GRADERS[function].scorings if isinstance(function, str) and function in GRADERS else ()
-    scorings = ("binary", *known)
+    scorings = ("binary", *_kind(settings, verifier).scorings)
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
-    own = isinstance(function, str) and function not in GRADERS
     fix = "is read for reward functions of your own only; remove it"
-    require(own or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
+    require(":" in settings.function or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
 
 def lack(settings: RewardConfig, verifier: Verify | VerifierName | None, problem: Problem) -> str:
     """What `load_grader` would refuse a problem for; empty for nothing."""
-    function = _function(settings, verifier)
-    return GRADERS[function].lack(problem) if isinstance(function, str) and function in GRADERS else ""
+    return _kind(settings, verifier).lack(problem)
 
 
 def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
@@ -87,13 +79,14 @@ def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion
     return [replace(c, verdict=verdict) for c, verdict in zip(completions, grader(completions), strict=True)]
 
 
-def _function(settings: RewardConfig, verifier: Verify | VerifierName | None) -> Verify | str:
-    """The recipe's function, or the data source's own where the recipe leaves it to that."""
+def _kind(settings: RewardConfig, verifier: Verify | VerifierName | None) -> Kind:
+    """The recipe's kind of grader, or the data source's own where the recipe leaves it to that."""
     choices = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
-    if settings.function == "task":
-        if verifier is None:
-            raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
-        return verifier
-    if settings.function not in GRADERS and ":" not in settings.function:
-        raise UserError(f"reward.function = {settings.function!r}: set it to 'task', {choices}")
-    return settings.function
+    name = verifier if settings.function == "task" else settings.function
+    if name is None:
+        raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
+    if not isinstance(name, str):
+        return Kind(lambda *_: _one_by_one(name))
+    if name not in GRADERS and ":" not in name:
+        raise UserError(f"reward.function = {name!r}: set it to 'task', {choices}")
+    return GRADERS.get(name) or Kind(lambda settings, known: UserFunction(name, settings.correct_from, known))

@@ -6,10 +6,11 @@ r"""The verifier of mathematics: is the final answer of a completion equal to th
     >>> math.reward([r"\boxed{5}", r"\boxed{6}"], answer=["5", "5"])
     [1.0, 0.0]
 
-`extraction` finds the answer, `equality` compares it with the reference by its spelling, and where that does not
-settle it, `algebra` decides in a process that can be killed. docs/rewards.md says what counts as equal.
+`equality` compares the answer with the reference by its spelling, and where that does not settle it, `algebra` decides
+in a process that can be killed. docs/rewards.md says what is an answer, and what counts as equal.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,12 +18,19 @@ from typing import Any
 from threepo.config import RewardConfig
 from threepo.errors import UserError
 from threepo.rewards.equality import equal, spelling
-from threepo.rewards.extraction import extract_answer, keeps_layout, last_box
-from threepo.types import Completion, Verdict, VerdictStatus
+from threepo.types import THINK, THINK_END, Completion, Verdict, VerdictStatus, final_answer
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
 """A longer answer counts as wrong unless the reference is about as long."""
+_BOX = r"\\(?:boxed|fbox|framebox)\s*"
+_TOKENS = re.compile(rf"\\{{0,2}}(?P<box>{_BOX}\{{)|\\.|[{{}}]", re.DOTALL)  # JSON doubles the backslash
+_BOXED_TOKEN = re.compile(rf"{_BOX}(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
+_SENTENCE = r"(?:\\text\s*\{[^{}]*\}|[A-Za-z\s=.:,$])*"
+_BOX_IN_SENTENCE = re.compile(rf"{_SENTENCE}{_BOX}\{{(?P<inside>.*)\}}{_SENTENCE}", re.DOTALL)
+_ANSWER = re.compile(r"\banswer\*{0,2} ?:\*{0,2}\s*(?P<answer>[^\n]+)", re.IGNORECASE)
+_LAYOUT = re.compile(r"\s*<think>.*?</think>\s*(?P<box>\\boxed\s*\{.*\})\s*", re.DOTALL)
+_BLANKS = re.compile(r"\s*")
 
 
 class MathGrader:
@@ -30,12 +38,8 @@ class MathGrader:
 
     def __init__(self, settings: RewardConfig) -> None:
         self._scoring = settings.scoring
-        self._pool = WorkerPool(
-            "threepo.rewards.algebra:judge",
-            timeout_s=settings.timeout_s,
-            memory_mib=settings.memory_mib,
-            workers=settings.workers,
-        )
+        limits: dict[str, Any] = {name: getattr(settings, name) for name in ("timeout_s", "memory_mib", "workers")}
+        self._pool = WorkerPool("threepo.rewards.algebra:judge", **limits)
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion. What the prompt has opened belongs to the layout."""
@@ -43,16 +47,12 @@ class MathGrader:
 
     def grade(self, texts: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
         """A verdict for each text, with the reference answer of the same index."""
-        found = [extract_answer(text) for text in texts]
         references = [last_box(answer) or answer for answer in answers]  # a reference may be a whole solution
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
-        pairs = [(given, reference) for given, reference in zip(found, references, strict=True) if given is not None]
-        judged = self._judged(pairs)
-        return [
-            self._verdict(text, given, None if given is None else judged[given, reference])
-            for text, given, reference in zip(texts, found, references, strict=True)
-        ]
+        pairs = [(extract_answer(text) or "", reference) for text, reference in zip(texts, references, strict=True)]
+        judged = self._judged([pair for pair in pairs if pair[0]])
+        return [self._verdict(text, pair[0], judged.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
@@ -71,10 +71,10 @@ class MathGrader:
                 judged[given, reference] = Outcome((same, ""))
         return judged | dict(zip(unsettled, self._pool.map(unsettled), strict=True))
 
-    def _verdict(self, text: str, given: str | None, outcome: Outcome | None) -> Verdict:
+    def _verdict(self, text: str, given: str, outcome: Outcome | None) -> Verdict:
         layout = keeps_layout(text)
         penalty = float(self._scoring == "format_penalty" and not layout)
-        if given is None or outcome is None:
+        if outcome is None:
             return Verdict(False, "no_answer", None, -penalty, format_ok=layout)
         right, detail = (False, outcome.failure) if outcome.failure else outcome.value
         status: VerdictStatus = "error" if outcome.failure else "right" if right else "wrong"
@@ -96,6 +96,51 @@ def reward(completions: Sequence[Any], answer: Sequence[str], **columns: Any) ->
     return [None if verdict.status == "error" else verdict.reward for verdict in verdicts]
 
 
-@cache
-def _default_grader() -> MathGrader:
-    return MathGrader(RewardConfig(function="math"))
+_default_grader = cache(lambda: MathGrader(RewardConfig(function="math")))
+
+
+def extract_answer(completion: str) -> str | None:
+    r"""The answer given, or None: the last box, or else what follows the last `Answer:`.
+
+    Only the text after the last `</think>` counts (all of it, if there is none), up to a `<think>`: an unfinished
+    thought holds no answer.
+    """
+    final = final_answer(completion).partition(THINK)[0]
+    if (box := last_box(final)) is not None:
+        return box
+    answers = _ANSWER.findall(final)
+    return (answers[-1].strip().strip("*").strip() or None) if answers else None
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last \boxed{...} or \fbox{...} that is closed and not empty; None where there is none.
+
+    For a box in a box it is the outer one, unless there are only words around the inner one: `The area is \boxed{5}`.
+    """
+    found = boxes(text)
+    if not found:
+        return next(reversed(_BOXED_TOKEN.findall(text)), None)  # \boxed 5, which TeX accepts
+    inner = _BOX_IN_SENTENCE.fullmatch(text, *found[-1])
+    span = inner.span("inside") if inner and inner.span("inside") in found else found[-1]
+    return text[slice(*span)].strip()
+
+
+def boxes(text: str) -> list[tuple[int, int]]:
+    """Where the contents of closed, not empty boxes begin and end, in the order in which they end. One pass."""
+    found: list[tuple[int, int]] = []
+    opened: list[int | None] = []  # for each open brace: where the box begins, or None if it is not a box's
+    first = re.search(_BOX, text)
+    for token in _TOKENS.finditer(text, first.start() if first else len(text)):
+        if token["box"] or token.group() == "{":
+            opened.append(token.end() if token["box"] else None)
+        elif token.group() == "}" and opened:
+            begin = opened.pop()
+            if begin is not None and not _BLANKS.fullmatch(text, begin, token.start()):
+                found.append((begin, token.start()))
+    return found
+
+
+def keeps_layout(completion: str) -> bool:
+    r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
+    match = _LAYOUT.fullmatch(completion) if completion.count(THINK) == completion.count(THINK_END) == 1 else None
+    return match is not None and boxes(match["box"])[-1:] == [(match["box"].index("{") + 1, len(match["box"]) - 1)]

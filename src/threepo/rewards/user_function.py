@@ -29,8 +29,7 @@ class UserFunction:
 
     def __init__(self, name: str, correct_from: float, known: Sequence[Problem]) -> None:
         """`known` are problems with the columns of the data."""
-        self._name = name
-        self._correct_from = correct_from
+        self._name, self._correct_from = name, correct_from
         self._function = self._import()
         try:
             parameters = inspect.signature(self._function).parameters.values()
@@ -40,9 +39,8 @@ class UserFunction:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         available = (*SUPPLIED, *_columns(known))
         for p in parameters:
-            by_name = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in available
             optional = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty
-            if not by_name and not optional:
+            if not optional and (p.kind is p.POSITIONAL_ONLY or p.name not in available):
                 raise self._error(f"needs the argument {p.name!r}; available by name are {', '.join(available)}")
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
@@ -123,12 +121,10 @@ def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
 
 def _described(error: BaseException) -> str:
     """An exception in one line, with the user's file and line."""
+    stack = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    message, stack = str(error), [place for place in stack if place[0] != __file__ and "importlib" not in place[0]]
     if isinstance(error, SyntaxError):
-        message, frames = error.msg, [(error.filename, error.lineno)]
-    else:
-        stack = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        stack = [frame for frame in stack if frame[0] != __file__ and "importlib" not in frame[0]]
-        message, frames = str(error), [frame for frame in stack if frame[0] == stack[0][0]]
-    line = " ".join(message.split())[:300]
-    location = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
-    return f"{type(error).__name__}{': ' if line else ''}{line}{location}"
+        message, stack = error.msg, [(error.filename or "", error.lineno)]
+    line = ": ".join([type(error).__name__, *filter(None, [" ".join(message.split())[:300]])])
+    own = [place for place in stack if place[0] == stack[0][0]]
+    return f"{line} ({own[-1][0]}:{own[-1][1]})" if own else line

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from threepo.errors import UserError
 from threepo.models.attention import window_mask
@@ -21,14 +22,14 @@ from threepo.rollout.native import LANES
 
 def attend(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     rows: "Prefill | Decode | None" = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention as the models of transformers call it; `rows` comes from the caller of the model."""
     assert rows is not None, "the model was not called by the engine"
     assert attention_mask is None, "there are no masks: rows have lengths"
@@ -41,9 +42,9 @@ def attend(
 
 @dataclass
 class _Layer:
-    keys: torch.Tensor
+    keys: Tensor
     """[S, K, T, D]; blocked: [S, K, T / 16, D, 16]."""
-    values: torch.Tensor
+    values: Tensor
     """[S, K, T, D]."""
     blocked: bool
     """Whether the order of keys is the compiled kernel's: 16 tokens side by side."""
@@ -62,19 +63,16 @@ class RowCache:
         self.capacity = whole_blocks(capacity)
         self.layers: dict[int, _Layer] = {}
 
-    def layer(self, index: int, k: torch.Tensor, v: torch.Tensor) -> _Layer:
+    def layer(self, index: int, k: Tensor, v: Tensor) -> _Layer:
         """The memory of a layer, allocated for its first keys [B, K, L, D] and values."""
         if index not in self.layers:
             heads, width = k.shape[1], k.shape[-1]
             blocked = native.serves(k, v)
             tokens = (self.capacity // LANES, width, LANES) if blocked else (self.capacity, width)
             # Torch multiplies masked values by zero, so they must be numbers; the compiled kernel does not read them.
-            make = torch.empty if blocked else torch.zeros
-            self.layers[index] = _Layer(
-                make(self.slots, heads, *tokens, dtype=k.dtype, device=k.device),
-                make(self.slots, heads, self.capacity, v.shape[-1], dtype=v.dtype, device=v.device),
-                blocked,
-            )
+            make = Tensor.new_empty if blocked else Tensor.new_zeros
+            keys, values = (self.slots, heads, *tokens), (self.slots, heads, self.capacity, v.shape[-1])
+            self.layers[index] = _Layer(make(k, keys), make(v, values), blocked)
         return self.layers[index]
 
     def clear(self, slots: Sequence[int]) -> None:
@@ -87,7 +85,7 @@ class RowCache:
     def move(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of some rows from their slots to others."""
         for layer in self.layers.values():
-            blocks = -(-tokens // LANES) if layer.blocked else tokens
+            blocks = whole_blocks(tokens) // LANES if layer.blocked else tokens
             layer.keys[targets, :, :blocks] = layer.keys[sources, :, :blocks]
             layer.values[targets, :, :tokens] = layer.values[sources, :, :tokens]
 
@@ -102,31 +100,25 @@ class Prefill:
     slots: Sequence[int]
     """For each row that starts: its slot."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """Outputs [B, L, H, D] of queries [B, H, L, D] for keys and values [B, K, L, D] of padded prompts.
 
         Padding is on the right, where causal attention from a real token never looks. `window`: how many keys a token
         sees, its own included (0: all).
         """
-        self._write(self.cache.layer(layer, k, v), k, v)
+        memory, length = self.cache.layer(layer, k, v), k.shape[2]
+        memory.values[self.slots, :, :length] = v[self.sources]
+        if memory.blocked:
+            padded = F.pad(k, (0, 0, 0, whole_blocks(length) - length))
+            blocks = padded.view(*k.shape[:2], -1, LANES, k.shape[-1]).transpose(-1, -2)
+            memory.keys[self.slots, :, : blocks.shape[2]] = blocks[self.sources]
+        else:
+            memory.keys[self.slots, :, :length] = k[self.sources]
         mask = window_mask(q.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
-
-    def _write(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
-        length = k.shape[2]
-        layer.values[self.slots, :, :length] = v[self.sources]
-        if layer.blocked:
-            blocks = -(-length // LANES)
-            k = F.pad(k, (0, 0, 0, blocks * LANES - length))
-            k = k.view(*k.shape[:2], blocks, LANES, -1).transpose(-1, -2)
-            layer.keys[self.slots, :, :blocks] = k[self.sources]
-        else:
-            layer.keys[self.slots, :, :length] = k[self.sources]
 
 
 @dataclass(frozen=True)
@@ -134,16 +126,14 @@ class Decode:
     """Add one token of every row to the cache, and attend to all tokens of the row."""
 
     cache: RowCache
-    lengths: torch.Tensor
+    lengths: Tensor
     """[B] tokens of each row in the cache before this one."""
-    slots: torch.Tensor
+    slots: Tensor
     """[B] the slot of each row: a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """As in `Prefill`, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:

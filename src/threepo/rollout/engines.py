@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
+from threepo.posterior.noise import Key, address_key
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.types import Completion, Draw, Request
 
@@ -33,6 +34,11 @@ class RolloutEngine(Protocol):
         """Free all memory and processes of the engine, which cannot be used afterwards."""
 
 
+def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
+    """The random address of a completion; token t of it uses the t-th uniform number of this key."""
+    return address_key("threepo-sample", seed, step, problem_id, rollout)
+
+
 def rows_by_draw(requests: Sequence[Request], loaded: Sequence[Draw | None]) -> list[list[int]]:
     """For each loaded draw: the indices of its requests."""
     rows: dict[Draw | None, list[int]] = {draw: [] for draw in loaded}
@@ -49,27 +55,14 @@ def completed(
     """The completion of a request: generated tokens, a stop token included, with a log-prob for each."""
     stopped = tokens[-1] in policy.stop_tokens
     return Completion(
-        problem=request.problem,
-        prompt_tokens=request.prompt_tokens,
+        **vars(request),  # problem, prompt_tokens, draw and rollout
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
         text=policy.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True),
         finish_reason="stop" if stopped else "length",
-        draw=request.draw,
-        rollout=request.rollout,
         policy_step=step,
         opening=policy.opening(request.prompt_tokens),
     )
-
-
-class EngineMemory(NamedTuple):
-    """What an engine holds at the same time."""
-
-    copies: int
-    """Copies of the weights, one for each of `units`."""
-    units: str
-    rows: int
-    """Most rows that are decoded together."""
 
 
 class EngineKind(NamedTuple):
@@ -77,25 +70,22 @@ class EngineKind(NamedTuple):
 
     builder: str
     """`module:function` that makes it from a policy and settings; only imported for use."""
-    memory: Callable[[EngineConfig, int], EngineMemory]
-    """What it holds with these settings and so many draws."""
-
-
-def _local(settings: EngineConfig, draws: int) -> EngineMemory:
-    return EngineMemory(draws, "draws", settings.max_batch_rows)
-
-
-def _vllm(settings: EngineConfig, draws: int) -> EngineMemory:
-    return EngineMemory(settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows)
+    memory: Callable[[EngineConfig, int], tuple[int, str, int]]
+    """What it holds with these settings and so many draws: the number of copies of the weights, what there is a copy
+    for, and most rows that are decoded together."""
 
 
 ENGINES = {
-    "local": EngineKind("threepo.rollout.local:LocalEngine", _local),
-    "vllm": EngineKind("threepo.rollout.vllm:VLLMEngine", _vllm),
+    "local": EngineKind(
+        "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draws", settings.max_batch_rows)
+    ),
+    "vllm": EngineKind(
+        "threepo.rollout.vllm:VLLMEngine",
+        lambda settings, _: (settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows),
+    ),
 }
 
 
 def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
     """The rollout engine that `settings.kind` names; the caller closes it."""
-    engine: RolloutEngine = pkgutil.resolve_name(ENGINES[settings.kind].builder)(policy, settings)
-    return engine
+    return pkgutil.resolve_name(ENGINES[settings.kind].builder)(policy, settings)  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ class Stack:
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.is_packed = False
-        """Whether `pack` brings the values [out, in] into the order of compiled products."""
+        """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
@@ -46,11 +46,6 @@ class Stack:
         self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
         """[N, *shape], for writing; after packing it no longer shows the values."""
 
-    def pack(self, index: int) -> None:
-        """Reorder the values of one draw, after writing, for compiled products."""
-        if self.is_packed:
-            stacked_linear.pack(self.memory[index].view(-1, self.shape[1]))
-
     @property
     def packed(self) -> torch.Tensor:
         """[N, out, in] with whole panels of outputs, for stacked_linear.py."""
@@ -61,7 +56,6 @@ class Rows:
     """How many rows of each draw a pass has, and what follows from it while the loaded weights stay."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self.count = sum(counts)
         numbers = torch.tensor(counts)
         self.draws = torch.arange(len(counts)).repeat_interleave(numbers).to(device)
         """[B] the draw of each row."""
@@ -87,17 +81,17 @@ class Pass:
 class StackedLinear(nn.Module):
     """nn.Linear with weights [N, out, in]."""
 
-    def __init__(self, current: Pass, weight: Stack, bias: Stack | None) -> None:
+    def __init__(self, current: Pass, stacks: Mapping[str, Stack]) -> None:
         super().__init__()
-        self.current, self.weight, self.bias = current, weight, bias
+        self.current, self.weight, self.bias = current, stacks["weight"], stacks.get("bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
         bias = None if self.bias is None else self.bias.values
         if self.weight.is_packed:
             x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
-            positions, rest = divmod(len(x2), rows.count)
-            assert not rest, f"{rows.count} rows cannot have equally many of {len(x2)} positions"
+            positions, rest = divmod(len(x2), len(rows.draws))
+            assert not rest, f"{len(rows.draws)} rows cannot have equally many of {len(x2)} positions"
             starts = rows.starts if positions == 1 else rows.starts * positions
             out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
             return out.view(*x.shape[:-1], out.shape[-1])
@@ -110,9 +104,9 @@ class StackedLinear(nn.Module):
 class StackedEmbedding(nn.Module):
     """nn.Embedding with weights [N, V, D]."""
 
-    def __init__(self, current: Pass, weight: Stack) -> None:
+    def __init__(self, current: Pass, stacks: Mapping[str, Stack]) -> None:
         super().__init__()
-        self.current, self.weight = current, weight
+        self.current, self.weight = current, stacks["weight"]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, L] to [B, L, D]."""
@@ -124,37 +118,27 @@ class StackedEmbedding(nn.Module):
         return F.embedding(ids + draws * table.shape[1], table.flatten(0, 1))
 
 
-class StackedElementwise(nn.Module):
-    """A module that multiplies or adds vectors over the last dimension (RMSNorm of any family), with vectors [N, D].
+class StackedNorm(nn.Module):
+    """A module that multiplies or adds vectors over the last dimension: nn.LayerNorm, RMSNorm of any family.
 
-    The module's own code runs, with a vector for each row instead of one for all rows.
+    The module's own code runs, with a vector for each row, of [N, D], instead of one for all rows.
     """
 
-    def __init__(self, current: Pass, inner: nn.Module, vectors: Mapping[str, Stack]) -> None:
+    def __init__(self, current: Pass, stacks: Mapping[str, Stack], inner: nn.Module) -> None:
         super().__init__()
-        self.current, self.inner, self.vectors = current, inner, dict(vectors)
-        for name in vectors:
+        self.current, self.stacks, self.inner = current, stacks, inner
+        for name in stacks:
             delattr(inner, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
-        for name, stack in self.vectors.items():
-            setattr(self.inner, name, self.current.rows.vectors(stack, x.dim()))
-        out: torch.Tensor = self.inner(x)
-        return out
-
-
-class StackedLayerNorm(nn.Module):
-    """nn.LayerNorm over the last dimension, with vectors [N, D]."""
-
-    def __init__(self, current: Pass, inner: nn.LayerNorm, weight: Stack, bias: Stack | None) -> None:
-        super().__init__()
-        self.current, self.eps, self.weight, self.bias = current, inner.eps, weight, bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any [B, ..., D]."""
-        out = F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.current.rows.vectors(self.weight, x.dim())
-        return out if self.bias is None else out + self.current.rows.vectors(self.bias, x.dim())
+        vectors = {name: self.current.rows.vectors(stack, x.dim()) for name, stack in self.stacks.items()}
+        if isinstance(self.inner, nn.LayerNorm):  # torch's function takes no vectors of several rows
+            out = F.layer_norm(x, x.shape[-1:], eps=self.inner.eps) * vectors["weight"]
+            return out + vectors["bias"] if "bias" in vectors else out
+        for name, vector in vectors.items():
+            setattr(self.inner, name, vector)
+        return self.inner(x)  # type: ignore[no-any-return]
 
 
 class Ensemble:
@@ -178,18 +162,17 @@ class Ensemble:
         by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
         self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
         """A tied parameter's stack is there under each of its names."""
-        owners = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
         self._pass = Pass()
-        replaced = {module: _stacked(module, by_parameter, self._pass) for module in owners}
+        owners = {m: {n: by_parameter[p] for n, p in m.named_parameters(recurse=False)} for m in self.model.modules()}
+        replaced = {module: _stacked(module, own, self._pass) for module, own in owners.items() if own}
         matrices = [module.weight for module in replaced.values() if isinstance(module, StackedLinear)]
         for weight in matrices:
             weight.is_packed = stacked_linear.serves(weight.shape[1], dtype, self.device)
         self.ragged = all(weight.is_packed for weight in matrices)
         """Whether draws may have different numbers of rows in a pass."""
-        for parent in list(self.model.modules()):
-            for name, child in parent.named_children():
-                if child in replaced:
-                    setattr(parent, name, replaced[child])
+        for name, module in list(self.model.named_modules(remove_duplicate=False)):
+            if module in replaced:
+                self.model.set_submodule(name, replaced[module])
 
     @property
     def bytes_per_draw(self) -> int:
@@ -219,7 +202,8 @@ class Ensemble:
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""
         for stack in set(self.stacks.values()):
-            stack.pack(index)
+            if stack.is_packed:
+                stacked_linear.pack(stack.packed[index])
 
 
 def check_positions(config: Any, tokens: int) -> None:
@@ -231,27 +215,24 @@ def check_positions(config: Any, tokens: int) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one by layer type
         kind = part.get("rope_type", "default")
-        if kind == "longrope":
-            most = part["original_max_position_embeddings"]
-        else:
-            most = text.max_position_embeddings if "dynamic" in kind else tokens
-        if tokens > most:
+        context = getattr(text, "max_position_embeddings", tokens)
+        most = part["original_max_position_embeddings"] if kind == "longrope" else context
+        if tokens > most and (kind == "longrope" or "dynamic" in kind):
             raise UserError(
                 f"engine.kind = 'local': the model's rope_type = {kind!r} changes frequencies above {most} tokens; "
                 f"prompt and max_new_tokens together are {tokens}; lower sampling.max_new_tokens"
             )
 
 
-def _stacked(module: nn.Module, stacks: Mapping[nn.Parameter, Stack], current: Pass) -> nn.Module:
-    own = {name: stacks[p] for name, p in module.named_parameters(recurse=False)}
+def _stacked(module: nn.Module, own: Mapping[str, Stack], current: Pass) -> nn.Module:
+    """What computes the same with the stacks of a module's parameters."""
     if type(module) is nn.Linear:
-        return StackedLinear(current, own["weight"], own.get("bias"))
+        return StackedLinear(current, own)
     if type(module) is nn.Embedding and module.max_norm is None:
-        return StackedEmbedding(current, own["weight"])
-    if type(module) is nn.LayerNorm and len(own["weight"].shape) == 1:
-        return StackedLayerNorm(current, module, own["weight"], own.get("bias"))
-    if type(module).__name__.endswith("RMSNorm") and all(len(stack.shape) == 1 for stack in own.values()):
-        return StackedElementwise(current, module, own)
+        return StackedEmbedding(current, own)
+    is_norm = type(module) is nn.LayerNorm or type(module).__name__.endswith("RMSNorm")
+    if is_norm and all(len(stack.shape) == 1 for stack in own.values()):
+        return StackedNorm(current, own, module)
     raise UserError(
         f"engine.kind = 'local': cannot stack the weights of a {type(module).__name__}, only those of Linear, "
         f"Embedding, LayerNorm and RMSNorm modules; use engine.kind = 'vllm'"

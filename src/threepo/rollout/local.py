@@ -5,21 +5,30 @@ prompt read it once. Finished rows leave the batch. If memory is too small for a
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
+from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.cache import whole_blocks
-from threepo.rollout.decoding import Decoding
-from threepo.rollout.engines import completed, rows_by_draw
-from threepo.rollout.ensemble import Ensemble, check_positions
+from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
+from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.ensemble import Ensemble, Rows, check_positions
 from threepo.rollout.memory import GIB, available_bytes, bytes_per_token, sampling_bytes
-from threepo.rollout.sampling import row_key
+from threepo.rollout.sampling import choose, processed_logprobs
 from threepo.types import Completion, Draw, Request
+
+SETTLE_BELOW = 15 / 16
+"""When fewer than this share of the batch is still running, finished rows leave it and waiting ones enter."""
+PREFILL_TOKENS = 1 << 14
+"""Most prompt tokens, padding included, that one pass reads."""
+
+Prompt = tuple[int, ...]
 
 
 class LocalEngine:
@@ -27,11 +36,9 @@ class LocalEngine:
 
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         """`UserError` if the model's weights cannot be stacked."""
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        self._policy, self._settings = policy, settings
         self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile
-        self._ensemble = Ensemble(self._model, dtype, policy.device)
-        self._policy = policy
-        self._settings = settings
+        self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype), policy.device)
         self._draws: list[Draw | None] = []
         self._step = -1
 
@@ -45,20 +52,20 @@ class LocalEngine:
         Parameters that the posterior does not have are the model's. `UserError` if it has others than the model.
         """
         self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
+        stacks = self._ensemble.stacks
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
-            mine, written = self._ensemble.views(index), set()
+            mine, others = self._ensemble.views(index), set(stacks.values())
             for name, value in posterior.weights(draw, mine):
                 if name not in mine:
                     raise UserError(
                         f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not "
                         f"have; construct it with the policy's model.named_parameters()"
                     )
-                if value is not mine[name]:
-                    mine[name].copy_(value)
-                written.add(self._ensemble.stacks[name])
+                mine[name].copy_(value)  # does nothing where the value is already there
+                others.discard(stacks[name])
             for name, p in self._model.named_parameters():
-                if self._ensemble.stacks[name] not in written:
+                if stacks[name] in others:
                     mine[name].copy_(p.detach())
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
@@ -99,9 +106,8 @@ class LocalEngine:
             )
         weights = draws * self._ensemble.bytes_per_draw
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        row = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype) + sampling_bytes(
-            vocabulary
-        )
+        cached = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
+        row = cached + sampling_bytes(vocabulary)
         budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
         most = int((budget - weights) // (row * draws))
         if most < 1:
@@ -112,3 +118,149 @@ class LocalEngine:
                 f"sampling.max_new_tokens or engine.dtype, or raise engine.memory_gib"
             )
         return min(max(wanted, 1), most, allowed)
+
+
+class Decoding:
+    """One call of the engine, from prompts to new tokens and log-probs: which rows are in the batch, token by token.
+
+    Legend: N draws, B rows in the batch, ordered by draw, R rows in all, T new tokens, V vocabulary.
+    """
+
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        prompts: Sequence[Prompt],
+        keys: list[Key],
+        rows_by_draw: Sequence[Sequence[int]],
+        rows_per_draw: int,
+        stops: Sequence[int],
+        sampling: SamplingConfig,
+    ) -> None:
+        """Rows 0 to R - 1 have `prompts`, and random numbers of `keys`; `stops` are the tokens that end them.
+
+        `rows_by_draw`: the rows of each of the N draws. `rows_per_draw`: most rows of a draw to decode together.
+        """
+        self._ensemble, self._prompts, self._per_draw, self._sampling = ensemble, prompts, rows_per_draw, sampling
+        self._waiting = [deque(rows) for rows in rows_by_draw]
+        device = self._device = ensemble.device
+        self._none = rows = len(prompts)
+        """The index of no row; results of empty rows go to an entry of their own at the end."""
+        longest = sampling.max_new_tokens
+        self._random = torch.zeros(rows + 1, longest, dtype=torch.float64, device=device)
+        self._random[:rows] = uniforms(keys, 0, longest, device)
+        self._tokens = torch.zeros(rows + 1, longest, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(rows + 1, longest, device=device)
+        self._lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
+        self._cache = RowCache(len(rows_by_draw) * rows_per_draw, max(map(len, prompts)) + longest)
+        self._batch = torch.empty(5, 0, dtype=torch.int64, device=device)
+        """[5, B]: each row's index; tokens in the cache; next token to add; new tokens so far; slot in the cache."""
+        self._counts = [0] * len(rows_by_draw)
+        """Rows of each draw in the batch."""
+
+    def run(self) -> list[tuple[list[int], list[float]]]:
+        """Decode all rows: new tokens and log-probs of each."""
+        self._settle()
+        while any(self._counts):
+            running = self._advance()
+            room = sum(min(len(queue), self._per_draw - n) for queue, n in zip(self._waiting, running, strict=True))
+            shrunk = sum(self._batch_counts(running)) <= SETTLE_BELOW * sum(self._counts)
+            if shrunk or room > (1 - SETTLE_BELOW) * len(self._counts) * self._per_draw:
+                self._settle()
+        return [
+            (self._tokens[i, :length].tolist(), self._logprobs[i, :length].tolist())
+            for i, length in enumerate(self._lengths[: self._none].tolist())
+        ]
+
+    def _batch_counts(self, counts: Sequence[int]) -> list[int]:
+        """Rows of each draw in a batch with so many real ones: empty rows are added if all draws need equally many."""
+        return list(counts) if self._ensemble.ragged else [max(counts)] * len(counts)
+
+    def _advance(self) -> list[int]:
+        """Decode one more token of every row; returns how many rows of each draw go on."""
+        sampling = self._sampling
+        row, length, token, made, slot = self._batch
+        output = self._ensemble.model_for(self._rows)(
+            input_ids=token.unsqueeze(1),
+            position_ids=length.unsqueeze(1),
+            use_cache=False,
+            rows=Decode(self._cache, length, slot, int(length.max())),
+        )
+        distribution = processed_logprobs(output.logits[:, -1], sampling.temperature, sampling.top_p, sampling.top_k)
+        index = row * sampling.max_new_tokens + made  # in tensors [R + 1, T]
+        random = self._random.take(index)
+        chosen = choose(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
+        self._tokens.put_(index, chosen)
+        self._logprobs.put_(index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
+        token.copy_(chosen)
+        going = row != self._none
+        made += going
+        length += going
+        over = going & (torch.isin(chosen, self._stops) | (made == sampling.max_new_tokens))
+        self._lengths.put_(row, made)
+        # A finished row keeps decoding, at the beginning of its slot, until the batch is rearranged.
+        row.masked_fill_(over, self._none)
+        length.masked_fill_(over, 0)
+        made.masked_fill_(over, 0)
+        return self._rows.draws[row != self._none].bincount(minlength=len(self._counts)).tolist()
+
+    # Which rows are in the batch
+
+    def _settle(self) -> None:
+        """Remove finished rows, add waiting ones, and move all into the first slots."""
+        old = self._batch.T.tolist()
+        bounds = pairwise(accumulate(self._counts, initial=0))
+        by_draw = [[entry for entry in old[slice(*bound)] if entry[0] != self._none] for bound in bounds]
+        for queue, mine in zip(self._waiting, by_draw, strict=True):
+            for row in [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]:
+                mine.append([row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1])
+        started = [[entry for entry in mine if entry[-1] < 0] for mine in by_draw]
+        self._counts = self._batch_counts([len(mine) for mine in by_draw])
+        for mine, count in zip(by_draw, self._counts, strict=True):
+            mine += [[self._none, 0, 0, 0, -1] for _ in range(count - len(mine))]
+        entries = [entry for mine in by_draw for entry in mine]
+        held = {slot for *_, slot in entries}
+        free = [slot for slot in range(len(entries)) if slot not in held]
+        moved = [entry for entry in entries if entry[-1] >= len(entries)]
+        self._cache.clear(free)
+        if moved:
+            longest = max(length for _, length, *_ in moved)
+            self._cache.move([slot for *_, slot in moved], free[: len(moved)], longest)
+        for entry, slot in zip(moved + [entry for entry in entries if entry[-1] < 0], free, strict=True):
+            entry[-1] = slot
+        self._batch = torch.tensor(entries, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
+        self._rows = Rows(self._counts, self._device)
+        self._read(started)
+
+    def _read(self, started: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Read the prompts of each draw's new rows, except the last token, which is decoded."""
+        by_length = []
+        for mine in started:
+            slots: dict[Prompt, list[int]] = {}
+            for row, *_, slot in mine:
+                if prompt := self._prompts[row][:-1]:
+                    slots.setdefault(prompt, []).append(slot)
+            by_length.append(sorted(slots.items(), key=lambda item: len(item[0])))
+        longest = max((len(found[-1][0]) for found in by_length if found), default=0)
+        step = max(1, PREFILL_TOKENS // (len(by_length) * max(1, longest)))
+        for begin in range(0, max(map(len, by_length)), step):
+            self._prefill([found[begin : begin + step] for found in by_length])
+
+    def _prefill(self, prompts: list[list[tuple[Prompt, list[int]]]]) -> None:
+        """Read some prompts of each draw into the given slots."""
+        counts = self._batch_counts([len(mine) for mine in prompts])
+        longest = max(len(prompt) for mine in prompts for prompt, _ in mine)
+        ids = torch.zeros(sum(counts), longest, dtype=torch.int64)
+        first, sources, slots = 0, [], []
+        for mine, count in zip(prompts, counts, strict=True):
+            for u, (prompt, into) in enumerate(mine, start=first):
+                ids[u, : len(prompt)] = torch.tensor(prompt)
+                sources += [u] * len(into)
+                slots += into
+            first += count
+        self._ensemble.model_for(Rows(counts, self._device)).base_model(
+            input_ids=ids.to(self._device),
+            position_ids=torch.arange(longest, device=self._device).expand(len(ids), -1),
+            use_cache=False,
+            rows=Prefill(self._cache, sources, slots),
+        )

@@ -1,13 +1,21 @@
-"""How much memory a rollout engine needs, and how much there is."""
+"""How much memory a rollout engine needs, how much there is, and tensors in memory that two processes see."""
 
+import math
+import os
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from threepo.errors import UserError
+
 GIB = 1 << 30
-SPARED = 0.1
-"""Share of the free memory that is left for activations and everything else."""
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of every tensor, in the order in which they lie."""
+_ALIGN = 64
+"""Every tensor begins at a multiple of so many bytes."""
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -24,9 +32,9 @@ def sampling_bytes(vocabulary: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device, less a tenth; on a CPU within the limits of the control group (version 2)."""
+    """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2)."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * (1 - SPARED))
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
@@ -34,9 +42,47 @@ def available_bytes(device: torch.device) -> int:
         used = int((group / "memory.current").read_text())
         cached = _numbers(group / "memory.stat")["inactive_file"]  # files that the kernel drops when memory is short
         free = min(free, max(int(most) - used + cached, 0))
-    return int(free * (1 - SPARED))
+    return int(free * 0.9)
 
 
 def _numbers(file: Path) -> dict[str, int]:
     """The numbers of a file with lines such as `MemFree: 123 kB`, by the first word."""
     return {words[0]: int(words[1]) for line in file.read_text().splitlines() if (words := line.split())}
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Layout:
+    """The layout of copies of these tensors, with floating-point numbers in `dtype`."""
+    return {name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in tensors.items()}
+
+
+class SharedTensors:
+    """Tensors by name in shared memory: new memory, or the memory at the `path` of another process's tensors.
+
+    It is an anonymous file (memfd): it needs no room in /dev/shm, and nothing is left behind by a killed process.
+    """
+
+    def __init__(self, layout: Layout, path: str = "") -> None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
+        *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
+        if not path:
+            # Checked first: instead of refusing this memory, the kernel would kill a process later.
+            available = available_bytes(torch.device("cpu"))
+            if total > available:
+                raise UserError(
+                    f"engine.kind = 'vllm': no memory for a copy of the weights: {total / 1e9:.1f} GB, and "
+                    f"{available / 1e9:.1f} GB are left; every draw of a step takes one (method.draws, eval.draws)"
+                )
+            self._descriptor = os.memfd_create("threepo-weights")
+            os.posix_fallocate(self._descriptor, 0, total)  # fails now, and not by a bus error at a later write
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.path = path
+        memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
+        self.tensors: dict[str, torch.Tensor] = {
+            name: memory[begin : begin + size].view(dtype).view(shape)
+            for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
+        }
+
+    def close(self) -> None:
+        """Free memory that was made here, as soon as the other process has ended too."""
+        self.tensors = {}
+        os.close(self._descriptor)

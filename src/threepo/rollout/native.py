@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 
-from threepo.compiled import Library, fields
+from threepo.compiled import SERIAL, Library, fields
 
 LANES = 16
 """Tokens whose keys lie side by side in memory."""
 LIBRARY = Library(Path(__file__).with_name("_decode_attention.so"), version=2, slower="rollouts take 1.4 times as long")
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_WIDTH = 256
-_SERIAL = 1 << 16
-"""Cached elements below which a second thread does not pay."""
 
 
 class _Attention(ctypes.Structure):
@@ -66,7 +64,7 @@ def attend(
     pointers = (x.data_ptr() for x in (q, k, v, keys, values, out, lengths, slots))
     work = _Attention(*sizes, *pointers, scale=scale, bfloat16=q.dtype == torch.bfloat16)
     elements = int(lengths.sum()) * k.shape[1] * k.shape[-1]
-    LIBRARY.call("threepo_decode_attention_work", work, torch.get_num_threads() if elements > _SERIAL else 1)
+    LIBRARY.call("threepo_decode_attention_work", work, torch.get_num_threads() if elements > SERIAL else 1)
     if work.failed:
         raise MemoryError("no memory for the scores of attention")
     return out

@@ -20,7 +20,6 @@ from threepo.workers import Process, owner
 
 TICK_SECONDS = 1.0
 """Least time between two reports of a working process."""
-_LOG_LINES = 3
 
 
 class Replica(Process):
@@ -63,7 +62,7 @@ class Replica(Process):
         return result
 
     def _end_of_log(self) -> str:
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-_LOG_LINES:]
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-3:]
         return f"; the end of {self.log}: {' | '.join(lines)}" if lines else ""
 
 

@@ -2,15 +2,8 @@
 
 import torch
 
-from threepo.posterior.noise import Key, address_key
-
 BLOCK = 128
 """Tokens in a block of `choose`."""
-
-
-def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
-    """The random address of a completion; token t of it uses the t-th uniform number of this key."""
-    return address_key("threepo-sample", seed, step, problem_id, rollout)
 
 
 def processed_logprobs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:

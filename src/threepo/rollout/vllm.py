@@ -1,8 +1,12 @@
 """The vLLM engine: continuous batching in separate processes, with weights pushed into them.
 
 The trainer writes the weights of every draw into shared memory. A replica (rollout.vllm_server) loads them from there
-with vLLM's reload_weights, flushes its prefix cache, and a probe shows that it computes with them (rollout.probe). With
-one replica the draws of a step are decoded in turn. With a replica per draw, all draws are decoded at the same time.
+with vLLM's reload_weights, and flushes its prefix cache. With one replica the draws of a step are decoded in turn, with
+a replica per draw at the same time.
+
+A probe shows that the engine computes with the weights it was given: log-probs of a fixed prompt, there and in the
+trainer. vLLM fuses and repacks weights after loading, so the tensors that its kernels read cannot be compared with
+ours. Every weight takes part in the log-probs of the probe, except the embeddings of other tokens.
 
 vLLM is given a model whose output head is not tied to its embedding, and the head's weights by name. If its
 configuration ties them, the CPU build of vLLM 0.32 keeps using the packed copy of the head that it made at its start: a
@@ -17,7 +21,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,14 +32,17 @@ from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rollout.engines import completed, rows_by_draw
-from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
+from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.memory import SharedTensors, layout_of
 from threepo.rollout.replicas import Replica, call_all
-from threepo.rollout.sampling import row_key
-from threepo.rollout.shared import SharedTensors, layout_of
-from threepo.rollout.vllm_server import Decoded, Row
+from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
+LENGTH = 32
+"""Tokens of the probe; fewer where the model's context is shorter."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest mean difference in log-prob (nats). Seen on a CPU with the models of tests/rollout/test_vllm.py: between
+equal weights 4e-7 in float32 and 0.011 in bfloat16."""
 _PROGRAM = "from threepo.rollout import replicas, vllm_server; replicas.serve_requests(vllm_server.Server)"
 
 
@@ -49,8 +56,7 @@ class VLLMEngine:
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
-        self._policy = policy
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        self._policy, dtype = policy, getattr(torch, settings.dtype)
         self._max_length = settings.vllm.max_model_len or policy.context
         if self._max_length > policy.context:
             raise UserError(
@@ -73,8 +79,7 @@ class VLLMEngine:
         _write_config(policy.model, folder)
         with self._closed_on_error():
             for i, environment in enumerate(environments):
-                log = folder / f"replica-{i}.log"
-                name = f"engine.vllm: replica {i}"
+                name, log = f"engine.vllm: replica {i}", folder / f"replica-{i}.log"
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
             start = ("start", settings, str(folder), self._max_length, self._probe)
             try:
@@ -115,18 +120,16 @@ class VLLMEngine:
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
-        # vLLM holds seeds in signed 64-bit integers.
         encoded = [(request.prompt_tokens, key[0] >> 1) for request, key in zip(requests, keys, strict=True)]
         rows = rows_by_draw(requests, self._draws)
-        of_replica: dict[Replica, dict[int, list[Row]]] = {}
-        for index, mine in enumerate(rows):
-            if mine:
-                replica = self._replicas[index % len(self._replicas)]
-                of_replica.setdefault(replica, {})[index] = [encoded[i] for i in mine]
+        work: dict[Replica, tuple[Any, ...]] = {}
+        for first, replica in enumerate(self._replicas):
+            mine = range(first, len(rows), len(self._replicas))
+            if own := {index: [encoded[i] for i in rows[index]] for index in mine if rows[index]}:
+                work[replica] = "generate", own, sampling, self._policy.stop_tokens
         decoded: dict[int, Decoded] = {}
         with self._closed_on_error():
-            stops = self._policy.stop_tokens
-            answers = call_all({replica: ("generate", own, sampling, stops) for replica, own in of_replica.items()})
+            answers = call_all(work)
             for index, (measured, completions) in (item for answer in answers for item in answer.items()):
                 if measured is not None:
                     self._check(index, measured)
@@ -177,6 +180,41 @@ class VLLMEngine:
             raise
 
 
+def probe_tokens(policy: Policy, room: int) -> tuple[int, ...]:
+    """The fixed prompt, at most `room` tokens: spread over the vocabulary, so that its tokens differ."""
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    return tuple(int(vocabulary * (0.6180339887498949 * i % 1.0)) for i in range(1, min(LENGTH, room) + 1))
+
+
+@torch.no_grad()
+def expected_logprobs(policy: Policy, weights: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by the trainer's model under `weights`.
+
+    The model itself does not change. `weights` has a tensor for every parameter, in the engine's dtype, in which the
+    forward pass runs.
+    """
+    ids = torch.tensor([tokens], device=policy.device)
+    on_device = {name: value.to(policy.device) for name, value in weights.items()}
+    output = torch.func.functional_call(policy.model, on_device, kwargs={"input_ids": ids, "use_cache": False})
+    logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
+
+
+def check_probe(expected: torch.Tensor, measured: Sequence[float], tolerance: float, what: str) -> None:
+    """Raise `UserError` unless log-probs of the probe agree; `what` names the weights."""
+    if not expected.isfinite().all():
+        raise UserError(f"the weights of {what} give log-probs that are not finite: training has diverged")
+    difference = (torch.tensor(measured) - expected).abs()
+    mean, most = difference.mean().item(), difference.max().item()
+    if not mean <= tolerance:  # also where it is not a number
+        raise UserError(
+            f"engine.kind = 'vllm': the engine does not compute with the weights of {what} that it was given: its "
+            f"log-probs of a probe are off by {mean:.2g} on average and {most:.2g} at most (allowed: "
+            f"engine.vllm.probe_tolerance, {tolerance:g}). Either this vLLM reloads this model wrongly (use another "
+            f"version, or engine.kind = 'local'), or it computes too coarsely (engine.dtype = 'float32')"
+        )
+
+
 def _sources(model: Any) -> dict[str, str]:
     """For every tensor of the state dict: the name of its parameter, which is another one where it is tied."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -215,10 +253,9 @@ def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
 
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
-    for replica in replicas:
-        replica.close()
-    for tensors in shared:
-        tensors.close()
+    held: list[Replica | SharedTensors] = [*replicas, *shared]
+    for one in held:
+        one.close()
     replicas.clear()
     shared.clear()
     if folder:

@@ -1,25 +1,26 @@
 """A vLLM engine in a replica's process, which answers the trainer's requests. The only file that imports vLLM.
 
-vLLM only warns when a reload misses tensors. Therefore the engine starts with weights that are not numbers, and loads
-such weights once more before the first real ones: rollout.probe says why.
+vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
+starts with weights that are NaN: a tensor that keeps some of them makes the probe NaN. First every parameter is
+overwritten in place, which finds tensors that no push reaches. (vLLM's own initial values are about zero: a bias would
+pass.) Then NaN weights are pushed, which finds tensors that only the first push reaches. A packed copy that no push
+reaches keeps the start's values, and differs. (An output head did keep its old weights in such a copy.)
 
 vLLM decodes step by step here, with a report after every step and every reload. `LLM.generate` would be silent until
 all is done.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from threepo.config import EngineConfig, SamplingConfig
-from threepo.rollout.probe import all_nan, fill_with_nan
-from threepo.rollout.shared import Layout, SharedTensors
-
-_CPU_CACHE_BYTES = 1 << 30
+from threepo.rollout.memory import Layout, SharedTensors
 
 Row = tuple[tuple[int, ...], int]
-"""Prompt tokens and seed."""
+"""Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
 Decoded = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
 
@@ -38,7 +39,23 @@ class Server:
         """Start vLLM for the model whose config.json is in `folder`, with weights that are not numbers."""
         import vllm
 
-        self._engine = vllm.LLM(**_options(settings, folder, room))
+        own, on_gpu = settings.vllm, torch.cuda.is_available()
+        self._engine = vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # no sampling defaults from the model's files
+            dtype=settings.dtype,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            max_model_len=room,
+            max_num_seqs=settings.max_batch_rows,
+            enforce_eager=own.enforce_eager,
+            gpu_memory_utilization=own.gpu_memory_utilization,
+            kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30),
+            disable_log_stats=True,
+            seed=0,
+        )
         self._engine.apply_model(fill_with_nan)
         self._probe = probe
 
@@ -62,7 +79,16 @@ class Server:
         self, rows_of: Mapping[int, Sequence[Row]], sampling: SamplingConfig, stop_tokens: Sequence[int]
     ) -> dict[int, tuple[list[float] | None, list[Decoded]]]:
         """Decode the rows of each of several weights in turn, with the result of `push` where one was needed."""
-        decoding = _decoding(sampling, stop_tokens)
+        decoding = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            "top_k": sampling.top_k if sampling.temperature else 0,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(stop_tokens),
+            "ignore_eos": True,  # only the policy's stop tokens end a row
+            "detokenize": False,
+            "logprobs": 0,  # of the sampled token only
+        }
         return {
             index: (None if index == self._held else self.push(index), self._decode(rows, decoding))
             for index, rows in rows_of.items()
@@ -100,36 +126,15 @@ class Server:
         return sorted(finished, key=lambda output: int(output.request_id))  # numbered as they were enqueued
 
 
-def _options(settings: EngineConfig, folder: str, room: int) -> dict[str, Any]:
-    """Arguments of vllm.LLM."""
-    own = settings.vllm
-    return {
-        "model": folder,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # no sampling defaults from the model's files
-        "dtype": settings.dtype,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "max_model_len": room,
-        "max_num_seqs": settings.max_batch_rows,
-        "enforce_eager": own.enforce_eager,
-        "gpu_memory_utilization": own.gpu_memory_utilization,
-        "kv_cache_memory_bytes": own.kv_cache_memory_bytes or (None if torch.cuda.is_available() else _CPU_CACHE_BYTES),
-        "disable_log_stats": True,
-        "seed": 0,
-    }
+def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors like these, one at a time, in which every floating-point number is NaN."""
+    for name, value in weights.items():
+        yield name, torch.full_like(value, math.nan) if value.is_floating_point() else value
 
 
-def _decoding(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str, Any]:
-    """Arguments of vllm.SamplingParams that all rows share."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p if sampling.temperature else 1.0,
-        "top_k": sampling.top_k if sampling.temperature else 0,
-        "max_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(stop_tokens),
-        "ignore_eos": True,  # only the policy's stop tokens end a row
-        "detokenize": False,
-        "logprobs": 0,  # of the sampled token only
-    }
+@torch.no_grad()
+def fill_with_nan(model: torch.nn.Module) -> None:
+    """Overwrite the floating-point parameters of a model in place."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.fill_(math.nan)

@@ -2,29 +2,32 @@
 
     posterior.safetensors    the Hessian (IVON only), by parameter name; see posterior.gaussian
     optimizer.safetensors    the rest of the optimizer's state, as `state key/parameter name`
-    train_state.json         the step, counters, and what schedules and alarms remember
+    train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
+                             which IVON debiases (AdamW's are in its state), and skipped steps
 
 A checkpoint appears under its name only when all of it is on disk.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from threepo.errors import UserError
-from threepo.files import atomic_folder, read_json
+from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
+from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
+from threepo.posterior.layout import like_parameter
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
+from threepo.ranks.files import save_sharded, shared_folder
+from threepo.ranks.group import ALONE, Ranks
 from threepo.training.ess import EssState
 
-_OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "train_state.json"
 
 
@@ -34,74 +37,73 @@ class TrainState:
 
     step: int = 0
     """Training steps done."""
-    optimizer_steps: int = 0
-    """Steps taken by IVON, which debiases by them, those of a loaded momentum included; AdamW keeps its own count."""
-    skipped_steps: int = 0
-    """Updates skipped because a gradient was not finite, or nothing was left of the batch."""
     streaks: Mapping[str, int] = field(default_factory=dict)
-    """See `alarms.watch`."""
+    """See `metrics.watch`."""
     ess: EssState = field(default_factory=EssState)
-    """What the ess schedule remembers."""
 
 
-def save_checkpoint(path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState) -> None:
-    """Write the checkpoint folder `path`, atomically."""
-    with atomic_folder(path) as folder:
-        policy.save(folder)
-        if isinstance(optimizer, IVON):
-            Posterior.of(optimizer).save(folder)
-        save_file(_optimizer_tensors(optimizer), folder / _OPTIMIZER_FILE)
-        (folder / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+def save_checkpoint(
+    path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, ranks: Ranks = ALONE
+) -> None:
+    """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks."""
+    names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
+    tensors = {
+        f"{key}/{names[index]}": value.detach()
+        for index, entry in optimizer.state_dict()["state"].items()
+        for key, value in entry.items()
+        if key != "hessian"  # that is the posterior's, and has a file of its own
+    }
+    posterior = Posterior.of(optimizer, gather=False) if isinstance(optimizer, IVON) else None
+    with shared_folder(path, ranks) as folder:
+        if ranks.size > 1:
+            with ranks.together():
+                if ranks.first:
+                    policy.save_all_but_weights(folder)
+            save_sharded(folder / "model.safetensors", policy.saved_tensors(), ranks, {"format": "pt"})
+            if posterior:
+                save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
+            save_sharded(folder / OPTIMIZER_FILE, tensors, ranks)
+        else:
+            policy.save(folder)
+            if posterior:
+                posterior.save(folder)
+            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / OPTIMIZER_FILE)
+        if ranks.first:
+            first = optimizer.param_groups[0]
+            counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
+            write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
 
 
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint."""
     saved = read_json(path / _STATE_FILE)
-    quiet = {"correction": saved.pop("quiet_steps", 0)}  # what versions before `streaks` saved
-    return TrainState(**{"streaks": quiet, **saved, "ess": EssState(**saved["ess"])})
+    quiet = {"correction": saved.get("quiet_steps", 0)}  # what versions before `streaks` saved
+    return TrainState(saved["step"], saved.get("streaks", quiet), EssState(**saved["ess"]))
 
 
-def restore_optimizer(path: Path, optimizer: PolicyOptimizer, state: TrainState) -> None:
+def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
-    tensors = _load(path / _OPTIMIZER_FILE)
+    file = path / OPTIMIZER_FILE
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        fix = "delete the checkpoint to resume from an older one"
+        raise UserError(f"{file}: cannot be read ({error}); {fix}") from error
     if isinstance(optimizer, IVON):
         hessian = Posterior.from_pretrained(path).hessian
         tensors |= {f"hessian/{name}": value for name, value in hessian.items()}
     index = {name: i for i, (name, _, _) in enumerate(named_in_groups(optimizer.param_groups))}
+    parameters = {name: p for name, p, _ in named_in_groups(optimizer.param_groups)}
     restored = optimizer.state_dict() | {"state": {}}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         if name not in index:
-            raise UserError(f"{path / _OPTIMIZER_FILE}: the model has no parameter {name}; it belongs to another model")
-        restored["state"].setdefault(index[name], {})[kind] = value
+            raise UserError(f"{file}: the model has no parameter {name}; it belongs to another model")
+        mine = like_parameter(value, parameters[name]) if value.shape == parameters[name].shape else value
+        restored["state"].setdefault(index[name], {})[kind] = mine
     optimizer.load_state_dict(restored)
+    counts = read_json(path / _STATE_FILE)
     for group in optimizer.param_groups:
-        group["skipped_steps"] = state.skipped_steps
+        group["skipped_steps"] = counts["skipped_steps"]
         if "step" in group:
-            group["step"] = state.optimizer_steps
-
-
-def load_momentum(path: Path, optimizer: IVON) -> None:
-    """Put a checkpoint's posterior and momentum into a new optimizer, with the step count that debiasing needs."""
-    if not (path / _OPTIMIZER_FILE).is_file():
-        raise UserError(f"{path}: holds no {_OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
-    restore_optimizer(path, optimizer, replace(load_train_state(path), skipped_steps=0))
-
-
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file}: cannot be read ({error}); delete the checkpoint to resume from an older one"
-        ) from error
-
-
-def _optimizer_tensors(optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
-    names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
-    return {
-        f"{key}/{names[index]}": value.detach().cpu().contiguous()
-        for index, entry in optimizer.state_dict()["state"].items()
-        for key, value in entry.items()
-        if key != "hessian"  # that is the posterior's, and has a file of its own
-    }
+            group["step"] = counts["optimizer_steps"]

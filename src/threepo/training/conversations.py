@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threepo.config import ConversationConfig
-from threepo.data.digest import digest
 from threepo.data.finite import report_broken
-from threepo.data.rows import BrokenRow, Row
+from threepo.data.rows import BrokenRow, Row, digest
 from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
 from threepo.files import atomic_file
@@ -180,10 +179,9 @@ class _Preparation:
             return self._broken("the chat template marks no part of it as the assistant's", location)
         if len(tokens) > self.limit:
             if self.settings.too_long == "error":
-                raise UserError(
-                    f"{location}: {len(tokens)} tokens, more than {self.limit}, which is conversations.max_tokens or "
-                    f"the model's context; set conversations.too_long = 'drop' to leave such rows out"
-                )
+                limit = f"{self.limit}, which is conversations.max_tokens or the model's context"
+                fix = "set conversations.too_long = 'drop' to leave such rows out"
+                raise UserError(f"{location}: {len(tokens)} tokens, more than {limit}; {fix}")
             return "too_long"
         self.policy.check_vocabulary(location, tokens)
         bounds = [bound for span in ranges for bound in span]

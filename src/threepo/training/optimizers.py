@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name. To add one, add its settings to config/learning.py and a line to `OPTIMIZERS`.
+"""The optimizers that a recipe can name. To add one, add its settings to config/method.py and a line to `OPTIMIZERS`.
 
 An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
 """
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, OptimizerConfig
-from threepo.errors import ThreepoWarning
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.errors import ThreepoWarning, UserError
+from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
-from threepo.posterior.statistics import posterior_metrics, sigma_growth
 from threepo.run_folder import model_folder
-from threepo.training.checkpoint import load_momentum
+from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 
 LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
@@ -38,26 +37,17 @@ class OptimizerKind:
     """Load into a new optimizer what a new run starts from."""
 
 
-def build_optimizer(settings: OptimizerConfig, model: torch.nn.Module, seed: int) -> PolicyOptimizer:
-    """The optimizer that a recipe names, over all parameters of the model."""
-    return OPTIMIZERS[settings.kind].build(settings, model, seed)
-
-
 def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, seed: int) -> PointAdamW:
-    return PointAdamW(
-        model.named_parameters(),
-        max_grad_norm=settings.max_grad_norm,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
+    return PointAdamW(model.named_parameters(), eps=settings.epsilon, **_all_but(settings, "kind", "epsilon"))
 
 
 def _build_ivon(settings: IVONConfig, model: torch.nn.Module, seed: int) -> IVON:
-    others = ("kind", "load_hessian", "load_momentum")
-    arguments = {name: value for name, value in vars(settings).items() if name not in others}
-    return IVON(model.named_parameters(), seed=seed, **arguments)
+    own = _all_but(settings, "kind", "load_hessian", "load_momentum")
+    return IVON(model.named_parameters(), seed=seed, model=model, **own)
+
+
+def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in vars(settings).items() if name not in names}
 
 
 def _ivon_memory(settings: IVONConfig, gradient_draws: int) -> dict[str, int]:
@@ -70,16 +60,16 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
     assert isinstance(optimizer, IVON)
     if not settings.load_hessian:
         if (model_folder(Path(model.path)) / FILE_NAME).is_file():
-            print(
-                f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
-                f"optimizer.load_hessian={model.path} starts from its Hessian",
-                file=sys.stderr,
-            )
+            unused = f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
+            print(unused + f"optimizer.load_hessian={model.path} starts from its Hessian", file=sys.stderr)
         return
     folder = model_folder(Path(settings.load_hessian))
     Posterior.from_pretrained(folder).load_into(optimizer)
     if settings.load_momentum:
-        load_momentum(folder, optimizer)
+        if not (folder / OPTIMIZER_FILE).is_file():
+            raise UserError(f"{folder}: holds no {OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
+        restore_optimizer(folder, optimizer)  # with the step count that debiasing needs
+        optimizer.param_groups[0]["skipped_steps"] = 0
     grown = {kind: ratio for kind, ratio in sigma_growth(optimizer).items() if ratio > LOUD_PRIOR}
     if grown:
         kinds = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in grown.items())

@@ -20,24 +20,17 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def step_flops(
-    weights: float,
-    prompts: int,
-    rollouts: int,
-    prefills: int,
-    prompt_tokens: float,
-    response_tokens: float,
-    gradient_draws: int = 1,
+    weights: float, prompts: int, rollouts: int, prefills: int, prompt: float, response: float, draws: int = 1
 ) -> dict[str, float]:
     """Operations of one RLVR step by what they are for; the paper's table has their sum.
 
-    The paper's count: 2 W P (S prompt + G response) for rollouts, 6 W P G K (prompt + response) for training. Tokens
-    are means; `rollouts` is G; `prefills`, S, is how often each prompt is read: once for each draw, which shares it
-    among its completions; `gradient_draws`, K, is how often each row is trained on.
+    `prompt` and `response` are mean tokens; `rollouts` is G; `prefills` is how often each prompt is read: once for each
+    draw, which shares it among its completions; `draws`, K, is how often each row is trained on.
     """
     return {
-        "to read prompts": 2 * weights * prompts * prefills * prompt_tokens,
-        "to decode": 2 * weights * prompts * rollouts * response_tokens,
-        "to train": 6 * weights * prompts * rollouts * gradient_draws * (prompt_tokens + response_tokens),
+        "to read prompts": 2 * weights * prompts * prefills * prompt,
+        "to decode": 2 * weights * prompts * rollouts * response,
+        "to train": 6 * weights * prompts * rollouts * draws * (prompt + response),
     }
 
 

@@ -1,5 +1,7 @@
-"""What RLVR and SFT share: a run's parts are built or restored, each step is logged, checkpoints are saved."""
+"""What RLVR and SFT share: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,21 +10,65 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from rich.console import Console
 
-from threepo.config import SFTConfig, TrainConfig
-from threepo.errors import UserError
-from threepo.interrupt import polite_stop
+from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy, load_policy
+from threepo.posterior.gaussian import posterior_metrics
+from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.progress import progress
-from threepo.run_folder import RunFolder, checkpoints, refuse_taken
+from threepo.progress import polite_stop, progress
+from threepo.ranks.group import Ranks
+from threepo.ranks.sharding import sharded
+from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics
-from threepo.training.optimizers import OPTIMIZERS, build_optimizer
-from threepo.training.schedule import due, factor
-from threepo.training.trackers import TensorBoard
+from threepo.training.optimizers import OPTIMIZERS
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
+
+
+def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
+    """Multiplier of the learning rate at training step `step` (0-based) of `steps`.
+
+    Linear warm-up to 1 over the first `warmup_share` of the steps, reached at its last step; then constant, or a
+    half cosine from 1 down to `floor`, reached at the last step.
+    """
+    warmup = math.ceil(settings.warmup_share * steps - 1e-9)  # 0.07 * 100 is 7.000000000000001
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.kind == "constant":
+        return 1.0
+    share = (step - warmup + 1) / max(steps - warmup, 1)
+    return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def due(done: int, every: int, total: int) -> bool:
+    """Whether work that happens every so many steps (0: only at the end) is due after `done` of `total` steps."""
+    return done == total or (every > 0 and done % every == 0)
+
+
+class TensorBoard:
+    """Copies metrics into TensorBoard event files; metrics.jsonl stays the truth."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides rows of a killed run from the step that is made again.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; a failure is reported once and ends the tracking, not the run."""
+        if self._writer is None:
+            return
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except Exception as error:
+            warnings.warn(f"TensorBoard logging failed and is now off: {error}", ThreepoWarning, stacklevel=2)
+            self._writer = None
 
 
 @dataclass
@@ -35,17 +81,28 @@ class TrainingRun(Generic[Config]):
     policy: Policy
     optimizer: PolicyOptimizer
     state: TrainState
+    ranks: Ranks
 
-    def set_learning_rate(self, step: int, steps: int) -> None:
-        """Set the learning rate of training step `step` of `steps`."""
+    def set_rates(self, step: int, steps: int) -> None:
+        """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
+        settings: Any = self.config.optimizer
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr * factor(step, steps, self.config.schedule)
+            group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
+            if "ess" in group:
+                group["ess"] = settings.ess * self.state.ess.factor
+
+    def optimizer_metrics(self, posterior: bool = True) -> Metrics:
+        """Metrics of the optimizer, and of its posterior if it has one and they are asked for."""
+        metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
+        if posterior and isinstance(self.optimizer, IVON):
+            metrics |= posterior_metrics(self.optimizer)
+        return metrics
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.folder.checkpoint_path(self.state.step)
-        if self.state.step and not path.exists():
-            save_checkpoint(path, self.policy, self.optimizer, self.state)
+        if self.state.step and not any(self.ranks.gather(path.exists())):
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks)
         self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
 
     @contextmanager
@@ -55,13 +112,15 @@ class TrainingRun(Generic[Config]):
         It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. `shown` has the metrics on
         the progress bar, by their short names there.
         """
-        with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path) as reporter:
+        console = Console(stderr=True, quiet=not self.ranks.first)
+        with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
 
             def end_step(metrics: Metrics) -> None:
                 done = self.state.step
                 self.folder.log({"step": done - 1, **metrics})
                 if self.tensorboard:
                     self.tensorboard.log(done - 1, metrics)
+                stop.signal_number = max(self.ranks.gather(stop.signal_number))
                 stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
                 if stopping or due(done, self.config.run.checkpoint_every, steps):
                     self.save()
@@ -72,37 +131,38 @@ class TrainingRun(Generic[Config]):
             yield end_step
 
 
-def refuse_early(config: TrainConfig | SFTConfig, resumed: RunFolder | None) -> None:
+def refuse_early(config: Config, resumed: RunFolder | None, ranks: Ranks) -> None:
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
-    if not resumed:
-        refuse_taken(Path(config.run.folder), config)
+    with ranks.together():
+        if not resumed and ranks.first:
+            refuse_taken(Path(config.run.folder), config)
     if config.run.tensorboard and not find_spec("tensorboard"):
         raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
 
 
 def build_or_restore(
-    config: TrainConfig | SFTConfig, resumed: RunFolder | None
+    config: Config, resumed: RunFolder | None, ranks: Ranks
 ) -> tuple[Policy, PolicyOptimizer, TrainState]:
     """Policy, optimizer and state as the newest checkpoint of a resumed run has them; new ones if there is none."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
-    saved = checkpoints(resumed.path) if resumed else []
-    if not saved:
-        policy = load_policy(model, seed)
-        optimizer = build_optimizer(settings, policy.model, seed)
-        OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
-        return policy, optimizer, TrainState()
-    path = saved[-1][1]
-    policy = load_policy(replace(model, path=str(path), tokenizer=""), seed)
-    optimizer = build_optimizer(settings, policy.model, seed)
-    state = load_train_state(path)
-    restore_optimizer(path, optimizer, state)
-    return policy, optimizer, state
+    path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
+    policy = sharded(load_policy(replace(model, path=str(path), tokenizer="") if path else model, seed), ranks)
+    optimizer = OPTIMIZERS[settings.kind].build(settings, policy.model, seed)
+    if path:
+        restore_optimizer(path, optimizer)
+        return policy, optimizer, load_train_state(path)
+    OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
+    return policy, optimizer, TrainState()
 
 
 def open_folder(
-    config: TrainConfig | SFTConfig, resumed: RunFolder | None, done: int, data: Mapping[str, Any] | None = None
+    config: TrainConfig | SFTConfig,
+    resumed: RunFolder | None,
+    done: int,
+    ranks: Ranks,
+    data: Mapping[str, Any] | None = None,
 ) -> tuple[RunFolder, TensorBoard | None]:
     """The folder to write into from step `done` on. A new one gets `data` as problems.json.
 
@@ -110,5 +170,10 @@ def open_folder(
     """
     if resumed:
         resumed.forget_after(done or -1)  # the row of the evaluation before the first step has step -1
-    folder = resumed or RunFolder.create(Path(config.run.folder), config, data)
-    return folder, TensorBoard(folder.path / "tensorboard", done) if config.run.tensorboard else None
+    folder = resumed
+    with ranks.together():
+        if not folder and ranks.first:
+            folder = RunFolder.create(Path(config.run.folder), config, data)
+    folder = folder or FollowedFolder(Path(config.run.folder))
+    tracked = config.run.tensorboard and ranks.first
+    return folder, TensorBoard(folder.path / "tensorboard", done) if tracked else None

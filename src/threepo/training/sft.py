@@ -16,21 +16,19 @@ from typing import Any
 import torch
 
 from threepo.config import DataConfig, SFTConfig
-from threepo.data.demonstrations import Demonstration, Demonstrations
 from threepo.data.finite import epoch_batch, warn_of_shared
+from threepo.data.tasks import Demonstration, Demonstrations
 from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.statistics import posterior_metrics
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
-from threepo.training.batching import dealt_bundles, flatten
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock
-from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedule import due
+from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
+from threepo.training.update import dealt_bundles, flatten
 from threepo.types import Draw, SupervisedRow
 
 SFT_DRAW = 1 << 21
@@ -65,7 +63,7 @@ def fine_tune(run: FineTuning) -> None:
     with run.ending_steps("warm start", steps, {"loss": "sft/loss"}) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
-            run.set_learning_rate(step, steps)
+            run.set_rates(step, steps)
             rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
@@ -74,11 +72,9 @@ def fine_tune(run: FineTuning) -> None:
             run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
             clock.lap("time/step")
-            run.state = TrainState(step + 1, run.optimizer.param_groups[0].get("step", 0), run.optimizer.skipped_steps)
-            metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens), **run.optimizer.step_metrics()}
-            metrics["optimizer/lr"] = run.optimizer.param_groups[0]["lr"]
-            if isinstance(run.optimizer, IVON) and due(step + 1, 10, steps):
-                metrics |= posterior_metrics(run.optimizer)
+            run.state = TrainState(step + 1)
+            metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
+            metrics |= run.optimizer_metrics(posterior=due(step + 1, 10, steps))
             if heldout and due(step + 1, run.material.eval_every, steps):
                 with torch.no_grad():
                     loss = cross_entropy(run.policy, heldout, config.batching.tokens, run.ranks)
@@ -118,13 +114,13 @@ def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
     return sum(end - first for row in rows for first, end in row.loss_ranges)
 
 
-def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
+def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = ALONE) -> FineTuning:
     """A new run in a folder of its own; or that in `folder`, as its newest checkpoint left it."""
-    refuse_early(config, folder)
+    refuse_early(config, folder, ranks)
     if config.conversations and not folder:
         refuse_unreadable(config.conversations)
     demonstrations = Demonstrations(config.demonstrations) if config.demonstrations else None
-    policy, optimizer, state = build_or_restore(config, folder)
+    policy, optimizer, state = build_or_restore(config, folder, ranks)
     if config.conversations and config.conversations.chat_template and not state.step:  # a checkpoint has its own
         policy.tokenizer.chat_template = read_template(config.conversations.chat_template)
     if demonstrations:
@@ -134,10 +130,10 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None) -> FineTuning:
     else:
         material = _conversations(config, policy, folder)
     material.rows(state.step)  # refuse what cannot be encoded now, not in the loop
-    folder, tensorboard = open_folder(config, folder, state.step)
-    if material.record:
+    folder, tensorboard = open_folder(config, folder, state.step, ranks)
+    if material.record and ranks.first:
         write_json(folder.path / CONVERSATIONS, material.record)
-    return FineTuning(config, folder, tensorboard, policy, optimizer, state, material)
+    return FineTuning(config, folder, tensorboard, policy, optimizer, state, ranks, material)
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:
@@ -156,10 +152,8 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     training, heldout, size = prepared["source"], prepared.get("eval"), settings.batch_size
     count = len(training.kept)
     if count < size:
-        raise UserError(
-            f"conversations {settings.source}: {count} rows are left, fewer than conversations.batch_size = "
-            f"{size}; lower it"
-        )
+        few = f"{count} rows are left, fewer than conversations.batch_size = {size}; lower it"
+        raise UserError(f"conversations {settings.source}: {few}")
     return Material(
         lambda step: training.batch(epoch_batch(count, size, settings.seed, step)),
         config.run.steps or settings.epochs * (count // size),  # the rest of an epoch is left out

@@ -1,12 +1,13 @@
-"""One policy update from one training batch: forward, backward, observe, step.
+"""One policy update from one training batch: rows to micro-batches; forward, backward, observe, step.
 
 The code obeys the fields of the batch and does not know which method made it. Losses are summed over tokens and divided
 once, in the optimizer, by the count that the batch names: the result does not depend on the micro-batches.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -14,12 +15,77 @@ from threepo.config import Correction, ObjectiveConfig
 from threepo.methods.corrections import Corrected, correct, sum_by_row
 from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
-from threepo.objectives.aggregate import row_weights
-from threepo.objectives.policy_loss import LossInputs, clip_statistics, split_by_gradient, terms_of, token_losses
+from threepo.objectives import policy_loss
+from threepo.objectives.policy_loss import LossInputs
 from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
-from threepo.training.batching import collate, dealt_bundles, flatten
-from threepo.types import Draw, GradientPart, MicroBatch, TrainingBatch, TrainingRow
+from threepo.types import Draw, GradientPart, MicroBatch, PackedTokens, SupervisedRow, TrainingBatch, TrainingRow
+
+Row = TypeVar("Row", TrainingRow, SupervisedRow)
+
+CPU_TOKENS, GPU_TOKENS = 4096, 16384
+"""Default token budgets: on a CPU, activations should stay in its caches; on a GPU, its cores should be busy."""
+
+
+def pack(rows: Sequence[Row], token_budget: int, device: torch.device, *, padding: bool = False) -> Iterator[list[Row]]:
+    """Rows in bundles of at most `token_budget` tokens (0: the device's default); a longer single row goes alone.
+
+    `padding`: count every row of a bundle as long as its longest, because the model pads them. Rows are sorted by
+    length, then by index, so the result depends on nothing else.
+    """
+    token_budget = token_budget or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
+    bundle: list[Row] = []
+    tokens = 0
+    for row in sorted(rows, key=lambda row: (len(row.input_tokens), row.index)):
+        length = len(row.input_tokens)
+        tokens = (len(bundle) + 1) * length if padding else tokens + length
+        if bundle and tokens > token_budget:
+            yield bundle
+            bundle, tokens = [], length
+        bundle.append(row)
+    if bundle:
+        yield bundle
+
+
+def dealt_bundles(rows: Sequence[Row], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[Row]]:
+    """This rank's bundles of these rows; as many as every other rank has, so the last ones may be empty."""
+    hands = [
+        list(pack(hand, token_budget, policy.device, padding=not policy.scorer.packed_rows))
+        for hand in deal_rows(rows, ranks.size)
+    ]
+    mine = hands[ranks.rank]
+    return mine + [[]] * (max(map(len, hands)) - len(mine))
+
+
+def flatten(rows: Sequence[Row], device: torch.device) -> PackedTokens:
+    """Rows as the model reads them (see `PackedTokens`)."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    targets: list[int] = []
+    row_of: list[int] = []
+    lengths: list[int] = []
+    for number, row in enumerate(rows):
+        tokens = row.input_tokens
+        for first, end in row.loss_ranges:
+            positions += range(len(input_ids) + first - 1, len(input_ids) + end - 1)
+            targets += tokens[first:end]
+            row_of += [number] * (end - first)
+        lengths.append(row.loss_ranges[-1][1] - 1)
+        input_ids += tokens[: lengths[-1]]
+    ids, *by_loss_token = (torch.tensor(values, device=device) for values in (input_ids, positions, targets, row_of))
+    return PackedTokens(ids, tuple(lengths), *by_loss_token)
+
+
+def collate(rows: Sequence[TrainingRow], weights: Mapping[int, float], device: torch.device) -> MicroBatch:
+    """Rows of reinforcement learning as one micro-batch; `weights` by row index."""
+    packed = flatten(rows, device)
+    by_row = torch.tensor([[row.advantage for row in rows], [weights[row.index] for row in rows]], device=device)
+    behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs], device=device)
+    advantages, token_weights = by_row[:, packed.row_of]
+    return MicroBatch(
+        **vars(packed), rows=tuple(rows), behaviour_logprobs=behaviour, advantages=advantages, weights=token_weights
+    )
 
 
 @dataclass
@@ -96,7 +162,7 @@ def update_policy(
         sums = []
         for part in parts:
             sharing = parts if batch.normalize == "step" else [part]
-            weights = row_weights([row for p in sharing for row in p.rows], objective.aggregation)
+            weights = policy_loss.row_weights([row for p in sharing for row in p.rows], objective.aggregation)
             with optimizer.at(part.draw):
                 loss, count = update.backward(part, weights)
             sums.append((loss, count))
@@ -155,9 +221,9 @@ class _Update:
         `weights`: of rows, by index. Returns the summed loss, and the count to divide it by.
         """
         total = count = 0.0
-        of_entropy = any(term.of_entropy for term in terms_of(self.objective))
-        correction = self.batch.correction or Correction()
-        with_gradient, without = split_by_gradient(part.rows, self.objective)
+        of_entropy = any(term.of_entropy for term in policy_loss.terms_of(self.objective))
+        correction, temperature = self.batch.correction or Correction(), self.batch.temperature
+        with_gradient, without = policy_loss.split_by_gradient(part.rows, self.objective)
         for rows, enabled in ((with_gradient, True), (without, False)):
             for bundle in self.bundles(rows):
                 if not bundle:
@@ -166,9 +232,7 @@ class _Update:
                     continue
                 micro = collate(bundle, weights, self.policy.device)
                 with torch.set_grad_enabled(enabled):
-                    logprobs, entropy = self.policy.logprobs(
-                        micro, self.batch.temperature, with_entropy_gradient=of_entropy
-                    )
+                    logprobs, entropy = self.policy.logprobs(micro, temperature, with_entropy_gradient=of_entropy)
                     first = logprobs.detach()
                     if self.first_logprobs:
                         saved = [self.first_logprobs[part.draw, row.index] for row in bundle]
@@ -176,12 +240,12 @@ class _Update:
                     corrected = correct(first, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
                     counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
                     inputs = LossInputs(logprobs, first, entropy, micro.advantages, corrected.weights, counted)
-                    loss = (token_losses(inputs, self.objective) * micro.weights).sum(dtype=torch.float64)
+                    loss = (policy_loss.token_losses(inputs, self.objective) * micro.weights).sum(dtype=torch.float64)
                 if enabled:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 count += float((counted * micro.weights).sum(dtype=torch.float64))
-                self.record.add(micro, inputs, corrected, clip_statistics(inputs, self.objective))
+                self.record.add(micro, inputs, corrected, policy_loss.clip_statistics(inputs, self.objective))
         totals, counts = zip(*self.ranks.gather((total, count)), strict=True)
         return math.fsum(totals), math.fsum(counts)
 

@@ -1,20 +1,17 @@
-"""Find a way through a directed graph. Level: edges on the way; as many dead ends branch off.
-
-    ab bc ad cf de; a to e              ->  a d e
-Any path along the given edges from start to goal is right.
-"""
-
 from itertools import pairwise
 from random import Random
 from string import ascii_lowercase
 
-from threepo.answers import final_answer, judge
-from threepo.data.task import Task
-from threepo.types import Problem, Verdict
+from threepo.data.task import Task, read_question
+from threepo.types import Problem, Verdict, final_answer, judge
 
 
 class Paths(Task):
-    """Worked out as a depth-first search that writes down every stop, also when it goes back."""
+    """Find a way through a directed graph: `ab bc ad cf de; a to e` -> `a d e`, or any other along the given edges.
+
+    Level: edges on the way; as many dead ends branch off. Worked out as a depth-first search that writes down every
+    stop, also when it goes back.
+    """
 
     name = "paths"
     default_levels = (2, 3, 4)
@@ -33,13 +30,13 @@ class Paths(Task):
 
     def verify(self, problem: Problem, completion: str) -> Verdict:
         given = final_answer(completion)
-        edges, start, goal = _read(str(problem.prompt))
+        edges, start, goal = read_question(str(problem.prompt))
         stops = given.split()
         right = len(stops) > 1 and stops[0] == start and stops[-1] == goal
         return judge(given, right and all(a + b in edges for a, b in pairwise(stops)))
 
     def work(self, prompt: str) -> str:
-        edges, start, goal = _read(prompt)
+        edges, start, goal = read_question(prompt)
         visits: list[str] = []
 
         def search(at: str) -> bool:
@@ -53,10 +50,3 @@ class Paths(Task):
 
         search(start)
         return "".join(visits)
-
-
-def _read(prompt: str) -> tuple[list[str], str, str]:
-    """Edges, start and goal."""
-    listing, _, question = prompt.partition(";")
-    start, _, goal = question.split()
-    return listing.split(), start, goal

@@ -1,8 +1,3 @@
-"""Sort digits. Level: how many.
-
-sort 7 3 9 1        ->  1 3 7 9
-"""
-
 from random import Random
 
 from threepo.data.task import Task
@@ -10,7 +5,10 @@ from threepo.types import Problem
 
 
 class Sorting(Task):
-    """Worked out as a selection sort: the smallest digit left, and the digits that are left without it."""
+    """Sort digits: `sort 7391` -> `1379`. Level: how many.
+
+    Worked out as a selection sort: the smallest digit left, and the digits that are left without it.
+    """
 
     name = "sorting"
     default_levels = (4, 5, 6)
@@ -24,8 +22,7 @@ class Sorting(Task):
     def work(self, prompt: str) -> str:
         left = prompt.split()[1]
         steps = []
-        while left:
-            smallest = min(left)
+        for smallest in sorted(left):
             left = left.replace(smallest, "", 1)
             steps.append(f"{smallest}:{left}")
         return "\n".join(steps)

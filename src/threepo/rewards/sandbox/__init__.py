@@ -1,24 +1,67 @@
-"""Opens the sandbox that the settings name, and tries it with a program of one line."""
+"""Sandboxes: what they take and return, and the table of them. Each is a file of this folder."""
 
-from collections.abc import Callable
+from collections.abc import Generator
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Literal, Protocol
 
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.sandbox.bubblewrap import Bubblewrap
-from threepo.rewards.sandbox.interface import Sandbox, Submission
-from threepo.rewards.sandbox.local import LocalSandbox
-from threepo.rewards.sandbox.server import ServerSandbox
 
-BACKENDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
-    "bubblewrap": Bubblewrap,
-    "sandbox_fusion": ServerSandbox,
-    "unconfined": LocalSandbox,
+TestKind = Literal["stdin", "call", "script"]
+Ending = Literal["ok", "wrong", "runtime error", "time-out", "memory", "compile error", "sandbox error"]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A program and the cases to run it on."""
+
+    kind: TestKind
+    """`stdin`: a case is what the program reads. `call`: a case is JSON, the arguments of the function `entry`.
+    `script`: a case is Python code that runs after the program, with its names, and passes if it does not raise."""
+    program: str
+    cases: tuple[str, ...]
+    entry: str = ""
+    """For `call`: a method of the program's class `Solution`, or a function of the program."""
+    prefix: str = ""
+    """Code of the data set that runs before the program, with the same names."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one case ended."""
+
+    ending: Ending
+    """`ok`: without an error; for `stdin` and `call` the output is still to be compared. `wrong`: an assertion of a
+    script failed, or there was more output than the limit."""
+    output: str = ""
+    """For `stdin`, standard output; for `call`, the returned value as JSON."""
+    message: str = ""
+    """The cause of a sandbox error."""
+
+
+class Sandbox(Protocol):
+    """Runs programs that nobody has read; made from the settings."""
+
+    workers: int
+    """How many programs it runs well at the same time."""
+    advice: str
+    """What a user can do where it does not work."""
+
+    def run(self, submission: Submission) -> Generator[Outcome, None, None]:
+        """The outcome of each case, in order; `next` runs a case. Closing the generator ends the program."""
+
+
+BACKENDS = {
+    "bubblewrap": "bubblewrap:Bubblewrap",
+    "sandbox_fusion": "server:ServerSandbox",
+    "unconfined": "local:LocalSandbox",
 }
 
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:
-    """The sandbox of these settings; `UserError` if it cannot run a program of one line."""
-    sandbox = BACKENDS[settings.backend](settings)
+    """The sandbox that the settings name; `UserError` if it cannot run a program of one line."""
+    sandbox: Sandbox = resolve_name(f"{__name__}.{BACKENDS[settings.backend]}")(settings)
     (outcome,) = sandbox.run(Submission(kind="stdin", program="print(input())", cases=("hello\n",)))
     if outcome.ending == "sandbox error":
         raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {sandbox.advice}")

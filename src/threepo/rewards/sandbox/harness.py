@@ -31,12 +31,16 @@ from types import CodeType, ModuleType
 __builtins__ = vars(builtins).copy()  # type: ignore[assignment]
 TYPE_CHECKING = False  # the module `typing` takes longer to import than Python takes to start
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any, NoReturn
+
+    Table = dict[str, Any]
 
 MEMORY, WRONG, NO_PYTHON = 86, 87, 88
 """Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
 with one of them on purpose only fails in another way."""
+OWN = ("<tests>", "<prefix>", "<frozen ", os.path.dirname(os.__file__))
+"""How the names of files begin whose code may end the tests: theirs and the standard library's, not the program's."""
 MARK_BYTES = 32
 """A case of a script begins with a random mark, which is the answer if the case comes to its end."""
 NOBODY = 65534
@@ -57,18 +61,15 @@ def compiled(code: str, name: str) -> CodeType:
         raise SyntaxError(str(error)) from None
 
 
-def new_module(kind: str) -> dict[str, Any]:
+def new_module(kind: str) -> Table:
     """The names of a new, importable module for the program; it is `__main__` for `stdin` only."""
     name = "__main__" if kind == "stdin" else "solution"
-    sys.modules[name] = ModuleType(name)
-    names = vars(sys.modules[name])
-    names["__builtins__"] = builtins  # not our copy
-    return names
+    sys.modules[name] = module = ModuleType(name)
+    module.__builtins__ = builtins  # type: ignore[attr-defined]  # not our copy
+    return vars(module)
 
 
-def run(
-    kind: str, names: dict[str, Any], codes: Sequence[CodeType], entry: str, take: Callable[[], bytes], answer: int
-) -> NoReturn:
+def run(order: Table, names: Table, codes: list[CodeType], take: Callable[[], bytes], answer: int) -> NoReturn:
     """Run the program, then the case that `take` returns, and end the process.
 
     `answer` is the descriptor for what a function returns, or for a script's mark.
@@ -77,32 +78,29 @@ def run(
     try:
         for code in codes:
             exec(code, names)
-        if kind == "call":
-            write(answer, _returned(names, entry, take()))
-        elif kind == "script":
+        if order["kind"] == "call":
+            write(answer, _returned(names, order["entry"], take()))
+        elif order["kind"] == "script":
             status = _tested(names, take(), answer)
-    except SystemExit as end:
-        status = end.code if kind == "stdin" else 1
-    except MemoryError:
-        status = MEMORY
-    except BaseException:
-        status = 1
-    last: list[Callable[[], object]] = [  # what Python does at its end; the kernel frees the rest faster
+    except BaseException as error:
+        status = MEMORY if isinstance(error, MemoryError) else 1
+        if isinstance(error, SystemExit) and order["kind"] == "stdin":
+            status = error.code
+    for step in (  # what Python does at its end; the kernel frees the rest faster
         lambda: sys.modules["threading"]._shutdown(),  # waits for threads
         lambda: atexit._run_exitfuncs(),
         lambda: sys.stdout.flush(),
         names.clear,  # writes out files that were left open
         lambda: sys.__stdout__.flush(),  # type: ignore[union-attr]
-    ]
-    for step in last:
+    ):
         try:
-            step()
+            step()  # type: ignore[no-untyped-call]
         except BaseException:
             continue  # no threads, or something that the program broke
     _exit(status & 255 if isinstance(status, int) else int(status is not None))
 
 
-def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
+def _returned(names: Table, entry: str, case: bytes) -> bytes:
     """The JSON of what the program's function returns."""
     import json
 
@@ -112,7 +110,7 @@ def _returned(names: dict[str, Any], entry: str, case: bytes) -> bytes:
     return json.dumps(function(*json.loads(case)), default=list).encode()
 
 
-def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
+def _tested(names: Table, case: bytes, answer: int) -> int:
     """Run the tests after the program, with its names; returns the exit status."""
     names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
     sys.exit = leave  # by which unittest.main fails
@@ -123,10 +121,9 @@ def _tested(names: dict[str, Any], case: bytes, answer: int) -> int:
         return WRONG
     except SystemExit as end:  # unittest.main and some tests end so, but the program may not end its tests
         frame = end.__traceback__
-        while frame is not None:
-            if frame.tb_frame.f_code.co_filename == "<program>":
+        while frame := frame and frame.tb_next:
+            if not frame.tb_frame.f_code.co_filename.startswith(OWN):
                 return 1
-            frame = frame.tb_next
         if end.code:
             return WRONG
     write(answer, case[:MARK_BYTES])
@@ -144,28 +141,35 @@ def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
     """Run a submission without a harness: its case is standard input, and the answer goes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_LIMIT, OUTPUT_LIMIT))
     answer, case, null = os.open(answer_file, os.O_WRONLY | os.O_CREAT), os.dup(0), os.open(os.devnull, os.O_RDWR)
-    if submission["kind"] == "stdin":
-        os.dup2(answer, 1)
-    else:
+    os.dup2(answer if submission["kind"] == "stdin" else null, 1)
+    if submission["kind"] != "stdin":
         os.dup2(null, 0)
-        os.dup2(null, 1)
     try:
         codes = [compiled(submission[part], f"<{part}>") for part in ("prefix", "program")]
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
-        run(submission["kind"], new_module(submission["kind"]), codes, submission["entry"], file.read, answer)
+        run(submission, new_module(submission["kind"]), codes, file.read, answer)
 
 
 class Harness:
     """Runs the program of an order; ends when the parent has gone."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, order: Table) -> None:
         os.closerange(3, 4096)  # bubblewrap may leave files open
         self._order, self._kind = order, order["kind"]
         self._pid, self._waited = 0, 0.0
-        _confine(order)
+        if order["drop_root"]:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        stack = STACK if hard == resource.RLIM_INFINITY else min(STACK, hard)
+        for name, limits in {"STACK": (stack, hard), **order["limits"]}.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
+        _load_filter(order["filters"][0])
         self._link, null = os.dup(0), os.open(os.devnull, os.O_RDWR)
+        self._input = os.fdopen(self._link, "rb")
         self._poll = select.poll()
         self._poll.register(self._link, 0)  # reports only that the parent has gone
         for file in (0, 1, 2):  # standard error reported errors until now
@@ -195,18 +199,11 @@ class Harness:
         while True:
             self._tell(self._case(names, program).encode())
 
-    def _take(self) -> bytes:
-        """The parent's next message."""
-        return self._read(int.from_bytes(self._read(4), "big"))
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = os.read(self._link, size - len(data))
-            if not part:
-                os._exit(0)
-            data += part
-        return bytes(data)
+    def _receive(self, file: int) -> None:
+        """Write the parent's next message into a file; end where there is none."""
+        size = self._input.read(4) or os._exit(0)
+        write(file, self._input.read(int.from_bytes(size, "big")))
+        os.lseek(file, 0, os.SEEK_SET)
 
     def _tell(self, message: bytes) -> None:
         write(self._link, len(message).to_bytes(4, "big") + message)
@@ -223,20 +220,19 @@ class Harness:
         if gone:
             os._exit(0)
 
-    def _case(self, names: dict[str, Any], program: CodeType) -> str:
+    def _case(self, names: Table, program: CodeType) -> str:
         """Run the next case; its ending."""
         file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(".case")
         if self._kind == "stdin":
-            _fill(file, self._take())
-        up, answer = os.pipe()
-        down, go = os.pipe()
+            self._receive(file)
+        (up, answer), (down, go) = os.pipe(), os.pipe()
         pid = os.fork()
         if not pid:
             try:
                 for end in (self._link, up, go):
                     os.close(end)
-                run(self._kind, names, [program], self._order["entry"], self._as_program(file, answer, down), answer)
+                run(self._order, names, [program], self._as_program(file, answer, down), answer)
             finally:
                 _exit(1)
         self._pid, self._waited = pid, 0.0
@@ -244,7 +240,7 @@ class Harness:
         os.close(down)
         if self._kind != "stdin":
             os.read(up, 1)  # comes when the program's own code has run, or ends with the program
-            _fill(file, self._take())
+            self._receive(file)
         os.close(go)
         written = 0
         while part := os.read(up, 1 << 16):
@@ -284,19 +280,6 @@ class Harness:
         return take
 
 
-def _confine(order: dict[str, Any]) -> None:
-    """Give up root if the harness has it, and set the limits and the filter for everything in the sandbox."""
-    if order["drop_root"]:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK if hard == resource.RLIM_INFINITY else min(STACK, hard), hard))
-    for name, value in order["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    _load_filter(order["filters"][0])
-
-
 def _load_filter(instructions: bytes) -> None:
     """Load a filter of system calls, if there is one."""
     if instructions:
@@ -307,8 +290,3 @@ def _load_filter(instructions: bytes) -> None:
         program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + address  # struct sock_fprog
         if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
             raise OSError("the kernel refuses a filter of system calls")
-
-
-def _fill(file: int, data: bytes) -> None:
-    write(file, data)
-    os.lseek(file, 0, os.SEEK_SET)

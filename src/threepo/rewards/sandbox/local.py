@@ -23,8 +23,7 @@ from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import harness
-from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""
@@ -70,17 +69,12 @@ class LocalSandbox:
         """See `Sandbox.run`."""
         cases = [case.encode("utf-8", "surrogatepass") for case in submission.cases]
         room = FILES_LIMIT + max(map(len, cases))
-        limits = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
-        if self.filters[1] and _counts_by_namespace():
-            limits["NPROC"] = THREADS
-        order = {
-            **vars(replace(submission, cases=())),
-            "cpu_s": self._cpu_s,
-            "wall_s": self._wall_s,
-            "limits": limits,
-            "drop_root": self.drop_root,
-            "filters": self.filters,
-        }
+        most = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
+        if self.filters[1] and [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]:
+            most["NPROC"] = THREADS  # an older kernel would count all processes of the user
+        order = vars(replace(submission, cases=())) | {"cpu_s": self._cpu_s, "wall_s": self._wall_s}
+        order |= {"limits": {name: (value, value) for name, value in most.items()}}  # soft and hard
+        order |= {"drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
         with link, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
             with theirs:
@@ -144,9 +138,3 @@ def _harness() -> CodeType:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-@functools.cache
-def _counts_by_namespace() -> bool:
-    """Whether the kernel counts processes for each user namespace; before 5.14 it would count the user's others."""
-    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (5, 14)

@@ -6,23 +6,22 @@ So the program writes to a file, which the server returns whatever its size.
 """
 
 import base64
-import http.client
 import inspect
 import json
 import random
 import secrets
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from dataclasses import replace
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import harness
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
-from threepo.rewards.sandbox.interface import Ending, Outcome, Submission
 
 WORKERS = 32
 MARGIN_S = 10.0
@@ -53,35 +52,25 @@ class ServerSandbox:
             mark = secrets.token_hex(MARK_BYTES // 2) if submission.kind == "script" else ""
             try:
                 yield _outcome(self._ask(code, mark + case), mark)
-            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 yield Outcome("sandbox error", message=f"{self._settings.url}: {reason}")
 
     def _ask(self, code: str, stdin: str) -> dict[str, Any]:
         """The server's answer. Before its first answer, an address that does not answer counts as wrong."""
-        seconds = self._settings.timeout_s
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": seconds,
-            "memory_limit_MB": self._settings.memory_mib,
-            "fetch_files": [ANSWER],
-        }
-        request = urllib.request.Request(
-            self._settings.url.rstrip("/") + "/run_code",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        url, seconds = self._settings.url.rstrip("/") + "/run_code", self._settings.timeout_s
+        body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": seconds}
+        body |= {"memory_limit_MB": self._settings.memory_mib, "fetch_files": [ANSWER]}
+        request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         attempt = 0
         while True:
             try:
-                with self._free, urllib.request.urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
-                    answer = json.loads(response.read())
+                with self._free, urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
+                    answer = json.load(response)
                 self._seen = True
                 return dict(answer)
-            except (OSError, http.client.HTTPException) as error:
-                status = error.code if isinstance(error, urllib.error.HTTPError) else None
+            except (OSError, HTTPException) as error:
+                status = error.code if isinstance(error, HTTPError) else None
                 may_change = self._seen if status is None else status in (429, 503, 504)
                 attempt += 1
                 if not may_change or attempt == ATTEMPTS:
