@@ -127,7 +127,7 @@ class UpdateRecord:
         self.kl = math.fsum(record.kl for record in records)
         names = {name: None for record in records for name in record.policy}
         self.policy = {name: math.fsum(record.policy.get(name, 0.0) for record in records) for name in names}
-        self.rows = [row for record in records for row in record.rows]
+        self.rows = sorted((row for record in records for row in record.rows), key=lambda row: row.index)
 
     def add(self, micro: MicroBatch, inputs: LossInputs, corrected: Corrected, statistics: dict[str, float]) -> None:
         """Add the sums and rows of a micro-batch."""

@@ -1,14 +1,11 @@
 """IVON on real torchrun ranks: sharded, replicated, saved at one world size and loaded at another, to the last bit."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -16,33 +13,7 @@ from threepo import IVON
 from threepo.errors import UserError
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
-TIMEOUT = 180.0
-"""Seconds; a rank that hangs says after 120 where it is, and a collective gives up after 100."""
 SIX_STEPS = ("--steps", "0:6")
-
-
-def launch(*command: str, ranks: int = 0) -> None:
-    """Run a program in one process, or under torchrun; fail with what it said if it fails or hangs."""
-    # All on the loopback: torchrun and gloo would look up the machine's name, and wait where that has no answer.
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # another number rounds matrix products differently
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    process = subprocess.Popen(
-        [sys.executable, *(torchrun if ranks else []), *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        _, said = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        # The ranks too: torchrun alone would leave them behind, and they hold the pipe that is read to its end.
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{command} hangs: {process.communicate()[1][-5000:]}")
-    assert process.returncode == 0, said[-5000:]
 
 
 def run(out: Path, layout: str, *options: str, ranks: int = 0) -> dict[str, Any]:

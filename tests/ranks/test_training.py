@@ -1,0 +1,192 @@
+"""Training on real torchrun ranks: the same run as in one process, its checkpoints, and its ends."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+from safetensors.torch import load_file
+
+from runs import RLVR, SFT, outcome
+from threepo.cli import main
+from threepo.models.policy import Policy
+from threepo.objectives import policy_loss
+from threepo.ranks.dealing import deal_rows
+from threepo.ranks.group import ALONE, Ranks
+from threepo.run_folder import checkpoints
+from threepo.training import sft, update
+from threepo.types import SupervisedRow
+
+PROGRAM = str(Path(__file__).with_name("training_program.py"))
+REWARD = """
+import os
+def reward(completions, **_):
+    return [float(bool(c) and c[0] < 'P') for c in completions]
+def fails_on_one_rank(completions, **_):
+    if os.environ.get("RANK") == "1":
+        raise ValueError("the verifier is down")
+    return reward(completions)
+"""
+IVON = ("optimizer.lr=1e3", "optimizer.ess=1e6")
+METHODS = {
+    "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2"),
+    "b3po": IVON,
+    "m3po": IVON,
+    "c3po": IVON,
+    "c3po_replay": IVON,
+}
+COMMON = (
+    *RLVR,
+    "reward.function=first_character:reward",
+    "model.tiny.tied=false",
+    "schedule.warmup_share=0",
+    "batching.tokens=64",  # several micro-batches a rank, and not as many on each
+    "run.steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with a reward that a random policy can learn."""
+    path = tmp_path_factory.mktemp("ranks")
+    (path / "first_character.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+        yield path
+
+
+def commands(under: str) -> list[list[str]]:
+    """A run of every method, and a warm start, with an untied head and a tied one."""
+    found = [
+        ["train", *COMMON, f"method.preset={name}", *settings, f"run.folder={under}/{name}"]
+        for name, settings in METHODS.items()
+    ]
+    return [*found, ["sft", *SFT, "run.steps=3", "batching.tokens=200", f"run.folder={under}/sft"]]
+
+
+def run_all(folder: Path, ranks: int) -> Path:
+    """All of them on ranks."""
+    under = folder / f"on-{ranks}"
+    (folder / "commands.json").write_text(json.dumps(commands(str(under))))
+    launch(PROGRAM, str(folder / "commands.json"), ranks=ranks)
+    return under
+
+
+@pytest.fixture(scope="module")
+def on_two(folder: Path) -> Path:
+    return run_all(folder, 2)
+
+
+class Played:
+    """One process that adds up as ranks do: over micro-batches, sums over ranks, of which each adds up its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def backward(self, this: Any, part: Any, weights: Any) -> tuple[float, float]:
+        """`_Update.backward`, played."""
+        with_gradient, without = policy_loss.split_by_gradient(part.rows, this.objective)
+        sums = [[0.0, 0.0] for _ in range(self.ranks)]
+        backward = REAL["backward"]
+        objective = this.objective
+        parameters = list(this.policy.model.parameters())
+        before = [p.grad for p in parameters]
+        for rows, enabled in ((with_gradient, True), (without, False)):
+            hands = [self.packed(this.policy, hand, this.token_budget) for hand in deal_rows(rows, self.ranks)]
+            for turn in range(max(map(len, hands))):
+                here: list[torch.Tensor | None] = [None] * len(parameters)
+                for rank, hand in enumerate(hands):
+                    for p in parameters:
+                        p.grad = None
+                    if turn < len(hand):
+                        one = type(part)(part.draw, tuple(hand[turn]))
+                        loss, count = backward(this, one, weights)
+                        sums[rank][0] += loss
+                        sums[rank][1] += count
+                    here = add(here, [p.grad for p in parameters])
+                if enabled:
+                    before = add(before, here)
+        assert objective is this.objective
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+        losses, counts = zip(*sums, strict=True)
+        return math.fsum(losses), math.fsum(counts)
+
+    def cross_entropy(
+        self, policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE
+    ) -> float:
+        """`sft.cross_entropy`, played."""
+        sums = [0.0] * self.ranks
+        parameters = list(policy.model.parameters())
+        total: list[torch.Tensor | None] = [None] * len(parameters)
+        hands = [self.packed(policy, hand, token_budget) for hand in deal_rows(rows, self.ranks)]
+        for turn in range(max(map(len, hands))):
+            here: list[torch.Tensor | None] = [None] * len(parameters)
+            for rank, hand in enumerate(hands):
+                for p in parameters:
+                    p.grad = None
+                if turn < len(hand):
+                    sums[rank] += REAL["cross_entropy"](policy, hand[turn], token_budget, ranks)
+                here = add(here, [p.grad for p in parameters])
+            total = add(total, here)
+        for p, grad in zip(parameters, total, strict=True):
+            p.grad = grad
+        return math.fsum(sums)
+
+    @staticmethod
+    def packed(policy: Policy, hand: Sequence[Any], budget: int) -> list[list[Any]]:
+        """The micro-batches of a rank."""
+        return list(update.pack(hand, budget, policy.device, padding=not policy.scorer.packed_rows))
+
+
+def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Sums of gradients, of which any may be missing."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(some, more, strict=True)]
+
+
+REAL: dict[str, Any] = {"backward": update._Update.backward, "cross_entropy": sft.cross_entropy}
+
+
+def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All runs in one process that adds up as so many ranks do."""
+    player, under = Played(ranks), folder / f"played-{ranks}"
+    monkeypatch.setattr(update._Update, "backward", lambda this, part, weights: player.backward(this, part, weights))
+    monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
+    for command in commands(str(under)):
+        assert main(command) == 0
+    return under
+
+
+def assert_same(one: Path, other: Path, tolerance: float) -> None:
+    """Completions and everything else agree; weights and posterior, too (tolerance 0: to the bit)."""
+    a, b = outcome(one), outcome(other)
+    for step in a["completions"]:
+        for x, y in zip(a["completions"][step], b["completions"][step], strict=True):
+            assert (x["tokens"], x["draw_index"], x["reward"]) == (y["tokens"], y["draw_index"], y["reward"])
+    for x, y in zip(a["metrics"], b["metrics"], strict=True):
+        assert x.keys() == y.keys()
+        for name in x:
+            assert x[name] == pytest.approx(y[name], rel=max(tolerance, 1e-6), abs=max(tolerance, 1e-7)), name
+    files = [checkpoints(run)[-1][1] for run in (one, other)]
+    for file in files[0].glob("*.safetensors"):
+        mine, theirs = load_file(file), load_file(files[1] / file.name)
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            if tolerance:
+                torch.testing.assert_close(tensor, theirs[name], rtol=tolerance, atol=tolerance)
+            else:
+                assert torch.equal(tensor, theirs[name]), f"{file.name}: {name}"
+    assert a["state"] == b["state"]
+
+
+def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method and fine-tuning, bitwise: weights, posterior, optimizer, completions."""
+    alone = played(folder, 2, monkeypatch)
+    for name in (*METHODS, "sft"):
+        assert_same(on_two / name, alone / name, tolerance=0)

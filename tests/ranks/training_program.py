@@ -1,0 +1,62 @@
+"""What torchrun runs for test_training.py: several runs, one after another, since ranks take long to start.
+
+training_program.py COMMANDS.json: a list of the arguments of commands; each must succeed.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from threepo.cli import main
+from threepo.ranks import sharding
+from threepo.ranks.group import joined
+
+
+class InOrder:
+    """A reduce-scatter that sums in the order of ranks, whatever the number of them."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for FSDP2's buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
+        """Every rank sends each other its piece, then adds."""
+        got = torch.empty_like(input_tensor)
+        dist.all_to_all_single(got, input_tensor, group=group)
+        parts = got.view(dist.get_world_size(group), -1)  # type: ignore[arg-type]
+        output_tensor.copy_(parts[0])
+        for part in parts[1:]:
+            output_tensor.add_(part)
+
+
+def sharded_in_order(policy: object, ranks: object) -> object:
+    """`sharding.sharded`, with gradients that are summed in the order of ranks."""
+    result = SHARDED(policy, ranks)  # type: ignore[arg-type]
+    for module in result.scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(InOrder())  # type: ignore[arg-type]
+    return result
+
+
+SHARDED = sharding.sharded
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)
+    with joined() as ranks, patch("threepo.training.run.sharded", sharded_in_order):
+        for command in json.loads(Path(sys.argv[1]).read_text()):
+            with patch("threepo.ranks.group.joined", lambda: nullcontext(ranks)):  # ranks meet once in a process
+                status = main(command)
+            if status:
+                os._exit(status)
+    sys.stderr.flush()
+    os._exit(0)
