@@ -3,13 +3,15 @@
 import json
 import math
 import os
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import launch
+from launch import ended, launch, start
 from safetensors.torch import load_file
 
 from runs import RLVR, SFT, outcome
@@ -18,7 +20,7 @@ from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
-from threepo.run_folder import checkpoints
+from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import sft, update
 from threepo.types import SupervisedRow
 
@@ -34,7 +36,8 @@ def fails_on_one_rank(completions, **_):
 """
 IVON = ("optimizer.lr=1e3", "optimizer.ess=1e6")
 METHODS = {
-    "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2"),
+    # Without clipping: the norm that it divides by is a sum over shards, whose rounding depends on their number.
+    "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
     "b3po": IVON,
     "m3po": IVON,
     "c3po": IVON,
@@ -118,6 +121,13 @@ class Played:
         losses, counts = zip(*sums, strict=True)
         return math.fsum(losses), math.fsum(counts)
 
+    def score_first(self, this: Any, optimizer: Any) -> None:
+        """`_Update.score_first`, with the micro-batches of the ranks: other ones round differently."""
+        hands = lambda rows: [self.packed(this.policy, hand, this.token_budget) for hand in deal_rows(rows, self.ranks)]  # noqa: E731
+        this.bundles = lambda rows: [bundle for hand in hands(rows) for bundle in hand]
+        REAL["score_first"](this, optimizer)
+        del this.bundles
+
     def cross_entropy(
         self, policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE
     ) -> float:
@@ -150,13 +160,18 @@ def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]
     return [b if a is None else a if b is None else a + b for a, b in zip(some, more, strict=True)]
 
 
-REAL: dict[str, Any] = {"backward": update._Update.backward, "cross_entropy": sft.cross_entropy}
+REAL: dict[str, Any] = {
+    "backward": update._Update.backward,
+    "score_first": update._Update.score_first,
+    "cross_entropy": sft.cross_entropy,
+}
 
 
 def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All runs in one process that adds up as so many ranks do."""
     player, under = Played(ranks), folder / f"played-{ranks}"
     monkeypatch.setattr(update._Update, "backward", lambda this, part, weights: player.backward(this, part, weights))
+    monkeypatch.setattr(update._Update, "score_first", lambda this, optimizer: player.score_first(this, optimizer))
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
     for command in commands(str(under)):
         assert main(command) == 0
@@ -190,3 +205,59 @@ def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, m
     alone = played(folder, 2, monkeypatch)
     for name in (*METHODS, "sft"):
         assert_same(on_two / name, alone / name, tolerance=0)
+
+
+def test_three_ranks_are_one_process_that_plays_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients summed in the order of ranks; three do not divide four prompts."""
+    on_three, alone = run_all(folder, 3), played(folder, 3, monkeypatch)
+    for name in (*METHODS, "sft"):
+        assert_same(on_three / name, alone / name, tolerance=0)
+
+
+def test_two_ranks_do_what_one_does(folder: Path, on_two: Path) -> None:
+    """The same data, draws and completions; the rest up to rounding."""
+    for command in commands(str(folder / "alone")):
+        assert main(command) == 0
+    for name in (*METHODS, "sft"):
+        assert_same(on_two / name, folder / "alone" / name, tolerance=2e-4)
+
+
+def train(folder: Path, ranks: int, *settings: str) -> tuple[int, str]:
+    """Exit status and last words of `threepo train` on ranks."""
+    return ended(start("-m", "threepo", "train", *settings, ranks=ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 1, 3])
+def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two: Path) -> None:
+    """Bitwise with as many as it began with."""
+    parts = folder / f"parts-{ranks}"
+    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=2", f"run.folder={parts}"]
+    (folder / "first.json").write_text(json.dumps([["train", *settings]]))
+    launch(PROGRAM, str(folder / "first.json"), ranks=2)
+    (folder / "rest.json").write_text(json.dumps([["train", "--resume", str(parts), "run.steps=3"]]))
+    launch(PROGRAM, str(folder / "rest.json"), ranks=ranks)
+    assert_same(parts, on_two / "c3po", tolerance=0 if ranks == 2 else 2e-4)
+
+
+def test_an_error_on_one_rank_ends_all_with_its_message(folder: Path) -> None:
+    failing = ["reward.function=first_character:fails_on_one_rank", f"run.folder={folder / 'failing'}"]
+    status, said = train(folder, 2, *COMMON, *failing)
+    assert status == 1, "torchrun's own"
+    lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
+    assert len(lines) == 1, said
+    assert "the verifier is down" in lines[0]
+    assert not (folder / "failing").exists(), "nothing was learnt, so nothing is left"
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder: Path) -> None:
+    run = folder / "stopped"
+    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=0", f"run.folder={run}"]
+    process = start("-m", "threepo", "train", *settings, ranks=2)
+    while len(read_metrics(run)) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    _, said = ended(process)
+    assert f"continue with --resume {run}" in said
+    assert checkpoints(run)[-1][0] == len(read_metrics(run))
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
