@@ -1,5 +1,6 @@
 # make demo    the main job in miniature, minutes on two CPU cores
 # make test    all tests
+# make test-ranks  the tests of several ranks, with torchrun
 # make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
@@ -18,14 +19,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-vllm lint bench docs clean
+.PHONY: demo test test-ranks test-vllm lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/ranks
+
+# One after another: each test has several processes of its own.
+test-ranks: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
 test-vllm: $(VENV_VLLM)/vllm

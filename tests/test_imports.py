@@ -21,6 +21,7 @@ LEVELS = [
     {"methods"},
     {"models"},
     {"rollout"},
+    {"ranks"},
     {"evaluation"},
     {"training", "analysis"},
     {"api", "show"},

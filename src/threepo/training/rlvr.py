@@ -112,6 +112,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     All that can be refused is refused before a new run has a folder.
     """
     refuse_early(config, folder, ranks)
+    if ranks.size > 1 and config.engine.kind != "local":
+        raise UserError(f"engine.kind = {config.engine.kind!r}: not on several ranks yet; set it to 'local'")
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
     training, grader = with_grader(open_training(data), config.reward, data)
