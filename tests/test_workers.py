@@ -230,3 +230,16 @@ def test_what_does_not_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
         pytest.raises(UserError, match=r"reward.memory_mib = 20: is too small .* set it to \d+"),
     ):
         run(pool, 1)
+
+
+def test_a_fork_closes_nothing_and_waits_for_nothing() -> None:
+    """The lock of its copy may be held by a thread that it does not have."""
+    process = Process("import time; time.sleep(1000)", os.environ)
+    with closing(process):
+        with process._closing:
+            child = os.fork()
+            if not child:
+                process.close()
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert process.is_running()

@@ -35,29 +35,30 @@ def train(config: TrainConfig, resumed: RunFolder | None = None, ranks: Ranks = 
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = rlvr.assemble(config, resumed, ranks)
-    with contextlib.closing(run.engine):
+    with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
         return _finish(run, rlvr.train, began)
 
 
 def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
     """Fine-tune to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    return _finish(sft.assemble(config, resumed, ranks), sft.fine_tune, began)
+    run = sft.assemble(config, resumed, ranks)
+    with run.folder:
+        return _finish(run, sft.fine_tune, began)
 
 
 def _finish(run: Any, loop: Callable[[Any], None], began: float) -> Path:
     path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
-    with run.folder:
-        earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
-        began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
-        loop(run)
-        if not run.ranks.first:
-            return path
-        source = getattr(run, "source", None)
-        counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
-        summary = read_run(path).summary()
-        write_json(path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
+    earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
+    began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
+    loop(run)
+    if not run.ranks.first:
         return path
+    source = getattr(run, "source", None)
+    counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
+    summary = read_run(path).summary()
+    write_json(path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
+    return path
 
 
 def closing_words(run: Path) -> str:

@@ -76,8 +76,10 @@ class Process:
 
     def close(self) -> None:
         """Kill the process and everything that it has started."""
+        if self._owner != os.getpid():
+            return  # before the lock, which a fork may find held for ever
         with self._closing:  # whoever stops the pool, and whoever sees that the process has ended
-            if self._owner != os.getpid() or self.connection.closed:
+            if self.connection.closed:
                 return
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -75,6 +75,10 @@ def test_overrides_are_toml_values_or_text() -> None:
         "a": {"b": {"c": "x", "d": [1]}},
     }
     assert parse_overrides(['model.path="3"', "model.path=4"]) == {"model": {"path": 4}}, "the last counts"
+    kinds = ["optimizer.kind=adamw", "optimizer.lr=1", "optimizer.kind=ivon"]
+    assert parse_overrides(kinds) == {"optimizer": {"kind": "ivon", "lr": 1}}
+    tables = ["model.tiny.layers=2", "model.tiny={heads=4}"]
+    assert parse_overrides(tables) == {"model": {"tiny": {"heads": 4}}}, "a table replaces"
 
 
 def test_recipes_extend_each_other(tmp_path: Path) -> None:
@@ -369,3 +373,8 @@ def test_models_and_copies_of_benchmarks_mean_the_same_in_any_directory(
     assert config.model.path == f"{tmp_path}/model"
     assert config.benchmarks.names == (f"aime24={tmp_path}/a.jsonl", "math500=org/copy", "gpqa")
     assert load_evaluation("org/model", "", ["data.eval=sorting"]).model.path == "org/model"
+
+
+def test_broken_rows_of_benchmarks_may_be_left_out() -> None:
+    config = load_evaluation("some/model", "", ["data.broken_rows=skip"], {"names": ["aime24"]})
+    assert config.data.broken_rows == "skip"

@@ -374,3 +374,25 @@ def test_what_cannot_be_stacked_is_refused() -> None:
     model.model.layers[0].mlp.gate_proj = torch.nn.Bilinear(64, 64, 96)
     with pytest.raises(UserError, match="cannot stack the weights of a Bilinear"):
         Ensemble(model, torch.float32, torch.device("cpu"))
+
+
+class OwnRMSNorm(torch.nn.LayerNorm):
+    """A norm that inherits from torch's, and computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the mean taken off, as RMSNorm is."""
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+def test_a_norm_that_inherits_from_torchs_keeps_its_own_code() -> None:
+    policy = policy_of(FAMILIES["llama"])
+    for block in policy.model.model.layers:
+        norm = OwnRMSNorm(block.input_layernorm.weight.shape[0], bias=False)
+        norm.weight.data.copy_(block.input_layernorm.weight.data)
+        block.input_layernorm = norm
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(optimizer, DRAWS, 0)
+    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
+    differences = worst_differences(policy, completions, optimizer)
+    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4

@@ -280,7 +280,8 @@ class BatchingConfig(Settings, table="batching"):
     """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
 
     tokens: CountOrZero = 0
-    """Most tokens of a micro-batch, with any padding; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU."""
+    """Most tokens of a micro-batch; a longer row goes alone. 0: 4096 on a CPU, 16384 on a GPU. Padding counts only for
+    models that need it."""
 
 
 class TrainConfig(Settings, table=""):
@@ -356,9 +357,11 @@ class EvaluationConfig(Settings, table=""):
     """Held-out problems: data.eval, or those of the task in data.train. With benchmarks: only how prompts are made."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    """The seed, and the threads."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:

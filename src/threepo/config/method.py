@@ -74,9 +74,10 @@ class Method(Settings, table="method"):
 
     def __post_init__(self) -> None:
         g, n = self.rollouts_per_prompt, self.draws
-        divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
-        fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-        self.check("draws", not n or g % n == 0, fix)
+        if n and g % n:
+            divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
+            fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
+            self.check("draws", False, fix)
         for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
             fix = "needs draws of the weights; set method.draws to 1 or more"
             self.check(axis, n > 0 or getattr(self, axis) == without, fix)

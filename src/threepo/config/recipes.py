@@ -78,9 +78,12 @@ def parse_overrides(texts: Sequence[str]) -> Table:
             given = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             given = value.strip()
-        for key in reversed(keys):
-            given = {key: given}
-        table = merge(table, given)
+        here = table
+        for key in keys[:-1]:
+            if not isinstance(here.get(key), dict):
+                here[key] = {}
+            here = here[key]
+        here[keys[-1]] = given
     return table
 
 
@@ -192,7 +195,7 @@ def load_evaluation(
 def _as_in_the_paper(table: Table) -> Table:
     """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
-    unread = [f"data.{key}" for key in data if key not in ("system_prompt", "chat_template", "too_long")]
+    unread = [f"data.{key}" for key in data if key not in ("system_prompt", "chat_template", "too_long", "broken_rows")]
     unread += ["eval.problems"] if "problems" in evaluation else []
     if unread:
         raise UserError(f"{unread[0]}: is not read with benchmarks, which bring their own; see [benchmarks]")

@@ -108,9 +108,11 @@ class DataConfig(Settings, table="data"):
     """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
     the data before anything runs; `drop` leaves them out and says how many."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems of a data set with more tokens, chat template included, are left out and counted; 0: none."""
+    """Training problems of a data set with longer prompts, in tokens with the chat template, are left out and counted;
+    0: no limit. Held-out problems are not limited."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are malformed or lack what the reward needs: `error` names the first, `skip` leaves out and counts."""
+    """Rows that are malformed or lack what the reward needs: `error` refuses the data and names
+    the first; `skip` leaves them out, says how many, and names the first three."""
 
     def __post_init__(self) -> None:
         fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
@@ -149,7 +151,8 @@ class ConversationConfig(Settings, table="conversations"):
     too_long: Literal["error", "drop"] = "error"
     """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are no conversation, or that the template refuses: `error` refuses the source, `skip` counts them."""
+    """Rows that are no conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves them
+    out and counts them."""
     loss_on: Literal["all", "last"] = "all"
     """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""

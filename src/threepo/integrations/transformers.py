@@ -75,7 +75,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **settings: Any) -> Any:
         """As in Trainer; with `load_best_model_at_end`, the best checkpoint's posterior is loaded with its weights."""
-        self._best = self._draw = None  # that of a step that an exception interrupted: its gradients are cleared too
+        self._best = None
         output = super().train(*args, **settings)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self._best = Path(self.state.best_model_checkpoint)
@@ -85,6 +85,11 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
                     if "mean" in state:
                         state["mean"].copy_(p)
         return output
+
+    def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
+        # Also after an error, with or without a retry: the gradients of the step that it interrupted are cleared too.
+        self._draw = None
+        return super()._inner_training_loop(*args, **settings)
 
     def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch at the weights of this optimizer step's draw."""

@@ -62,6 +62,7 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
     verdicts = [completion.verdict for group in groups for completion in group.completions]
     assert all(verdicts), "training_batch needs graded completions"
     rewards = torch.tensor([verdict.reward for verdict in verdicts if verdict], dtype=torch.float64)
+    assert len({len(group.completions) for group in groups}) == 1, "groups of one size"
     rewards = rewards.view(len(groups), -1)
     shaped = rewards.view(len(groups), -1, method.group_size)
     return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
@@ -124,15 +125,18 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
 @contextmanager
 def _library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     """Turn the libraries' errors into a `UserError`, and silence their lines about retries and weights."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    hub = logging.getLogger("huggingface_hub")
+    hub_level, level = hub.level, transformers_logging.get_verbosity()
+    hub.setLevel(logging.CRITICAL)
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
     finally:
-        logging.disable(before)
+        hub.setLevel(hub_level)
+        transformers_logging.set_verbosity(level)
 
 
 def _load_tokenizer(path: str) -> Any:

@@ -157,7 +157,7 @@ class Posterior:
                 raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
         scalars = {name: sigma_scalars(vars(group)) for group in self.groups for name in group.parameters}
         for name, mean in means.items():
-            if name not in scalars or not scalars[name].noise_scale:  # was frozen in training, or had no noise
+            if name not in self.hessian or not scalars[name].noise_scale:  # was frozen in training, or had no noise
                 yield name, mean
                 continue
             out = into[name] if into else torch.empty_like(mean)

@@ -182,7 +182,8 @@ def _filled(value: Any) -> bool:
 def _texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
     """What a program reads or writes in each case; some data sets have it as a list of lines."""
     for value in values:
-        if not isinstance(value, Sequence) or not all(isinstance(line, str) for line in value):
+        lines = [value] if isinstance(value, str) else value
+        if not isinstance(lines, Sequence) or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"have {name!r} with {value!r}, which must be text")
     return tuple(value if isinstance(value, str) else "\n".join(value) for value in values)
 

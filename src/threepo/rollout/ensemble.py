@@ -133,7 +133,7 @@ class StackedNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any [B, ..., D]."""
         vectors = {name: self.current.rows.vectors(stack, x.dim()) for name, stack in self.stacks.items()}
-        if isinstance(self.inner, nn.LayerNorm):  # torch's function takes no vectors of several rows
+        if type(self.inner) is nn.LayerNorm:  # torch's function takes no vectors of several rows
             out = F.layer_norm(x, x.shape[-1:], eps=self.inner.eps) * vectors["weight"]
             return out + vectors["bias"] if "bias" in vectors else out
         for name, vector in vectors.items():

@@ -28,6 +28,8 @@ SETTLE_BELOW = 15 / 16
 PREFILL_TOKENS = 1 << 14
 """Most prompt tokens, padding included, that one pass reads."""
 
+ROW, LENGTH, TOKEN, MADE, SLOT = range(5)
+"""What stands in the batch of a decoding for each of its rows."""
 Prompt = tuple[int, ...]
 
 
@@ -210,24 +212,24 @@ class Decoding:
         """Remove finished rows, add waiting ones, and move all into the first slots."""
         old = self._batch.T.tolist()
         bounds = pairwise(accumulate(self._counts, initial=0))
-        by_draw = [[entry for entry in old[slice(*bound)] if entry[0] != self._none] for bound in bounds]
+        by_draw = [[entry for entry in old[slice(*bound)] if entry[ROW] != self._none] for bound in bounds]
         for queue, mine in zip(self._waiting, by_draw, strict=True):
             for row in [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]:
                 mine.append([row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1])
-        started = [[entry for entry in mine if entry[-1] < 0] for mine in by_draw]
+        started = [[entry for entry in mine if entry[SLOT] < 0] for mine in by_draw]
         self._counts = self._batch_counts([len(mine) for mine in by_draw])
         for mine, count in zip(by_draw, self._counts, strict=True):
             mine += [[self._none, 0, 0, 0, -1] for _ in range(count - len(mine))]
         entries = [entry for mine in by_draw for entry in mine]
-        held = {slot for *_, slot in entries}
+        held = {entry[SLOT] for entry in entries}
         free = [slot for slot in range(len(entries)) if slot not in held]
-        moved = [entry for entry in entries if entry[-1] >= len(entries)]
+        moved = [entry for entry in entries if entry[SLOT] >= len(entries)]
         self._cache.clear(free)
         if moved:
-            longest = max(length for _, length, *_ in moved)
-            self._cache.move([slot for *_, slot in moved], free[: len(moved)], longest)
-        for entry, slot in zip(moved + [entry for entry in entries if entry[-1] < 0], free, strict=True):
-            entry[-1] = slot
+            longest = max(entry[LENGTH] for entry in moved)
+            self._cache.move([entry[SLOT] for entry in moved], free[: len(moved)], longest)
+        for entry, slot in zip(moved + [entry for entry in entries if entry[SLOT] < 0], free, strict=True):
+            entry[SLOT] = slot
         self._batch = torch.tensor(entries, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
         self._rows = Rows(self._counts, self._device)
         self._read(started)

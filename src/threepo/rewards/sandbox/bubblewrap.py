@@ -20,6 +20,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from threepo.config import SandboxConfig
@@ -93,6 +94,7 @@ def _missing(what: str, package: str) -> UserError:
     return UserError(f"{problem}; install it (apt-get install {package}), {OTHERS}")
 
 
+@cache
 def _mounts() -> list[str]:
     """The file system inside, but for /tmp."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
