@@ -160,7 +160,8 @@ def test_two_threads_may_close_a_process(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(process.connection, "_close", slowly)
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(process.close) for _ in range(2)]:
-            done.result()
+            done.result()  # raises what the thread has raised
+    assert not process.is_running()
 
 
 def test_an_interrupt_leaves_a_pool_that_works() -> None:

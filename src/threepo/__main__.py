@@ -4,10 +4,11 @@ import os
 import sys
 
 from threepo.cli import main
+from threepo.ranks.group import started
 
 if __name__ == "__main__":
     status = main()
-    if "RANK" in os.environ:
+    if started().size > 1:
         # Without the interpreter's end: meshes of devices keep their gloo groups alive, and a thread of such a group
         # that lets go of a tensor then aborts the process ("terminate called without an active exception").
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from typing import Any
 import threepo
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
+from threepo.ranks.group import joined, started
 
 _format_warning = warnings.formatwarning
 
@@ -26,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    rank = os.environ.get("RANK", "0")  # of torchrun: what all ranks would say, the first says
+    ranks = started()  # what all of them would say, the first says
     try:
-        if rank != "0":
+        if not ranks.first:
             warnings.filterwarnings("ignore", category=ThreepoWarning)
-        if os.environ.get("WORLD_SIZE", "1") != "1" and options.command != _train:
+        if ranks.size > 1 and options.command != _train:
             raise UserError("torchrun: only `threepo train` and `threepo sft` run on several ranks; start it without")
         options.command(options)
         sys.stdout.flush()
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    if rank == "0":
+    if ranks.first:
         print(f"threepo: {message}", file=sys.stderr)
     return status
 
@@ -162,8 +163,6 @@ def _train(options: argparse.Namespace) -> None:
         return
     if config and not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    from threepo.ranks.group import joined
-
     with joined() as ranks:
         folder = None
         if config is None:

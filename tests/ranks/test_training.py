@@ -5,7 +5,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,40 +92,47 @@ class Played:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self.idle = False
+        """Whether a rank had fewer micro-batches than another."""
+
+    def played(
+        self, policy: Policy, rows: Sequence[Any], budget: int, compute: Callable[[list[Any]], Sequence[float]]
+    ) -> list[float]:
+        """Sums of what `compute` returns for each micro-batch; its gradients are added to those that there are."""
+        parameters = list(policy.model.parameters())
+        total = [p.grad for p in parameters]
+        hands = self.hands(policy, rows, budget)
+        by_rank: list[list[Sequence[float]]] = [[] for _ in hands]
+        for turn in range(max(map(len, hands))):
+            here: list[torch.Tensor | None] = [None] * len(parameters)
+            for hand, found in zip(hands, by_rank, strict=True):
+                for p in parameters:
+                    p.grad = None
+                if turn < len(hand):
+                    found.append(compute(hand[turn]))
+                    here = add(here, [p.grad for p in parameters])
+                else:
+                    self.idle = True
+            total = add(total, here)
+        for p, grad in zip(parameters, total, strict=True):
+            p.grad = grad
+        sums = [[sum(column) for column in zip(*found, strict=True)] for found in by_rank if found]
+        return [math.fsum(column) for column in zip(*sums, strict=True)] or [0.0, 0.0]
 
     def backward(self, this: Any, part: Any, weights: Any) -> tuple[float, float]:
         """`_Update.backward`, played."""
-        with_gradient, without = policy_loss.split_by_gradient(part.rows, this.objective)
-        sums = [[0.0, 0.0] for _ in range(self.ranks)]
-        backward = REAL["backward"]
-        objective = this.objective
-        parameters = list(this.policy.model.parameters())
-        before = [p.grad for p in parameters]
-        for rows, enabled in ((with_gradient, True), (without, False)):
-            hands = [self.packed(this.policy, hand, this.token_budget) for hand in deal_rows(rows, self.ranks)]
-            for turn in range(max(map(len, hands))):
-                here: list[torch.Tensor | None] = [None] * len(parameters)
-                for rank, hand in enumerate(hands):
-                    for p in parameters:
-                        p.grad = None
-                    if turn < len(hand):
-                        one = type(part)(part.draw, tuple(hand[turn]))
-                        loss, count = backward(this, one, weights)
-                        sums[rank][0] += loss
-                        sums[rank][1] += count
-                    here = add(here, [p.grad for p in parameters])
-                if enabled:
-                    before = add(before, here)
-        assert objective is this.objective
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-        losses, counts = zip(*sums, strict=True)
-        return math.fsum(losses), math.fsum(counts)
+
+        def compute(bundle: list[Any]) -> Sequence[float]:
+            return REAL["backward"](this, type(part)(part.draw, tuple(bundle)), weights)  # type: ignore[no-any-return]
+
+        kinds = policy_loss.split_by_gradient(part.rows, this.objective)
+        sums = [self.played(this.policy, rows, this.token_budget, compute) for rows in kinds]
+        loss, count = (math.fsum(column) for column in zip(*sums, strict=True))
+        return loss, count
 
     def score_first(self, this: Any, optimizer: Any) -> None:
         """`_Update.score_first`, with the micro-batches of the ranks: other ones round differently."""
-        hands = lambda rows: [self.packed(this.policy, hand, this.token_budget) for hand in deal_rows(rows, self.ranks)]  # noqa: E731
-        this.bundles = lambda rows: [bundle for hand in hands(rows) for bundle in hand]
+        this.bundles = lambda rows: list(chain(*self.hands(this.policy, rows, this.token_budget)))
         REAL["score_first"](this, optimizer)
         del this.bundles
 
@@ -132,27 +140,13 @@ class Played:
         self, policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE
     ) -> float:
         """`sft.cross_entropy`, played."""
-        sums = [0.0] * self.ranks
-        parameters = list(policy.model.parameters())
-        total: list[torch.Tensor | None] = [None] * len(parameters)
-        hands = [self.packed(policy, hand, token_budget) for hand in deal_rows(rows, self.ranks)]
-        for turn in range(max(map(len, hands))):
-            here: list[torch.Tensor | None] = [None] * len(parameters)
-            for rank, hand in enumerate(hands):
-                for p in parameters:
-                    p.grad = None
-                if turn < len(hand):
-                    sums[rank] += REAL["cross_entropy"](policy, hand[turn], token_budget, ranks)
-                here = add(here, [p.grad for p in parameters])
-            total = add(total, here)
-        for p, grad in zip(parameters, total, strict=True):
-            p.grad = grad
-        return math.fsum(sums)
+        compute = REAL["cross_entropy"]
+        return self.played(policy, rows, token_budget, lambda bundle: [compute(policy, bundle, token_budget, ranks)])[0]
 
-    @staticmethod
-    def packed(policy: Policy, hand: Sequence[Any], budget: int) -> list[list[Any]]:
-        """The micro-batches of a rank."""
-        return list(update.pack(hand, budget, policy.device, padding=not policy.scorer.packed_rows))
+    def hands(self, policy: Policy, rows: Sequence[Any], budget: int) -> list[list[list[Any]]]:
+        """The micro-batches of each rank."""
+        padding = not policy.scorer.packed_rows
+        return [list(update.pack(hand, budget, policy.device, padding=padding)) for hand in deal_rows(rows, self.ranks)]
 
 
 def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -175,6 +169,9 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
     for command in commands(str(under)):
         assert main(command) == 0
+    assert player.idle, "no rank ever waits for another: choose other micro-batches"
+    for name in METHODS:
+        assert all(row["optimizer/grad_norm"] > 0 for row in read_metrics(under / name) if row["step"] >= 0), name
     return under
 
 
@@ -222,7 +219,7 @@ def test_two_ranks_do_what_one_does(folder: Path, on_two: Path) -> None:
         assert_same(on_two / name, folder / "alone" / name, tolerance=2e-4)
 
 
-def train(folder: Path, ranks: int, *settings: str) -> tuple[int, str]:
+def train(ranks: int, *settings: str) -> tuple[int, str]:
     """Exit status and last words of `threepo train` on ranks."""
     return ended(start("-m", "threepo", "train", *settings, ranks=ranks))
 
@@ -241,7 +238,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two
 
 def test_an_error_on_one_rank_ends_all_with_its_message(folder: Path) -> None:
     failing = ["reward.function=first_character:fails_on_one_rank", f"run.folder={folder / 'failing'}"]
-    status, said = train(folder, 2, *COMMON, *failing)
+    status, said = train(2, *COMMON, *failing)
     assert status == 1, "torchrun's own"
     lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
     assert len(lines) == 1, said
@@ -261,3 +258,23 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder: Path) -> None:
     assert f"continue with --resume {run}" in said
     assert checkpoints(run)[-1][0] == len(read_metrics(run))
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_a_killed_rank_ends_all_and_the_run_goes_on(folder: Path) -> None:
+    """From its last checkpoint, and ends as if nothing had happened."""
+    run = folder / "killed"
+    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=40", "run.checkpoint_every=2"]
+    process = start("-m", "threepo", "train", *settings, f"run.folder={run}", ranks=2)
+    while len(read_metrics(run)) < 5 and process.poll() is None:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    status, _ = ended(process)
+    assert status == 1
+    assert len(read_metrics(run)) < 40
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    resumed = [["train", "--resume", str(run)]]
+    whole = [["train", *settings, f"run.folder={folder / 'never-killed'}"]]
+    (folder / "both.json").write_text(json.dumps(resumed + whole))
+    launch(PROGRAM, str(folder / "both.json"), ranks=2)
+    assert_same(run, folder / "never-killed", tolerance=0)

@@ -301,6 +301,7 @@ FROM_WITHIN = {
     "changes what is built in": "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 0",
     "changes what carries answers": "import json\njson.dumps = lambda *a, **k: '0'\ndef f(x): return 0",
     "ends the loop that it is called in": "def f(x): raise StopIteration",
+    "ends them under their name": "exec(compile('def f(x): raise SystemExit(0)', '<tests>', 'exec'))",
     "skips the tests": "import unittest\ndef f(x): raise unittest.SkipTest",
     "looks for the answer among its objects": (
         "import gc, sys\ndef f(x):\n    seen = [o for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]\n"
@@ -367,6 +368,7 @@ def test_tests_that_are_code_must_come_to_their_end(name: str, kind: str, inside
         ("equals everything", "equal"),
         ("is near everything", "near"),
         ("changes what is built in", "near"),
+        ("ends them under their name", "equal"),
         ("skips the tests", "unittest"),
         ("ends the loop that it is called in", "map"),
         ("looks for the answer among its objects", "equal"),

@@ -224,12 +224,17 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 def test_a_compiled_model_is_decoded_as_it_was_before() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     compiled = replace(policy, scorer=Scorer(torch.compile(policy.model, backend="eager"), linear_head=True))
-    optimizer = IVON(compiled.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(compiled, EngineConfig())
+    assert disagreement(compiled, policy) < 1e-4
+
+
+def disagreement(decoded: Policy, scored: Policy) -> float:
+    """Largest difference in log-prob between the engine for one policy and the trainer for the same one."""
+    optimizer = IVON(decoded.model.named_parameters(), ess=1e6, seed=1)
+    engine = LocalEngine(decoded, EngineConfig())
     engine.load(optimizer, DRAWS, 0)
-    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
-    differences = worst_differences(policy, completions, optimizer)
-    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
+    completions = engine.generate(requests_for(scored, list(DRAWS), 1), SAMPLING, seed=1)
+    differences = worst_differences(scored, completions, optimizer)
+    return max(differences[i, i] for i in range(len(DRAWS)))
 
 
 def test_positions_that_depend_on_the_batch_are_refused() -> None:
@@ -390,9 +395,4 @@ def test_a_norm_that_inherits_from_torchs_keeps_its_own_code() -> None:
         norm = OwnRMSNorm(block.input_layernorm.weight.shape[0], bias=False)
         norm.weight.data.copy_(block.input_layernorm.weight.data)
         block.input_layernorm = norm
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig())
-    engine.load(optimizer, DRAWS, 0)
-    completions = engine.generate(requests_for(policy, list(DRAWS), 1), SAMPLING, seed=1)
-    differences = worst_differences(policy, completions, optimizer)
-    assert max(differences[i, i] for i in range(len(DRAWS))) < 1e-4
+    assert disagreement(policy, policy) < 1e-4

@@ -122,14 +122,6 @@ def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> list[tupl
     return list(zip(regions, zip(*parts, strict=False), strict=True))
 
 
-def is_replica(tensor: torch.Tensor) -> bool:
-    """Whether another rank, which comes before this one, holds the same elements."""
-    if not isinstance(tensor, DTensor):
-        return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
-    coordinates = tensor.device_mesh.get_coordinate() or ()
-    return any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))
-
-
 def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Region]:
     """The box of shape `part` at `offset` in a row-major tensor of shape `whole`, in as few regions as possible.
 

@@ -1,8 +1,8 @@
-"""Safetensors files that all ranks write and read together: each its own shards, so that no rank holds the whole.
+"""Safetensors files that all ranks write together: each its own shards, so that no rank holds the whole.
 
-They are the files that one process would write, so a checkpoint can be read with any number of ranks, and by any other
-tool. PyTorch's distributed checkpoints would write everything twice (shards, then a copy that one rank puts together),
-and have no place for the metadata of a posterior.
+They have the tensors and names that one process writes, so a checkpoint can be read with any number of ranks, and by
+any other tool. PyTorch's distributed checkpoints would write everything twice (shards, then a copy that one rank puts
+together), and have no place for the metadata of a posterior.
 """
 
 import json
@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.files import atomic_folder, disk_errors
-from threepo.posterior.layout import by_region, is_replica, local
+from threepo.posterior.layout import by_region, local
 from threepo.ranks.group import Ranks
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
@@ -62,7 +63,7 @@ def save_sharded(
                 file.truncate(start + end)
     with ranks.together(), disk_errors(path), open(path, "r+b") as file:
         for name, tensor in tensors.items():
-            if is_replica(tensor):
+            if _another_writes(tensor, ranks):
                 continue
             flat = local(tensor.detach()).cpu().contiguous().view(-1)
             for region, (held,) in by_region(tensor, [flat]):
@@ -72,3 +73,11 @@ def save_sharded(
                     file.write(held[i : i + region.row].view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _another_writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
+    """Whether a rank before this one holds the same elements."""
+    if not isinstance(tensor, DTensor):
+        return not ranks.first
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    return any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))

@@ -2,18 +2,16 @@
 
 torchrun starts one process for each device, and tells it by environment variables who it is. Nothing but this room asks
 how many ranks there are. Objects travel over gloo, whose waits end after a time limit and which notices at once when a
-rank has died; a model's tensors travel over the backend of their device.
+rank has died; a model's tensors travel over the backend of their device. Torch is imported only for use, because the
+command line asks here who speaks.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from threepo.errors import UserError
 
@@ -28,10 +26,6 @@ class Ranks:
     """The number of this process, from 0."""
     size: int = 1
     """How many there are."""
-    local_rank: int = 0
-    """The number of this process on its machine: the device that it uses."""
-    local_size: int = 1
-    """How many there are on this machine."""
     gloo: Any = None
     """The process group for objects; None alone."""
 
@@ -44,6 +38,8 @@ class Ranks:
         """The values of all ranks, in their order, on every rank. All must call, as for every method below."""
         if self.size == 1:
             return [value]
+        import torch.distributed as dist
+
         found: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(found, value, group=self.gloo)
@@ -90,25 +86,31 @@ class Ranks:
 
 ALONE = Ranks()
 """A process that torchrun did not start."""
-
-
 PATIENCE = timedelta(hours=1)
 """How long a rank waits for the others: the slowest has a whole rollout, or the grading of one, ahead of it."""
+
+
+def started() -> Ranks:
+    """This process among those that torchrun has started, which have not met yet."""
+    return Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (int(os.environ.get(name, name.endswith("SIZE"))) for name in names)
-    if size == 1:
+    here = started()
+    if here.size == 1:
         yield ALONE
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    import torch
+    import torch.distributed as dist
+
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=PATIENCE)
     try:
-        yield Ranks(rank, size, local_rank, local_size, dist.new_group(backend="gloo", timeout=PATIENCE))
+        yield replace(here, gloo=dist.new_group(backend="gloo", timeout=PATIENCE))
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
     finally:
         dist.destroy_process_group()

@@ -61,7 +61,9 @@ class Gathered:
         """See `WeightSource.weights`."""
         self._passes += 1
         self._unfinished = self._source.weights(draw, into, gather=True)
-        yield from self._unfinished
+        # Not `yield from`, which would close the source together with a consumer that fails.
+        for item in self._unfinished:  # noqa: UP028
+            yield item
 
     def gather_until(self, passes: int) -> None:
         """Read the rest of an unfinished draw, and further ones until there were `passes`."""

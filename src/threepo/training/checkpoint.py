@@ -56,9 +56,6 @@ def save_checkpoint(
     posterior = Posterior.of(optimizer, gather=False) if isinstance(optimizer, IVON) else None
     with shared_folder(path, ranks) as folder:
         if ranks.size > 1:
-            with ranks.together():
-                if ranks.first:
-                    policy.save_all_but_weights(folder)
             save_sharded(folder / "model.safetensors", policy.saved_tensors(), ranks, {"format": "pt"})
             if posterior:
                 save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
@@ -68,10 +65,13 @@ def save_checkpoint(
             if posterior:
                 posterior.save(folder)
             save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / OPTIMIZER_FILE)
-        if ranks.first:
-            first = optimizer.param_groups[0]
-            counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
-            write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
+        with ranks.together():
+            if ranks.first:
+                first = optimizer.param_groups[0]
+                counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
+                write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
+                if ranks.size > 1:
+                    policy.save_all_but_weights(folder)
 
 
 def load_train_state(path: Path) -> TrainState:
