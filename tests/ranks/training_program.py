@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from threepo.cli import main
+from threepo.models.policy import Policy
 from threepo.ranks import sharding
 from threepo.ranks.group import joined
 
@@ -39,20 +41,20 @@ class InOrder:
             output_tensor.add_(part)
 
 
-def sharded_in_order(policy: object, ranks: object) -> object:
-    """`sharding.sharded`, with gradients that are summed in the order of ranks."""
-    result = SHARDED(policy, ranks)  # type: ignore[arg-type]
+def loaded_in_order(*arguments: Any) -> Policy:
+    """`sharding.load_sharded`, with gradients that are summed in the order of ranks."""
+    result = LOADED(*arguments)
     for module in result.scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(InOrder())  # type: ignore[arg-type]
     return result
 
 
-SHARDED = sharding.sharded
+LOADED = sharding.load_sharded
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
-    with joined() as ranks, patch("threepo.training.run.sharded", sharded_in_order):
+    with joined() as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
             with patch("threepo.cli.joined", lambda: nullcontext(ranks)):  # ranks meet once in a process
                 status = main(command)

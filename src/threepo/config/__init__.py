@@ -284,6 +284,18 @@ class BatchingConfig(Settings, table="batching"):
     models that need it."""
 
 
+class ParallelConfig(Settings, table="parallel"):
+    """[parallel]: how the ranks that torchrun starts share a run (docs/scaling.md)."""
+
+    replicate: Count = 1
+    """Copies of the weights; each is spread over (ranks / replicate) ranks. With the number of nodes, only sums of
+    gradients travel between nodes, and a node holds all of the weights. 1: all ranks share one copy."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in the memory of the CPUs, which then also compute the updates."""
+    timeout_s: Positive = 3600.0
+    """Seconds that a rank waits for the others until the run ends; the slowest has a rollout or its grading ahead."""
+
+
 class TrainConfig(Settings, table=""):
     """`threepo train`: reinforcement learning from verifiable rewards."""
 
@@ -300,6 +312,7 @@ class TrainConfig(Settings, table=""):
     ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
@@ -338,6 +351,7 @@ class SFTConfig(Settings, table=""):
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if (self.demonstrations is None) == (self.conversations is None):
@@ -363,6 +377,7 @@ class EvaluationConfig(Settings, table=""):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         self.engine.check_temperature(self, "eval.temperature")

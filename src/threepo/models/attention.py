@@ -108,6 +108,12 @@ def run_packed(model: Any, input_ids: Tensor, rows: PackedRows) -> Any:
     return model(input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, rows=rows)
 
 
+def register_attention() -> None:
+    """Tell transformers of this attention; a model that was switched to it in another process needs that here too."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
 @torch.no_grad()
 def takes_packed_rows(model: Any) -> bool:
     """Switch the model to this attention if possible; return whether rows are then independent, found by a trial.
@@ -119,8 +125,7 @@ def takes_packed_rows(model: Any) -> bool:
     replaceable = getattr(model, "_supports_attention_backend", False)
     if model.config._attn_implementation not in ("sdpa", NAME) or not replaceable:
         return False
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    register_attention()
     model.set_attn_implementation(NAME)
     row = torch.arange(1, 5, device=next(model.parameters()).device)
     rows = PackedRows([4, 4, 4], row.device)

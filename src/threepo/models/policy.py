@@ -13,6 +13,7 @@ from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
+from threepo.posterior.layout import device_of
 from threepo.types import THINK, PackedTokens, Problem
 
 OPENING_TOKENS = 16
@@ -67,8 +68,8 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+        """Where it computes."""
+        return device_of(next(self.model.parameters()))
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:

@@ -146,8 +146,10 @@ class Posterior:
             pass
 
     @torch.no_grad()
-    def weights(self, means: Weights, draw: Draw, into: Weights | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and weights of a model with these means under `draw`; for `into` see WeightSource.weights.
+    def weights(
+        self, means: Weights, draw: Draw, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and weights of a model with these means under `draw`; otherwise see WeightSource.weights.
 
         `UserError` if this is the posterior of another model.
         """
@@ -156,7 +158,8 @@ class Posterior:
             if name not in means or h.shape != means[name].shape:
                 raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
         scalars = {name: sigma_scalars(vars(group)) for group in self.groups for name in group.parameters}
-        for name, mean in means.items():
+        for name, held in means.items():
+            mean = whole(held) if gather else held
             if name not in self.hessian or not scalars[name].noise_scale:  # was frozen in training, or had no noise
                 yield name, mean
                 continue
@@ -188,11 +191,11 @@ class FixedWeights:
         """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
         means = {name: p.detach() for name, p in self.model.named_parameters()}
         if draw is None:
-            yield from means.items()
+            yield from ((name, whole(mean) if gather else mean) for name, mean in means.items())
         elif self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
         else:
-            yield from self.posterior.weights(means, draw, into)
+            yield from self.posterior.weights(means, draw, into, gather=gather)
 
 
 SAMPLE = 4096

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from threepo.errors import UserError
 from threepo.posterior import groups, kernels
 from threepo.posterior.groups import Observations, sigma_scalars, step_scalars
-from threepo.posterior.layout import drop_gathered_copies, like_parameter, local, sum_over_shards, whole
+from threepo.posterior.layout import device_of, drop_gathered_copies, like_parameter, local, sum_over_shards, whole
 from threepo.posterior.noise import noise_key
 from threepo.posterior.operations import Perturb, Update
 from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
@@ -378,4 +378,4 @@ def _out(name: str, p: torch.Tensor, into: Weights, gather: bool) -> torch.Tenso
     """Where to write a parameter's value under a draw."""
     if name in into:
         return into[name]
-    return torch.empty(p.shape, dtype=p.dtype, device=p.device) if gather else torch.empty_like(p)
+    return torch.empty(p.shape, dtype=p.dtype, device=device_of(p)) if gather else torch.empty_like(p)

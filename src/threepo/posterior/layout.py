@@ -19,6 +19,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where to compute with a parameter: where it is, unless FSDP2 keeps its shards in CPU memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
 def drop_gathered_copies(model: torch.nn.Module) -> None:
     """Reshard FSDP2 modules that a forward pass left gathered: their copies would miss what is written into shards."""
     for module in model.modules():
@@ -31,13 +36,17 @@ def like_parameter(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     if not isinstance(p, DTensor):
         return tensor
     if not isinstance(tensor, DTensor):
-        return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+        spread = distribute_tensor(tensor.to(device_of(p)), p.device_mesh, p.placements, src_data_rank=None)
+        return spread.to(p.device)
     return tensor if tensor.placements == p.placements else tensor.redistribute(p.device_mesh, p.placements)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, on every rank; a collective if it is spread over ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of a tensor, on every rank and its device; a collective if it is spread over ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    there: Any = tensor.to(device_of(tensor))
+    return there.full_tensor()  # type: ignore[no-any-return]
 
 
 def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared: bool = False) -> float:
@@ -93,8 +102,10 @@ def _sharding(tensor: DTensor) -> tuple[Any, tuple[int, ...]]:
 
 
 def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options: Any) -> None:
+    there = tensor.to(mesh.device_type)
     for dim in dims:
-        torch.distributed.all_reduce(tensor, group=mesh.get_group(dim), **options)
+        torch.distributed.all_reduce(there, group=mesh.get_group(dim), **options)
+    tensor.copy_(there)
 
 
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:

@@ -8,39 +8,85 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from threepo.models.policy import Policy
+from threepo.config import ModelConfig, ParallelConfig
+from threepo.errors import UserError
+from threepo.models.attention import register_attention
+from threepo.models.loading import pick_device
+from threepo.models.policy import Policy, Scorer, load_policy
+from threepo.posterior.layout import like_parameter, local
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.ranks.group import Ranks
 from threepo.types import Draw
 
 
-def sharded(policy: Policy, ranks: Ranks) -> Policy:
-    """The policy with its weights spread over all ranks, which hold the same weights before; alone, as it is."""
+def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, seed: int = 0) -> Policy:
+    """The policy that `settings` name with its weights spread over all ranks; alone, `load_policy`.
+
+    The first rank alone reads the files, into CPU memory, and hands on one tensor after another. So the weights are
+    those of from_pretrained for every format that it reads, files are downloaded once, and no other rank holds a whole
+    model.
+    """
     if ranks.size == 1:
-        return policy
-    empty = _without_weights(policy.model)
-    mesh = init_device_mesh(policy.device.type, (ranks.size,), mesh_dim_names=("shard",))
+        if parallel.offload:
+            raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
+        return load_policy(settings, seed)
+    if ranks.size % parallel.replicate:
+        raise UserError(f"parallel.replicate = {parallel.replicate}: must divide the number of ranks, {ranks.size}")
+    whole = None
+    with ranks.together():
+        device = pick_device(settings.device)
+        if ranks.first:
+            whole = load_policy(replace(settings, device="cpu"), seed)
+    policy = ranks.gather(whole and _without_weights(whole))[0]
+    assert policy is not None
+    register_attention()
+    architecture = deepcopy(policy.model)
+    _spread(policy, device, parallel, ranks)
+    weights = dict(whole.model.named_parameters()) if whole else {}
+    for name, p in policy.model.named_parameters():
+        full = weights[name].detach().to(device) if whole else torch.empty(p.shape, dtype=p.dtype, device=device)
+        dist.broadcast(full, src=0)
+        local(p.detach()).copy_(local(like_parameter(full, p)))
+    return replace(policy, without_weights=architecture)
+
+
+def _without_weights(policy: Policy) -> Policy:
+    """A copy of the policy with parameters on the meta device."""
+    model = policy.model
+    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    scorer = Scorer(deepcopy(model, empty), policy.scorer.linear_head, policy.scorer.packed_rows)
+    return replace(policy, scorer=scorer)
+
+
+def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, ranks: Ranks) -> None:
+    """Spread the policy's parameters over the ranks, and give them memory; their values are whatever lies there."""
+    shape, names = (parallel.replicate, ranks.size // parallel.replicate), ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape[-1:], mesh_dim_names=names[-1:])
+    if parallel.replicate > 1:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # As in the engine, weights of a draw are rounded once; gradients are added up in float32.
+    dtype = None if policy.compute_dtype == torch.float32 else policy.compute_dtype
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
+    if parallel.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     blocks = set(getattr(policy.model, "_no_split_modules", None) or ())
     for module in policy.model.modules():
         if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, **options)
     # Also the root gives its copies up after a forward pass: one without gradient would leave them to the next step.
-    fully_shard(policy.scorer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(policy.scorer, reshard_after_forward=True, **options)
     for module in policy.scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return replace(policy, without_weights=empty)
-
-
-def _without_weights(model: Any) -> Any:
-    """A copy of the model's architecture with parameters on the meta device."""
-    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
-    return deepcopy(model, empty)
+    held = torch.device("cpu") if parallel.offload else device
+    policy.scorer._apply(lambda t: torch.empty_like(t, device=held) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
 
 
 class Gathered:

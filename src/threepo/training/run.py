@@ -14,13 +14,13 @@ from rich.console import Console
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.models.policy import Policy, load_policy
+from threepo.models.policy import Policy
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import polite_stop, progress
 from threepo.ranks.group import Ranks
-from threepo.ranks.sharding import sharded
+from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics
@@ -148,7 +148,8 @@ def build_or_restore(
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
-    policy = sharded(load_policy(replace(model, path=str(path), tokenizer="") if path else model, seed), ranks)
+    source = replace(model, path=str(path), tokenizer="") if path else model
+    policy = load_sharded(source, config.parallel, ranks, seed)
     optimizer = OPTIMIZERS[settings.kind].build(settings, policy.model, seed)
     if path:
         restore_optimizer(path, optimizer)
