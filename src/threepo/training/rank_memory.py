@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from threepo.models.logprobs import CHUNK_ELEMENTS
+from threepo.models.policy import recompute_activations
 
 Bytes = dict[str, float]
 """By what they are for."""
@@ -48,57 +49,61 @@ def rank_memory(
     Args:
         shape: the model's configuration.
         weights: their number.
-        tensors: what is held of every weight, as a number of float32 tensors by label.
+        tensors: how many float32 tensors of the size of the weights are held, by label.
         shards: among how many ranks a copy of the weights is cut.
         tokens: those of a micro-batch.
         recomputed: with gradient checkpointing.
-        dtype: of the pass; below float32, autocast keeps a copy in it of all weights that it has used.
+        dtype: of gathered weights, activations, and gradients before they are cut; those travel in float32.
     """
-    text = shape.get_text_config()
+    text, size = shape.get_text_config(), dtype.itemsize
     embedding = text.vocab_size * text.hidden_size
     root = embedding * (1 if text.tie_word_embeddings else 2) + text.hidden_size
     layers = text.num_hidden_layers
     layer = (weights - root) / layers
-    stream = 4.0 * text.hidden_size * tokens  # the residual stream, float32
-    saved = saved_bytes_per_token(shape, dtype) * tokens / layers
-    casts = dtype.itemsize * (weights - root) if dtype != torch.float32 else 0.0
+    saved, widest = (per_token * tokens for per_token in saved_per_token(shape, dtype, recomputed=False))
+    stream = size * text.hidden_size * tokens
+    gathered = {"gathered weights: embedding, head and two layers": size * (root + 2 * layer)}
+    through = saved_per_token(shape, dtype, recomputed=True)[0] * tokens if recomputed else saved
     kept = {
-        "activations kept for the backward pass": layers * (stream if recomputed else saved) + 3 * stream,
-        "logits of a chunk": 6.0 * 4 * CHUNK_ELEMENTS,
+        "activations kept for the backward pass": through + stream,
+        "logits of a chunk": 4.0 * 4 * CHUNK_ELEMENTS,
     }
-    copies = f"copies of weights in {str(dtype).removeprefix('torch.')}, by autocast"
-    gathered = "gathered weights: embedding, head and two layers"
     return RankMemory(
-        {f"{label}, {count} of float32" if count > 1 else label: 4.0 * weights * count / shards for label, count in tensors.items()},
+        {label: 4.0 * weights * count / shards for label, count in tensors.items()},
         {
-            "forward, last layer": {gathered: 4 * root + 8 * layer, copies: casts} | kept,
-            "backward, last layer": {
-                gathered: 4 * root + 8 * layer,
-                "gradients of the head and two layers before they are cut": 4.0 * embedding + 8 * layer,
-                copies: 0.0 if recomputed else casts,
-                "activations of a layer, computed again": saved if recomputed else 0.0,
-            }
-            | kept,
-            "backward, embedding": {
-                "gathered weights: embedding and head": 4.0 * root,
-                "their gradients, whole and before they are cut": 8.0 * root,
+            "forward": gathered | kept,
+            "backward": {
+                **gathered,
+                **kept,
+                "gradients of the head and a layer, not yet cut": size * embedding + 4 * layer,
+                "activations of a layer, computed again": saved / layers if recomputed else 0.0,
+                "gradients of activations": 2 * widest,
+            },
+            "backward of the embedding": {
+                "gradients of embedding and head, not yet cut, and their sums": (size + 4 + 4 / shards) * root,
             },
         },
     )
 
 
-def saved_bytes_per_token(shape: Any, dtype: torch.dtype) -> float:
-    """What a forward pass without gradient checkpointing keeps for the backward pass, in all layers.
+def saved_per_token(shape: Any, dtype: torch.dtype, recomputed: bool) -> tuple[float, float]:
+    """Bytes a token that a forward pass saves for the backward pass, in all and of the widest tensor.
 
-    Counted with torch's own records for one row and for two, in tensors without memory.
+    Counted for one row and for two, in tensors without memory, with what torch records for the backward pass; with
+    gradient checkpointing, of the layers these are their inputs.
     """
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(shape)
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+        if recomputed:
+            recompute_activations(model)
         one, two = (_saved(model.base_model, rows, dtype) for rows in (1, 2))
-    return (two - one) / _ROW
+    weights = {p.numel() * dtype.itemsize for p in model.parameters()}
+    widest = max(size for size in two if size not in weights)
+    return (sum(two) - sum(one)) / _ROW, widest / (2 * _ROW)
 
 
-def _saved(model: Any, rows: int, dtype: torch.dtype) -> int:
+def _saved(model: Any, rows: int, dtype: torch.dtype) -> list[int]:
+    """Sizes in bytes of what a pass saves."""
     held: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,4 +115,4 @@ def _saved(model: Any, rows: int, dtype: torch.dtype) -> int:
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
     with autocast, saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, use_cache=False)
-    return sum(storage.nbytes() for storage in held.values())
+    return [storage.nbytes() for storage in held.values()]
