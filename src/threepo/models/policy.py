@@ -168,12 +168,12 @@ def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
         model, tokenizer = load_pretrained(settings.path, settings.tokenizer)
     model.to(device).eval()
     if settings.gradient_checkpointing:
-        _recompute_activations(model)
+        recompute_activations(model)
     dtype = getattr(torch, settings.compute_dtype)
     return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype)
 
 
-def _recompute_activations(model: Any) -> None:
+def recompute_activations(model: Any) -> None:
     """Switch activation checkpointing on; transformers needs training mode for it, so there must be no dropout."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
