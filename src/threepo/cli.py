@@ -15,7 +15,7 @@ from typing import Any
 import threepo
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
-from threepo.ranks.group import joined, started
+from threepo.ranks.group import RankLost, joined, started
 
 _format_warning = warnings.formatwarning
 
@@ -27,17 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    ranks = started()  # what all of them would say, the first says
+    ranks, lost = started(), False  # what all of them would say, the first says; but it may be the one that is lost
     try:
         if not ranks.first:
             warnings.filterwarnings("ignore", category=ThreepoWarning)
-        if ranks.size > 1 and options.command != _train:
-            raise UserError("torchrun: only `threepo train` and `threepo sft` run on several ranks; start it without")
+        if ranks.size > 1 and options.command not in (_train, _eval):
+            raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
         options.command(options)
         sys.stdout.flush()
         return 0
     except UserError as error:
-        message, status = str(error), 2
+        message, status, lost = str(error), 2, isinstance(error, RankLost)
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    if ranks.first:
+    if ranks.first or lost:
         print(f"threepo: {message}", file=sys.stderr)
     return status
 
@@ -149,8 +149,9 @@ def _train(options: argparse.Namespace) -> None:
         if tokens < 0 or (tokens and not options.dry_run):
             raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
     config: Any = None
+    steps = None
     if options.resume:
-        steps = _new_steps(options)
+        config, steps = _recorded(options, record)
     elif options.recipe or options.settings:
         config = recipes.load(record, options.recipe, options.settings)
     else:
@@ -161,12 +162,12 @@ def _train(options: argparse.Namespace) -> None:
         for label, lines in plan(config, options.prompt_tokens, options.response_tokens).items():
             print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
-    if config and not config.run.folder:
+    if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    with joined() as ranks:
+    with joined(config.parallel.timeout_s) as ranks:
         folder = None
-        if config is None:
-            config, folder = _resumed(options, record, steps, ranks)
+        if options.resume:
+            config, folder = _resumed(options.resume, config, steps, ranks)
         from threepo import api
 
         train: Any = api.train if options.kind == "train" else api.fine_tune
@@ -175,36 +176,34 @@ def _train(options: argparse.Namespace) -> None:
             print(api.closing_words(path))
 
 
-def _new_steps(options: argparse.Namespace) -> Any:
-    """The length that a resumed run gets; None: its own."""
-    from threepo.config.recipes import parse_overrides
-    from threepo.run_folder import refuse_no_run
+def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
+    """The configuration of the run to resume, and the length that it gets; None: its own."""
+    from threepo.config.recipes import merge, parse_overrides
+    from threepo.config.records import build
+    from threepo.files import read_json
+    from threepo.run_folder import CONFIG, refuse_no_run
 
     given = parse_overrides(options.settings)
-    steps = given.get("run", {}).get("steps")
+    steps, parallel = given.get("run", {}).get("steps"), given.pop("parallel", {})
     if options.recipe or given not in ({}, {"run": {"steps": steps}}):
-        raise UserError("--resume takes all but run.steps from the run folder; leave out the recipe and other settings")
+        taken = "all but run.steps and parallel.* from the run folder"
+        raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
     refuse_no_run(options.resume)
-    return steps
+    recorded = read_json(options.resume / CONFIG)
+    made_by = "train" if "method" in recorded else "sft"
+    if made_by != options.kind:
+        raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
+    return build(record, merge(recorded, {"parallel": parallel})), steps
 
 
-def _resumed(options: argparse.Namespace, record: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:
+def _resumed(path: Path, config: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:
     """The configuration and the open folder of the run to resume; the first rank opens it."""
-    from threepo.config.records import build
     from threepo.run_folder import FollowedFolder, RunFolder
 
-    config: Any = None
-    folder: RunFolder = FollowedFolder(options.resume)
+    folder: RunFolder = FollowedFolder(path)
     with ranks.together():
         if ranks.first:
-            folder, recorded = RunFolder.open(options.resume)
-            made_by = "train" if "method" in recorded else "sft"
-            if made_by != options.kind:
-                folder.close()
-                raise UserError(
-                    f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command"
-                )
-            config = build(record, recorded)
+            folder = RunFolder(path)
             config = config if steps is None else folder.extend(config, steps)
     return ranks.gather(config)[0], folder
 
@@ -228,8 +227,11 @@ def _eval(options: argparse.Namespace) -> None:
     from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
-    Console().print(evaluation_table(evaluate(config, folder)))
-    print(f"every completion and the settings: {folder}")
+    with joined(config.parallel.timeout_s) as ranks:
+        summary = evaluate(config, folder, ranks=ranks)
+        if ranks.first:
+            Console().print(evaluation_table(summary))
+            print(f"every completion and the settings: {folder}")
 
 
 def _compare(options: argparse.Namespace) -> None:

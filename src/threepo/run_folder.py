@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,8 +146,8 @@ class RunFolder(LockedFolder):
         return cls(path), read_json(path / CONFIG)
 
     def extend(self, config: Any, steps: Any) -> Any:
-        """Change the number of steps in config.json; returns the new config."""
-        values = to_dict(config)
+        """Change the number of steps in config.json; returns the config with that number."""
+        values = read_json(self.path / CONFIG)
         values["run"]["steps"] = steps
         extended = build(type(config), values)  # checks the type
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
@@ -157,7 +158,7 @@ class RunFolder(LockedFolder):
         write_json(self.path / CONFIG, values)
         if steps > done:
             (self.path / SUMMARY).unlink(missing_ok=True)
-        return extended
+        return replace(config, run=extended.run)
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity become null."""

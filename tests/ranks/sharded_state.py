@@ -1,5 +1,6 @@
 """What sharded_program.py can check on its ranks besides: tensors that are given instead of computed."""
 
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -10,13 +11,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, Olmo3Config, Qwen2Config
 
 from threepo import IVON, Posterior
+from threepo.config import ModelConfig, ParallelConfig
+from threepo.models.loading import make_tokenizer
+from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.layout import like_parameter
-from threepo.types import Draw
+from threepo.ranks.group import Ranks
+from threepo.ranks.sharding import load_sharded
+from threepo.training.update import flatten
+from threepo.types import Draw, SupervisedRow
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
 SETTINGS = {"lr": 0.5, "ess": 1e4, "hess_init": 0.1, "betas": (0.9, 0.95), "clip_radius": 0.5}
 
 
@@ -96,6 +114,43 @@ def metrics() -> None:
             optimizer.state[p]["hessian"].copy_(like_parameter(expected.state[named[name]]["hessian"], p))
         assert posterior_metrics(optimizer) == posterior_metrics(expected)
         assert sigma_growth(optimizer) == sigma_growth(expected)
+
+
+def loading() -> None:
+    """What ranks hold of a model are the bits of from_pretrained, and they compute with it what one process does.
+
+    A tied model, and one in bfloat16 whose weights lie in several files; two families with different norms and windows.
+    """
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    with tempfile.TemporaryDirectory() as own:
+        folder = ranks.gather(own)[0]
+        for config in (
+            Qwen2Config(tie_word_embeddings=True, **SIZES),
+            Olmo3Config(tie_word_embeddings=False, sliding_window=8, **SIZES),
+        ):
+            path = f"{folder}/{config.model_type}"
+            if ranks.first:
+                torch.manual_seed(1)
+                model = AutoModelForCausalLM.from_config(config)
+                dtype = torch.float32 if config.tie_word_embeddings else torch.bfloat16
+                model.to(dtype).save_pretrained(path, max_shard_size="40KB")
+                make_tokenizer().save_pretrained(path)
+            dist.barrier()
+            settings = ModelConfig(path=path, gradient_checkpointing=True)
+            policy = load_sharded(settings, ParallelConfig(), ranks)
+            expected = load_policy(settings)
+            assert policy.scorer.packed_rows == expected.scorer.packed_rows
+            assert policy.scorer.linear_head == expected.scorer.linear_head
+            mine, theirs = dict(policy.model.named_parameters()), dict(expected.model.named_parameters())
+            assert mine.keys() == theirs.keys()
+            for name, p in mine.items():
+                assert 0 < p.to_local().numel() < p.numel() or p.numel() == 1, name
+                assert torch.equal(whole(p), theirs[name]), name
+            rows = [SupervisedRow(tuple(range(3, 3 + n)), ((2, n),), n) for n in (5, 12)]
+            packed = flatten(rows, policy.device)
+            for ours, other in zip(policy.logprobs(packed), expected.logprobs(packed), strict=True):
+                assert torch.equal(ours, other)
+        dist.barrier()
 
 
 def cut_twice() -> None:

@@ -40,7 +40,7 @@ METHODS = {
     # Without clipping: the norm that it divides by is a sum over shards, whose rounding depends on their number.
     "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
     "b3po": IVON,
-    "m3po": IVON,
+    "m3po": (*IVON, "model.gradient_checkpointing=true"),
     "c3po": IVON,
     "c3po_replay": IVON,
 }
@@ -219,6 +219,37 @@ def test_two_ranks_do_what_one_does(folder: Path, on_two: Path) -> None:
         assert_same(on_two / name, folder / "alone" / name, tolerance=2e-4)
 
 
+def test_copies_of_the_weights_and_offload_change_nothing(folder: Path) -> None:
+    """Two copies, each spread over two ranks; weights that stay in CPU memory; arithmetic in bfloat16."""
+    under, more = folder / "copies", ["parallel.replicate=2", "parallel.offload=true"]
+    runs = {"c3po": [*commands(str(under))[3], *more], "sft": [*commands(str(under))[-1], *more]}
+    half = [*COMMON, "method.preset=c3po", *IVON, "run.steps=1", "model.compute_dtype=bfloat16"]
+    runs["half"] = ["train", *half, f"run.folder={under}/half", *more]
+    (folder / "copies.json").write_text(json.dumps(list(runs.values())))
+    launch(PROGRAM, str(folder / "copies.json"), ranks=4)
+    alone = {"c3po": commands(str(folder / "one"))[3], "sft": commands(str(folder / "one"))[-1]}
+    alone["half"] = ["train", *half, f"run.folder={folder}/one/half"]
+    for name, command in alone.items():
+        assert main(command) == 0
+        if name != "half":
+            assert_same(under / name, folder / "one" / name, tolerance=2e-4)
+    a, b = (outcome(run / "half") for run in (under, folder / "one"))
+    assert a["metrics"][-1]["reward/mean"] == b["metrics"][-1]["reward/mean"]
+    assert a["metrics"][-1]["optimizer/grad_norm"] == pytest.approx(b["metrics"][-1]["optimizer/grad_norm"], rel=0.05)
+
+
+def test_an_evaluation_on_two_ranks_is_that_of_one(folder: Path, on_two: Path) -> None:
+    """Also one that was begun on two and is finished on one."""
+    settings = ["eval.problems=12", "eval.samples=4", "eval.draws=2", "eval.part_size=8", "eval.max_new_tokens=6"]
+    command = ["eval", str(on_two / "c3po"), *settings, "--output"]
+    (folder / "eval.json").write_text(json.dumps([[*command, str(folder / "eval-two")]]))
+    launch(PROGRAM, str(folder / "eval.json"), ranks=2)
+    assert main([*command, str(folder / "eval-one")]) == 0
+    one, two = (json.loads((folder / f"eval-{n}" / "summary.json").read_text()) for n in ("one", "two"))
+    assert one == two
+    assert main([*command, str(folder / "eval-two")]) == 0, "it is the same evaluation"
+
+
 def train(ranks: int, *settings: str) -> tuple[int, str]:
     """Exit status and last words of `threepo train` on ranks."""
     return ended(start("-m", "threepo", "train", *settings, ranks=ranks))
@@ -234,6 +265,29 @@ def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two
     (folder / "rest.json").write_text(json.dumps([["train", "--resume", str(parts), "run.steps=3"]]))
     launch(PROGRAM, str(folder / "rest.json"), ranks=ranks)
     assert_same(parts, on_two / "c3po", tolerance=0 if ranks == 2 else 2e-4)
+
+
+def ranks_of(process: Any) -> list[int]:
+    """Their process numbers, under a torchrun."""
+    return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) -> None:
+    """Its partner says so within the limit; torchrun then kills it."""
+    run = folder / f"stopped-rank-{rank}"
+    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=1", f"run.folder={run}", "parallel.timeout_s=3"]
+    process = start("-m", "threepo", "train", *settings, ranks=2)
+    while len(read_metrics(run)) < 2 and process.poll() is None:
+        time.sleep(0.05)
+    children = ranks_of(process)
+    os.kill(children[rank], signal.SIGSTOP)
+    status, said = ended(process)
+    assert status == 1
+    assert "threepo: another rank has ended, or does not answer within parallel.timeout_s" in said
+    assert said.count("Traceback") == 1, "that of torchrun"
+    assert checkpoints(run)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_an_error_on_one_rank_ends_all_with_its_message(folder: Path) -> None:
@@ -252,8 +306,8 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder: Path) -> None:
     process = start("-m", "threepo", "train", *settings, ranks=2)
     while len(read_metrics(run)) < 2 and process.poll() is None:
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGTERM)
+    children = ranks_of(process)
+    os.kill(children[-1], signal.SIGTERM)
     _, said = ended(process)
     assert f"continue with --resume {run}" in said
     assert checkpoints(run)[-1][0] == len(read_metrics(run))
@@ -267,10 +321,12 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(folder: Path) -> None:
     process = start("-m", "threepo", "train", *settings, f"run.folder={run}", ranks=2)
     while len(read_metrics(run)) < 5 and process.poll() is None:
         time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    status, _ = ended(process)
+    children = ranks_of(process)
+    os.kill(children[0], signal.SIGKILL)
+    status, said = ended(process)
     assert status == 1
+    assert "threepo: another rank has ended" in said
+    assert said.count("Traceback") == 1, "that of torchrun"
     assert len(read_metrics(run)) < 40
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     resumed = [["train", "--resume", str(run)]]

@@ -54,9 +54,9 @@ LOADED = sharding.load_sharded
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
-    with joined() as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
+    with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
-            with patch("threepo.cli.joined", lambda: nullcontext(ranks)):  # ranks meet once in a process
+            with patch("threepo.cli.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process
                 status = main(command)
             if status:
                 os._exit(status)

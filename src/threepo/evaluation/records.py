@@ -38,9 +38,14 @@ def default_folder(config: EvaluationConfig) -> Path:
     name = f"{model.parents[1].name}-{model.name}" if model.parent.name == CHECKPOINTS else model.name
     sets = [label.partition("=")[0] for label in config.benchmarks.names] or [heldout_label(config.data)]
     some = "+".join(sets) if len(sets) <= 3 else f"{len(sets)}-benchmarks"
-    settings = json.dumps([to_dict(config), str(model)], sort_keys=True)
+    settings = json.dumps([what_matters(config), str(model)], sort_keys=True)
     digest = hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()
     return Path("runs") / f"eval-{name}-{set_name(some)}-{digest}"
+
+
+def what_matters(config: EvaluationConfig) -> dict[str, Any]:
+    """The settings that completions and scores depend on: all but those about ranks."""
+    return {name: table for name, table in to_dict(config).items() if name != "parallel"}
 
 
 def set_name(label: str) -> str:

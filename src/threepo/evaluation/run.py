@@ -11,20 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from threepo.config import EvaluationConfig
-from threepo.config.records import to_dict
 from threepo.data.finite import problems_digest
 from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.records import PARTS, EvaluationFolder, begin, completions_file, joined, part_file, refuse_taken
+from threepo.evaluation.records import (
+    PARTS,
+    EvaluationFolder,
+    begin,
+    completions_file,
+    joined,
+    part_file,
+    refuse_taken,
+    what_matters,
+)
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import finite, read_json, write_json
-from threepo.models.policy import Policy, load_policy
+from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.layout import is_spread, whole
 from threepo.progress import polite_stop, progress
+from threepo.ranks.dealing import dealt_grader, ranked
+from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.sharding import load_sharded
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
@@ -33,18 +46,21 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 """Keys of a model's configuration that change where it is saved or loaded, but not what it computes."""
 
 
-def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str, Any]:
+def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks = ALONE) -> dict[str, Any]:
     """Score a model on benchmarks or held-out problems, at the mean or over draws of its posterior.
 
     Everything is kept in `folder` (evaluation.records): an unfinished evaluation there is continued, a finished one is
     only read. Returns what summary.json holds. `step` is part of the random address of every completion: an evaluation
     while training has that of its step.
     """
-    settings = {**to_dict(config), "step": step}
-    refuse_taken(folder, settings, {})  # before minutes go into loading a model
+    settings = {**what_matters(config), "step": step}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    with EvaluationFolder(folder):
+    with contextlib.ExitStack() as opened:
+        with ranks.together():
+            if ranks.first:
+                refuse_taken(folder, settings, {})  # before minutes go into loading a model
+                opened.enter_context(EvaluationFolder(folder))
         if config.benchmarks.names:
             sets = _benchmarks(config)
             most = max(len(source.problems.known()) for source, _ in sets)
@@ -53,32 +69,43 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0) -> dict[str,
         else:
             sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
-        policy = load_policy(model, config.run.seed)
+        policy = load_sharded(model, config.parallel, ranks, config.run.seed)
         posterior = Posterior.from_pretrained(model.path) if config.eval.draws else None
-        exams = {source.label: examine(source, grader, policy, config) for source, grader in sets}
+        exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
-        origin = begin(folder, settings, fingerprint)
-        if not (folder / SUMMARY).is_file():
-            _complete(folder, exams, policy, posterior, config, step)
-            scores, results = [], {}
-            for label, exam in exams.items():
-                rows = joined(folder, label, len(exam.parts()))
-                grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
-                # Programs have no answers, so none of them can be the most frequent one.
-                scores.append(score(rows, config.eval.samples, votes=grader != "code"))
-                kept, chosen = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
-                results[label] = asdict(scores[-1]) | {
-                    "source": exam.problem_set.source,
-                    "prompt": exam.problem_set.template,
-                    "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
-                    "left_out": [problem.id for problem in chosen if problem.id not in kept],
-                }
-            summary = {"model": config.model.path, "average": average_scores(scores), "benchmarks": results}
-            write_json(folder / SUMMARY, finite(summary) | origin)
-        shutil.rmtree(folder / PARTS, ignore_errors=True)  # also those that a process left which was killed before this
-    return read_json(folder / SUMMARY)
+        with ranks.together():
+            origin = begin(folder, settings, fingerprint) if ranks.first else {}
+        if not ranks.gather((folder / SUMMARY).is_file())[0]:
+            _complete(folder, exams, policy, posterior, config, step, ranks)
+            with ranks.together():
+                if ranks.first:
+                    write_json(folder / SUMMARY, finite(_summary(folder, exams, policy, config)) | origin)
+        if ranks.first:
+            # Also those that a process left which was killed before this.
+            shutil.rmtree(folder / PARTS, ignore_errors=True)
+        return ranks.gather(read_json(folder / SUMMARY) if ranks.first else {})[0]
+
+
+def _summary(
+    folder: Path, exams: Mapping[str, Examination], policy: Policy, config: EvaluationConfig
+) -> dict[str, Any]:
+    """The scores of all sets, of the completions in the folder."""
+    scores, results = [], {}
+    for label, exam in exams.items():
+        rows = joined(folder, label, len(exam.parts()))
+        grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
+        # Programs have no answers, so none of them can be the most frequent one.
+        scores.append(score(rows, config.eval.samples, votes=grader != "code"))
+        kept, chosen = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
+        results[label] = asdict(scores[-1]) | {
+            "source": exam.problem_set.source,
+            "prompt": exam.problem_set.template,
+            "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
+            "left_out": [problem.id for problem in chosen if problem.id not in kept],
+        }
+    return {"model": config.model.path, "average": average_scores(scores), "benchmarks": results}
 
 
 def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
@@ -98,30 +125,37 @@ def _complete(
     posterior: Posterior | None,
     config: EvaluationConfig,
     step: int,
+    ranks: Ranks,
 ) -> None:
     """Make the parts that are missing; raises `Interrupted` between two of them after a signal."""
-    missing = [
+    found = [
         (label, file, part)
         for label, exam in exams.items()
         if not completions_file(folder, label).is_file()
         for number, part in enumerate(exam.parts())
         if not (file := part_file(folder, label, number)).is_file()
     ]
+    missing = ranks.gather(found)[0]
     total = sum(len(exam.problems) for exam in exams.values())
     done = total - sum(part.stop - part.start for _, _, part in missing)
-    if missing:
-        with contextlib.closing(build_engine(config.engine, policy)) as engine:
-            for exam in exams.values():
-                exam.prepare(engine)
-            draws = next(iter(exams.values())).draws(step)  # the same for every set
-            engine.load(FixedWeights(policy.model, posterior), draws, step)
-            with polite_stop() as stop, progress("eval", total, done, folder, unit="problem") as reporter:
-                for label, file, part in missing:
-                    rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
-                    write_parquet(file, rows)
-                    done += part.stop - part.start
-                    reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
-                    stop.obey(done, total, folder, "problem", "the same command continues it, in")
+    if not missing:
+        return
+    console = Console(stderr=True, quiet=not ranks.first)
+    with contextlib.closing(ranked(build_engine(config.engine, policy), ranks)) as engine:
+        for exam in exams.values():
+            exam.prepare(engine)
+        draws = next(iter(exams.values())).draws(step)  # the same for every set
+        engine.load(FixedWeights(policy.model, posterior), draws, step)
+        with polite_stop() as stop, progress("eval", total, done, folder, console, "problem") as reporter:
+            for label, file, part in missing:
+                rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
+                with ranks.together():
+                    if ranks.first:
+                        write_parquet(file, rows)
+                done += part.stop - part.start
+                reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
+                stop.signal_number = max(ranks.gather(stop.signal_number))
+                stop.obey(done, total, folder, "problem", "the same command continues it, in")
 
 
 def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
@@ -134,12 +168,15 @@ def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
 
 
 def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """A line per tensor; hashing releases the GIL, so threads hash several at the same time."""
+    """A line per tensor; hashing releases the GIL, so threads hash several at the same time.
+
+    Tensors that are spread over ranks are gathered one after another, on all ranks in the same order.
+    """
 
     def line(name: str) -> str:
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = whole(tensors[name].detach()).cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         return f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(1 if any(map(is_spread, tensors.values())) else None) as pool:
         return list(pool.map(line, sorted(tensors)))

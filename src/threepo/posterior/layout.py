@@ -19,6 +19,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold parts of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Where to compute with a parameter: where it is, unless FSDP2 keeps its shards in CPU memory."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device

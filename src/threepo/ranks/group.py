@@ -18,6 +18,16 @@ from threepo.errors import UserError
 T = TypeVar("T")
 
 
+class RankLost(UserError):
+    """A collective failed: another rank has ended, or does not answer within the time limit."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            f"another rank has ended, or does not answer within parallel.timeout_s; if it has no message of its own, "
+            f"it was killed or is stuck: start again to go on from what is saved ({_words(error)})"
+        )
+
+
 @dataclass(frozen=True)
 class Ranks:
     """All ranks of a run, seen from one of them. The default is a process on its own."""
@@ -44,7 +54,7 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.gloo)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise RankLost(error) from error
         return found
 
     def deal(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
@@ -86,8 +96,6 @@ class Ranks:
 
 ALONE = Ranks()
 """A process that torchrun did not start."""
-PATIENCE = timedelta(hours=1)
-"""How long a rank waits for the others: the slowest has a whole rollout, or the grading of one, ahead of it."""
 
 
 def started() -> Ranks:
@@ -96,8 +104,11 @@ def started() -> Ranks:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet."""
+def joined(timeout_s: float) -> Iterator[Ranks]:
+    """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet.
+
+    A rank that waits longer than `timeout_s` for another, or whose partner has ended, raises `RankLost`.
+    """
     here = started()
     if here.size == 1:
         yield ALONE
@@ -105,20 +116,20 @@ def joined() -> Iterator[Ranks]:
     import torch
     import torch.distributed as dist
 
+    patience = timedelta(seconds=timeout_s)
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
     try:
-        yield replace(here, gloo=dist.new_group(backend="gloo", timeout=PATIENCE))
+        yield replace(here, gloo=dist.new_group(backend="gloo", timeout=patience))
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # from a collective of FSDP2, or of shards
+            raise RankLost(error) from error
+        raise
     finally:
         dist.destroy_process_group()
-
-
-def lost(error: BaseException) -> UserError:
-    """What to say when a collective failed: another rank has ended, or does not answer within the time limit."""
-    return UserError(f"another rank has ended or does not answer; its own message says why ({_words(error)})")
 
 
 def _words(error: BaseException) -> str:

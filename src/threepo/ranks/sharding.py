@@ -18,7 +18,7 @@ from threepo.config import ModelConfig, ParallelConfig
 from threepo.errors import UserError
 from threepo.models.attention import register_attention
 from threepo.models.loading import pick_device
-from threepo.models.policy import Policy, Scorer, load_policy
+from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations
 from threepo.posterior.layout import like_parameter, local
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.ranks.group import Ranks
@@ -42,11 +42,13 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     with ranks.together():
         device = pick_device(settings.device)
         if ranks.first:
-            whole = load_policy(replace(settings, device="cpu"), seed)
+            whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed)
     policy = ranks.gather(whole and _without_weights(whole))[0]
     assert policy is not None
     register_attention()
     architecture = deepcopy(policy.model)
+    if settings.gradient_checkpointing:
+        recompute_activations(policy.model)
     _spread(policy, device, parallel, ranks)
     weights = dict(whole.model.named_parameters()) if whole else {}
     for name, p in policy.model.named_parameters():
