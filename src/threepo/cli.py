@@ -85,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
         for kind in ("prompt", "response"):
             text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
             train.add_argument(f"--{kind}-tokens", type=int, default=0, help=text)
+        text = "--dry-run: number of ranks, each with a GPU (default: those of torchrun, or 1)"
+        train.add_argument("--ranks", type=int, default=0, help=text)
         train.set_defaults(command=_train, more="settings", kind=name)
 
     evaluate = commands.add_parser("eval", help="pass@k and maj@k of a model on benchmarks or held-out problems")
@@ -148,6 +150,10 @@ def _train(options: argparse.Namespace) -> None:
     for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
         if tokens < 0 or (tokens and not options.dry_run):
             raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
+    if options.ranks < 0 or (options.ranks and not options.dry_run):
+        raise UserError(
+            f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only; torchrun starts ranks"
+        )
     config: Any = None
     steps = None
     if options.resume:
@@ -159,7 +165,8 @@ def _train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from threepo.training.plan import plan
 
-        for label, lines in plan(config, options.prompt_tokens, options.response_tokens).items():
+        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or started().size)
+        for label, lines in found.items() if started().first else ():
             print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:

@@ -1,13 +1,13 @@
 """What --dry-run says: the paper's table, the published model's size, and what an optimizer really keeps."""
 
 import gc
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from published_shapes import OLMO3_7B, write
 
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
@@ -16,29 +16,14 @@ from threepo.errors import UserError
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
 from threepo.training.plan import plan, step_flops
+from threepo.training.step_time import StepTime, Work, step_times
 from threepo.types import Draw
-
-OLMO3 = {
-    "model_type": "olmo3",
-    "architectures": ["Olmo3ForCausalLM"],
-    "vocab_size": 100278,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 65536,
-    "tie_word_embeddings": False,
-}
-"""The shape of Olmo-3-1025-7B as published."""
 
 
 @pytest.fixture
 def olmo3(tmp_path: Path) -> str:
     """A model directory without weights."""
-    (tmp_path / "config.json").write_text(json.dumps(OLMO3))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    return str(tmp_path)
+    return write(tmp_path, OLMO3_7B)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +130,12 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
         (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
         (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: must be above 0"),
         (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* with --dry-run only"),
+        (["demo/c3po", "--ranks", "8"], "--ranks 8: .* with --dry-run only; torchrun"),
+        (["demo/c3po", "--dry-run", "--ranks", "-1"], "--ranks -1: must be above 0"),
+        (
+            ["demo/c3po", "--dry-run", "--ranks", "8", "model.path=tiny-qwen2", "parallel.replicate=3"],
+            "parallel.replicate = 3: must divide the number of ranks, 8",
+        ),
     ],
 )
 def test_nothing_is_trained_or_reckoned_by_mistake(
@@ -152,6 +143,77 @@ def test_nothing_is_trained_or_reckoned_by_mistake(
 ) -> None:
     assert main(["train", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
+    """By hand, for the paper's C3PO; replicas of the weights share none, and offloading moves them to the CPUs."""
+    recipe = ["model.path=" + olmo3]
+    weights, gib = 7_298_011_136, 2**30
+    lines = plan(load(TrainConfig, "paper/olmo3_7b/c3po", recipe), ranks=8)
+    each = {"each GPU": lines["each GPU"]}
+    assert said(each, "GiB weights") == pytest.approx(4 * weights / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(8 * weights / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB of these in all, float32") == pytest.approx(20 * weights / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB weights of a replica, bfloat16") == pytest.approx(2 * weights / gib, rel=1e-3)
+    # A layer has 4 * 4096^2 weights of attention, 3 * 4096 * 11008 of the MLP, and four norms.
+    gathered = 2 * 100278 * 4096 + 4096 + 2 * (4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096)
+    assert said(lines, "GiB gathered weights") == pytest.approx(2 * gathered / gib, rel=1e-3)
+    # Mean, Hessian and result of the embedding, in float32.
+    assert said(lines, "GiB before, while") == pytest.approx(3 * 4 * 100278 * 4096 / gib, rel=1e-3)
+
+    peak = said(lines, "GiB at most")
+    copies = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.replicate=2"]), ranks=8)
+    assert said(copies, "GiB at most") - peak == pytest.approx(20 * weights * (1 / 4 - 1 / 8) / gib, rel=1e-2)
+    offloaded = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.offload=true"]), ranks=8)
+    assert peak - said(offloaded, "GiB at most") == pytest.approx(20 * weights / 8 / gib, rel=1e-2)
+    assert said(offloaded, "GiB of these in all, in the memory of its CPU") > 0
+
+
+def test_one_rank_is_planned_as_ever(olmo3: str) -> None:
+    config = load(TrainConfig, "paper/olmo3_7b/c3po", [f"model.path={olmo3}"])
+    assert plan(config) == plan(config, ranks=1)
+    assert {"trainer", "engine"} <= plan(config).keys()
+    assert not {"trainer", "engine"} & plan(config, ranks=2).keys()
+
+
+def test_a_fine_tuning_run_has_each_gpu_too(olmo3: str) -> None:
+    lines = plan(load(SFTConfig, "paper/olmo3_7b/sft", [f"model.path={olmo3}"]), ranks=8)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(7_298_011_136 / 2**30, rel=1e-3)
+
+
+def test_the_ranks_of_torchrun_are_planned_for_and_the_first_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["train", "demo/c3po", "model.path=tiny-qwen2", "--dry-run"]) == 0
+        assert ("4 ranks, each with 1/4 of the weights" in capsys.readouterr().out) == (rank == 0)
+
+
+def qwen(draws: int, response: float) -> dict[str, StepTime]:
+    """Of Qwen2.5-Math-7B, 32 prompts with 16 completions, on eight ranks."""
+    work = Work(7_615_616_512, 57_344, 32, 512, draws, prompt=150, response=response, longest=3072, operations=8)
+    return step_times(work, 8)
+
+
+@pytest.mark.parametrize(("draws", "response", "ratio"), [(4, 600, 2.72), (8, 600, 4.63), (4, 1100, 2.60)])
+def test_the_model_of_time_says_what_an_independent_one_said(draws: int, response: float, ratio: float) -> None:
+    """`ratio` is that of a simulation written before (numpy, other random lengths)."""
+    times = qwen(draws, response)
+    assert times["in turn"].total / times["GRPO"].total == pytest.approx(ratio, rel=0.03)
+    assert 1 < times["own"].total / times["GRPO"].total < 1.05
+
+
+def test_decoding_by_hand() -> None:
+    """Two ranks, four rows of three tokens, no cache: three steps that read all weights, for each draw in turn."""
+    work = Work(10**9, 0, 2, 4, 2, prompt=0, response=3, longest=3, operations=6)
+    times = step_times(work, 2)
+    step = 2e9 / 3.6e12 + 2.5e-3
+    assert times["in turn"].generation == pytest.approx(2 * 3 * (step + 2e9 / 495e12))
+    assert times["own"].generation == times["GRPO"].generation == pytest.approx(3 * (step + 2 * 2e9 / 495e12))
+    assert times["GRPO"].update == pytest.approx(6e9 * 12 / (2 * 396e12))
+    assert times["own"].pushes == pytest.approx(0.8 + 8e9 / 2 / 350e9)
 
 
 def test_a_dry_run_leaves_nothing(

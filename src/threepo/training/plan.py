@@ -3,20 +3,31 @@
 FLOPs follow the paper's count (appendix on compute): per weight and token, two forward and six forward and backward.
 What that count leaves out is listed next to it. Legend: W weights, P prompts a step, G completions of a prompt over all
 draws, N draws that generate, K draws at which the gradient of every row is taken.
+
+On several ranks memory is that of each, one GPU (rank_memory.py), and a model says how long a step may take
+(step_time.py).
 """
 
 from typing import Any
 
+import torch
+
 from threepo.config import OptimizerConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
+from threepo.errors import UserError
 from threepo.models.loading import model_shape
 from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.optimizers import OPTIMIZERS
+from threepo.training.rank_memory import rank_memory
+from threepo.training.step_time import ASSUMED, Work, step_times
+from threepo.training.update import GPU_TOKENS
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
 _BYTES = {"float32": 4, "bfloat16": 2}
+GPUS = {"H100": 79, "H200": 140}
+"""GiB of memory of GPUs."""
 
 
 def step_flops(
@@ -38,37 +49,54 @@ Plan = dict[str, list[str]]
 """Lines by their label."""
 
 
-def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0) -> Plan:
+def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0, ranks: int = 1) -> Plan:
     """What the run would load, hold in memory and compute.
 
     `prompt_tokens` and `response_tokens` are means; 0 stands for the longest that the recipe allows.
     """
+    if ranks % config.parallel.replicate:
+        raise UserError(f"parallel.replicate = {config.parallel.replicate}: must divide the number of ranks, {ranks}")
     model, path = model_to_come(config.model), config.model.path
     shape, weights = model_shape(model)
     lines = [f"{path}: {weights:,} weights"]
     if model.path != path:
         lines.append(f"{path} is not there yet; its run begins with {model.path}, of the same shape")
     if isinstance(config, SFTConfig):
-        return {"model": lines} | _fine_tuning(config, shape, weights, prompt_tokens + response_tokens)
-    return {"model": lines} | _reinforcement(config, shape, weights, prompt_tokens, response_tokens)
+        return {"model": lines} | _fine_tuning(config, shape, weights, prompt_tokens + response_tokens, ranks)
+    return {"model": lines} | _reinforcement(config, shape, weights, prompt_tokens, response_tokens, ranks)
 
 
-def _reinforcement(config: TrainConfig, shape: Any, weights: int, prompt_tokens: int, response_tokens: int) -> Plan:
+def _reinforcement(
+    config: TrainConfig, shape: Any, weights: int, prompt_tokens: int, response_tokens: int, ranks: int
+) -> Plan:
     data, method, engine = config.data, config.method, config.engine
     draws = max(method.draws, 1)
     gradient_draws = {"generator": draws, "fresh": method.gradient_draws, "mean": 1}[method.gradient_at]
-    prompt_tokens = prompt_tokens or data.max_prompt_tokens or UNKNOWN
-    response_tokens = response_tokens or config.sampling.max_new_tokens
+    longest_prompt, longest = data.max_prompt_tokens or UNKNOWN, config.sampling.max_new_tokens
+    prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt
     rows = prompts * rollouts
     flops = step_flops(weights, prompts, rollouts, draws, prompt_tokens, response_tokens, method.gradient_draws)
     copied = draws * weights * _BYTES[engine.dtype] / GIB
+    if ranks == 1:
+        memory = {
+            "trainer": _trainer_memory(weights, config.optimizer, gradient_draws),
+            "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + longest),
+        }
+    else:
+        tokens = rows * (prompt_tokens + response_tokens), longest_prompt + longest
+        held, free = _each_rank(config, shape, weights, gradient_draws, tokens, ranks)
+        own = -(-rows // ranks), -(-draws // ranks)
+        memory = {
+            "each GPU": [*held, f"{_gathered(config, shape):.4g} GiB before, while the weights of a draw are made"],
+            "its engine": _replica(config, shape, weights, *own, prompt_tokens + longest, free),
+            "time": _time(config, shape, weights, rows, prompt_tokens, response_tokens, ranks),
+        }
     return {
         "data": [f"{data.train}, rewarded by {config.reward.function}"],
         "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
         "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows"],
-        "trainer": _trainer_memory(weights, config.optimizer, gradient_draws),
-        "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + config.sampling.max_new_tokens),
+        **memory,
         "compute": [
             f"{prompt_tokens} prompt and {response_tokens} response tokens a row",
             *(f"{_tera(count)} TFLOP {purpose}" for purpose, count in flops.items()),
@@ -81,32 +109,128 @@ def _reinforcement(config: TrainConfig, shape: Any, weights: int, prompt_tokens:
     }
 
 
-def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int) -> Plan:
+def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int, ranks: int) -> Plan:
     if config.conversations:
         rows, what, most = config.conversations.batch_size, "conversations", config.conversations.max_tokens
     else:
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
     tokens = tokens or most
+    memory = {"trainer": _trainer_memory(weights, config.optimizer, gradient_draws=1)}
+    if ranks > 1:
+        memory = {"each GPU": _each_rank(config, shape, weights, 1, (rows * tokens, most), ranks)[0]}
     return {
         "a step": [f"{rows} {what}"],
-        "trainer": _trainer_memory(weights, config.optimizer, gradient_draws=1),
+        **memory,
         "compute": [f"{tokens} tokens a row", f"{_tera(6 * weights * rows * tokens)} TFLOP a step"],
         "not counted": _uncounted(config, shape, weights, rows, tokens),
     }
 
 
+def _tensors(optimizer: OptimizerConfig, gradient_draws: int) -> dict[str, int]:
+    """What training holds of every weight: by label, how many float32 tensors of their size."""
+    return {"weights": 1, "gradients": 1, **OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)}
+
+
 def _trainer_memory(weights: int, optimizer: OptimizerConfig, gradient_draws: int) -> list[str]:
     """Tensors of the size of the weights, all float32."""
-    tensors = {"weights": 1, "gradients": 1, **OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)}
+    tensors = _tensors(optimizer, gradient_draws)
     size = weights * 4 / GIB
     total = f"{sum(tensors.values()) * size:.4g} GiB in all, float32; activations come on top"
     return [*(f"{count * size:.4g} GiB {name}" for name, count in tensors.items()), total]
 
 
-def _engine_memory(config: TrainConfig, shape: Any, weights: int, rows: int, draws: int, tokens: int) -> list[str]:
-    import torch
+def _each_rank(
+    config: TrainConfig | SFTConfig,
+    shape: Any,
+    weights: int,
+    gradient_draws: int,
+    tokens: tuple[int, int],
+    ranks: int,
+) -> tuple[list[str], float]:
+    """Memory of a rank's training, and the most that it takes of a GPU, in GiB.
 
+    `tokens`: of all rows of a step, and of the longest.
+    """
+    (everything, longest), offload = tokens, config.parallel.offload
+    micro = max(min(config.batching.tokens or GPU_TOKENS, -(-everything // ranks)), longest)
+    recomputed, shards = config.model.gradient_checkpointing, ranks // config.parallel.replicate
+    dtype = getattr(torch, config.model.compute_dtype)
+    found = rank_memory(shape, weights, _tensors(config.optimizer, gradient_draws), shards, micro, dtype)
+    memory = found[recomputed]
+    most, otherwise = ((sum(m.worst.values()) if offload else m.peak) / GIB for m in (memory, found[not recomputed]))
+    where = "in the memory of its CPU" if offload else "float32"
+    held = sum(memory.held.values()) / GIB
+    moment = next(name for name, found in memory.moments.items() if found is memory.worst)
+    lines = [
+        f"{ranks} ranks, each with 1/{shards} of the weights; micro-batches of {micro} tokens",
+        *(f"{size / GIB:.4g} GiB {label}" for label, size in memory.held.items()),
+        f"{held:.4g} GiB of these in all, {where}; for the {moment}:",
+        *(f"{size / GIB:.4g} GiB {label}" for label, size in memory.worst.items() if size),
+        f"{most:.4g} GiB at most of a GPU while it trains ({otherwise:.4g} with{'out' if recomputed else ''} "
+        f"gradient checkpointing)",
+    ]
+    return lines, most
+
+
+def _gathered(config: TrainConfig, shape: Any) -> float:
+    """GiB of what a rank gathers of the largest parameter to make a draw, and the result: float32."""
+    text = shape.get_text_config()
+    return (3 if config.method.draws else 1) * 4 * text.vocab_size * text.hidden_size / GIB  # type: ignore[no-any-return]
+
+
+def _replica(
+    config: TrainConfig, shape: Any, weights: int, rows: int, draws: int, tokens: int, trains: float
+) -> list[str]:
+    """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
+    if config.engine.kind != "vllm":
+        return _engine_memory(config, shape, weights, rows, draws, tokens)
+    copy = weights * _BYTES[config.engine.dtype] / GIB
+    a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype))
+    needed = min(rows, config.engine.max_batch_rows) * tokens * a_token / GIB
+    lines = [
+        f"{copy:.4g} GiB weights of a replica, {config.engine.dtype}",
+        f"{needed:.4g} GiB keys and values of {rows} rows of {tokens} tokens, if all were that long",
+    ]
+    for gpu, size in GPUS.items():
+        left = size - trains - copy
+        share = f"engine.vllm.gpu_memory_utilization at most {(size - trains) / size:.2f}"
+        said = f"{left:.4g} GiB left for keys and values; {share}" if left > 0 else f"{-left:.4g} GiB too much"
+        lines.append(f"{gpu} ({size} GiB): {said}")
+    return lines
+
+
+def _time(
+    config: TrainConfig, shape: Any, weights: int, rows: int, prompt_tokens: int, response_tokens: int, ranks: int
+) -> list[str]:
+    """A step's time by a model."""
+    method, draws = config.method, max(config.method.draws, 1)
+    passes = 3 + config.model.gradient_checkpointing + (config.objective.mini_batches > 1)
+    work = Work(
+        weights=weights,
+        cache=bytes_per_token(shape, torch.bfloat16),
+        prompts=config.data.prompts_per_step,
+        rows=rows,
+        draws=draws,
+        prompt=prompt_tokens,
+        response=response_tokens,
+        longest=config.sampling.max_new_tokens,
+        operations=2.0 * passes * method.gradient_draws,
+    )
+    times = step_times(work, ranks)
+    grpo = times["GRPO"]
+    parts = (
+        f"generation {grpo.generation:.3g}, update {grpo.update:.3g}, weights {grpo.pushes:.2g}, other {grpo.rest:g}"
+    )
+    lines = ["by a model, not measured", f"{grpo.total:.3g} s a step with all rows at the mean (GRPO): {parts}"]
+    for name, what in (("own", "with a draw for every replica"), ("in turn", "with draws in turn on all replicas")):
+        if draws > 1:
+            lines.append(f"{times[name].total:.3g} s, {times[name].total / grpo.total:.2f} times as long, {what}")
+    spread = "all as long as the longest" if response_tokens >= work.longest else "spread as usual (log-normal)"
+    return [*lines, f"assumed: responses {spread}; {ASSUMED}"]
+
+
+def _engine_memory(config: TrainConfig, shape: Any, weights: int, rows: int, draws: int, tokens: int) -> list[str]:
     engine = config.engine
     copies, what, most = ENGINES[engine.kind].memory(engine, draws)
     together = min(rows, most)

@@ -42,9 +42,9 @@ class RankMemory:
 
 
 def rank_memory(
-    shape: Any, weights: int, tensors: dict[str, int], shards: int, tokens: int, recomputed: bool, dtype: torch.dtype
-) -> RankMemory:
-    """Memory to train a Hugging Face model of this configuration, cut into `shards`.
+    shape: Any, weights: int, tensors: dict[str, int], shards: int, tokens: int, dtype: torch.dtype
+) -> dict[bool, RankMemory]:
+    """Memory to train a Hugging Face model of this configuration, cut into `shards`, by gradient checkpointing.
 
     Args:
         shape: the model's configuration.
@@ -52,7 +52,6 @@ def rank_memory(
         tensors: how many float32 tensors of the size of the weights are held, by label.
         shards: among how many ranks a copy of the weights is cut.
         tokens: those of a micro-batch.
-        recomputed: with gradient checkpointing.
         dtype: of gathered weights, activations, and gradients before they are cut; those travel in float32.
     """
     text, size = shape.get_text_config(), dtype.itemsize
@@ -61,29 +60,25 @@ def rank_memory(
     layers = text.num_hidden_layers
     layer = (weights - root) / layers
     saved, widest = (per_token * tokens for per_token in saved_per_token(shape, dtype, recomputed=False))
-    stream = size * text.hidden_size * tokens
-    gathered = {"gathered weights: embedding, head and two layers": size * (root + 2 * layer)}
-    through = saved_per_token(shape, dtype, recomputed=True)[0] * tokens if recomputed else saved
-    kept = {
-        "activations kept for the backward pass": through + stream,
-        "logits of a chunk": 4.0 * 4 * CHUNK_ELEMENTS,
-    }
-    return RankMemory(
-        {label: 4.0 * weights * count / shards for label, count in tensors.items()},
-        {
-            "forward": gathered | kept,
-            "backward": {
-                **gathered,
-                **kept,
-                "gradients of the head and a layer, not yet cut": size * embedding + 4 * layer,
-                "activations of a layer, computed again": saved / layers if recomputed else 0.0,
-                "gradients of activations": 2 * widest,
-            },
-            "backward of the embedding": {
-                "gradients of embedding and head, not yet cut, and their sums": (size + 4 + 4 / shards) * root,
-            },
-        },
-    )
+    inputs, _ = (per_token * tokens for per_token in saved_per_token(shape, dtype, recomputed=True))
+    held = {label: 4.0 * weights * count / shards for label, count in tensors.items()}
+    gathered = {"gathered weights: embedding, head and two layers": size * (root + 2.0 * layer)}
+    cut = {"gradients of embedding and head, not yet cut, and their sums": (size + 4 + 4 / shards) * root}
+    found = {}
+    for recomputed in (True, False):
+        kept = {
+            "activations kept for the backward pass": (inputs if recomputed else saved)
+            + size * text.hidden_size * tokens,
+            "logits of a chunk": 4.0 * 4 * CHUNK_ELEMENTS,
+        }
+        backward = {
+            "gradients of the head and a layer, not yet cut": size * embedding + 4 * layer,
+            "activations of a layer, computed again": saved / layers if recomputed else 0.0,
+            "gradients of activations": 2 * widest,
+        }
+        moments = {"forward pass": gathered | kept, "backward pass": gathered | kept | backward}
+        found[recomputed] = RankMemory(held, moments | {"backward pass of the embedding": cut})
+    return found
 
 
 def saved_per_token(shape: Any, dtype: torch.dtype, recomputed: bool) -> tuple[float, float]:

@@ -1,0 +1,65 @@
+"""What --dry-run says of each GPU, against torch's own count of a pretended run of the same (pretended_program.py)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import ended, start
+from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
+
+from threepo.config import TrainConfig
+from threepo.config.recipes import load
+from threepo.training.plan import plan
+
+PROGRAM = str(Path(__file__).with_name("pretended_program.py"))
+SHAPES = {"olmo3_7b": OLMO3_7B, "qwen25_math_7b": QWEN25_MATH_7B}
+ROWS, LENGTH = 4, 4095
+"""A micro-batch of the paper's longest rows, which is full with 16,384 tokens."""
+Counts = dict[str, dict[str, dict[str, int]]]
+"""Bytes, by whether activations are recomputed, moment and kind."""
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
+    """Both models, at the same time."""
+    folder = tmp_path_factory.mktemp("pretended")
+    programs = {}
+    for name, shape in SHAPES.items():
+        write(folder / name, shape)
+        arguments = (
+            str(folder / f"{name}.json"),
+            str(folder / name / "config.json"),
+            "8",
+            str(ROWS),
+            str(LENGTH),
+            "256",
+        )
+        programs[name] = start(PROGRAM, *arguments, ranks=0)
+    results = {name: ended(program) for name, program in programs.items()}
+    assert all(status == 0 for status, _ in results.values()), results
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in SHAPES}
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_plan_says_what_a_pretended_run_holds(
+    name: str, recomputed: bool, counted: dict[str, Counts], tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "model", SHAPES[name])
+    settings = [f"model.path={folder}", f"model.gradient_checkpointing={str(recomputed).lower()}"]
+    lines = plan(load(TrainConfig, f"paper/{name}/c3po", settings), ranks=8)["each GPU"]
+    found = counted[name][str(recomputed)]
+    before, perturbed, forward, peak = (found[moment] for moment in ("before", "perturbed", "forward", "peak"))
+
+    def check(words: str, count: float, tolerance: float = 0.01) -> None:
+        (said,) = (float(line.split()[0]) for line in lines if line.partition(" ")[2].startswith(words))
+        assert said == pytest.approx(count / 2**30, rel=tolerance), words
+
+    check("GiB weights", before["Sharded Param"])
+    check("GiB gradients", before["Sharded Grad"])
+    check("GiB momentum and Hessian", before["OptState"])
+    check("GiB the mean while perturbed", perturbed["Total"] - before["Total"])
+    check("GiB activations kept", forward["Total"] - perturbed["Total"], 0.05)
+    if recomputed:  # without it, the peak is in the head, when only one layer is gathered
+        check("GiB gathered weights", peak["Unsharded Param"] + peak["All Gather"])
+    check("GiB at most", peak["Total"], 0.04)
