@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from launch import ended, start
-from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
 
+from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.training.plan import plan
@@ -15,6 +15,8 @@ PROGRAM = str(Path(__file__).with_name("pretended_program.py"))
 SHAPES = {"olmo3_7b": OLMO3_7B, "qwen25_math_7b": QWEN25_MATH_7B}
 ROWS, LENGTH = 4, 4095
 """A micro-batch of the paper's longest rows, which is full with 16,384 tokens."""
+TIMEOUT = 500.0
+"""Seconds; half a minute on two free cores."""
 Counts = dict[str, dict[str, dict[str, int]]]
 """Bytes, by whether activations are recomputed, moment and kind."""
 
@@ -26,16 +28,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
     programs = {}
     for name, shape in SHAPES.items():
         write(folder / name, shape)
-        arguments = (
-            str(folder / f"{name}.json"),
-            str(folder / name / "config.json"),
-            "8",
-            str(ROWS),
-            str(LENGTH),
-            "256",
-        )
-        programs[name] = start(PROGRAM, *arguments, ranks=0)
-    results = {name: ended(program) for name, program in programs.items()}
+        out, config = folder / f"{name}.json", folder / name / "config.json"
+        programs[name] = start(PROGRAM, str(out), str(config), "8", str(ROWS), str(LENGTH), "128", ranks=0)
+    results = {name: ended(program, TIMEOUT) for name, program in programs.items()}
     assert all(status == 0 for status, _ in results.values()), results
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in SHAPES}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from published_shapes import OLMO3_7B, write
 
+from published_shapes import OLMO3_7B, write
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
@@ -130,7 +130,7 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
         (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
         (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: must be above 0"),
         (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* with --dry-run only"),
-        (["demo/c3po", "--ranks", "8"], "--ranks 8: .* with --dry-run only; torchrun"),
+        (["demo/c3po", "--ranks", "8"], "--ranks 8: .* with --dry-run only: torchrun"),
         (["demo/c3po", "--dry-run", "--ranks", "-1"], "--ranks -1: must be above 0"),
         (
             ["demo/c3po", "--dry-run", "--ranks", "8", "model.path=tiny-qwen2", "parallel.replicate=3"],

@@ -64,11 +64,11 @@ def rank_memory(
     held = {label: 4.0 * weights * count / shards for label, count in tensors.items()}
     gathered = {"gathered weights: embedding, head and two layers": size * (root + 2.0 * layer)}
     cut = {"gradients of embedding and head, not yet cut, and their sums": (size + 4 + 4 / shards) * root}
+    last = size * text.hidden_size * tokens  # the tokens that the head reads
     found = {}
     for recomputed in (True, False):
         kept = {
-            "activations kept for the backward pass": (inputs if recomputed else saved)
-            + size * text.hidden_size * tokens,
+            "activations kept for the backward pass": (inputs if recomputed else saved) + last,
             "logits of a chunk": 4.0 * 4 * CHUNK_ELEMENTS,
         }
         backward = {
