@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.rewards.code import CodeGrader, parse_tests
-from threepo.rewards.sandbox.local import cores
+from threepo.workers import cores
 
 PROGRAM = "import sys\nvalues = sorted(map(int, sys.stdin.read().split()))\nprint(*values)\n"
 FUNCTION = "def arrange(values):\n    return sorted(values)\n"

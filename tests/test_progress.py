@@ -12,7 +12,7 @@ from rich.console import Console
 from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
-from threepo.progress import Reporter, polite_stop, progress
+from threepo.progress import Reporter, obey, polite_stop, progress
 from threepo.run_folder import checkpoints
 
 
@@ -50,15 +50,15 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
     previous = signal.signal(number, lambda *_: received.append("second"))
     try:
         with polite_stop() as stop:
-            stop.obey(3, 10, tmp_path)
+            obey(stop.signal_number, 3, 10, tmp_path)
             os.kill(os.getpid(), number)
             assert stop.signal_number == number
             assert received == []
             os.kill(os.getpid(), number)
             assert received == ["second"]
-            stop.obey(10, 10, tmp_path)  # all steps are done: nothing to interrupt
+            obey(stop.signal_number, 10, 10, tmp_path)  # all steps are done: nothing to interrupt
             with pytest.raises(Interrupted, match=r"after step 3 of 10; continue with --resume"):
-                stop.obey(3, 10, tmp_path)
+                obey(stop.signal_number, 3, 10, tmp_path)
     finally:
         signal.signal(number, previous)
 

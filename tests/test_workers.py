@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from threepo.errors import UserError
-from threepo.workers import Outcome, Process, WorkerPool
+from threepo.workers import Outcome, Process, WorkerPool, cores
 
 PATIENCE = 60.0
 """Seconds after which a test is stuck, and not slow."""
@@ -24,6 +24,15 @@ PATIENCE = 60.0
 def pool() -> Iterator[WorkerPool]:
     with closing(WorkerPool("serving:serve", timeout_s=1, memory_mib=500, workers=2)) as pool:
         yield pool
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = cores()
+    assert alone >= 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores() == max(1, alone // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert cores() == 1
 
 
 def is_running(process: int) -> bool:

@@ -62,15 +62,18 @@ def progress(
 
 
 class StopRequest:
-    """Set by a signal; read between steps."""
+    """Set by a signal, at any moment: read it once a step."""
 
     signal_number = 0
 
-    def obey(self, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume") -> None:
-        """Raise `Interrupted` if a signal came and not all is done; the state must be saved by now."""
-        if self.signal_number and done < total:
-            name = signal.Signals(self.signal_number).name
-            raise Interrupted(self.signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")
+
+def obey(
+    signal_number: int, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume"
+) -> None:
+    """Raise `Interrupted` if a signal came (not 0) and not all is done; the state must be saved by now."""
+    if signal_number and done < total:
+        name = signal.Signals(signal_number).name
+        raise Interrupted(signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")
 
 
 @contextmanager

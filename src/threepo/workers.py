@@ -35,6 +35,12 @@ MEMORY_STATUS = 77
 """Exit status of a process that ran out of memory."""
 
 
+def cores() -> int:
+    """Processor cores for this process: its share of them, where torchrun has started several on this machine."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 class Process:
     """A Python process that runs `program`, which calls `owner` for the other end of `connection`.
 
@@ -119,7 +125,7 @@ class WorkerPool:
 
     def __init__(self, function: str, *, timeout_s: float, memory_mib: int, workers: int = 0) -> None:
         self._function, self._timeout, self._memory = function, timeout_s, memory_mib
-        self._processes: list[Process | None] = [None] * (workers or len(os.sched_getaffinity(0)))
+        self._processes: list[Process | None] = [None] * (workers or cores())
         self._idle = list(range(len(self._processes)))
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._processes)

@@ -165,7 +165,7 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     memory_mib: Count = 1024
     """Address space of a program in MiB; shared libraries and thread stacks count."""
     workers: CountOrZero = 0
-    """Number of programs that run at the same time; 0: one per processor core, or 32 on a server."""
+    """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
@@ -190,7 +190,7 @@ class RewardConfig(Settings, table="reward"):
     memory_mib: Count = 1024
     """MiB of memory for each process of the mathematics verifier."""
     workers: CountOrZero = 0
-    """Processes of the mathematics verifier; 0: one per processor core."""
+    """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 

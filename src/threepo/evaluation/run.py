@@ -34,7 +34,7 @@ from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.layout import is_spread, whole
-from threepo.progress import polite_stop, progress
+from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.dealing import dealt_grader, ranked
 from threepo.ranks.group import ALONE, Ranks
 from threepo.ranks.sharding import load_sharded
@@ -154,8 +154,8 @@ def _complete(
                         write_parquet(file, rows)
                 done += part.stop - part.start
                 reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
-                stop.signal_number = max(ranks.gather(stop.signal_number))
-                stop.obey(done, total, folder, "problem", "the same command continues it, in")
+                stopping = max(ranks.gather(stop.signal_number))
+                obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
 
 def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:

@@ -6,7 +6,10 @@ rank has died; a model's tensors travel over the backend of their device. Torch 
 command line asks here who speaks.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +19,10 @@ from typing import Any, TypeVar
 from threepo.errors import UserError
 
 T = TypeVar("T")
+
+
+_PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
 class RankLost(UserError):
@@ -117,6 +124,8 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     import torch.distributed as dist
 
     patience = timedelta(seconds=timeout_s)
+    if sys.platform == "linux":  # torchrun itself may be killed; then its ranks are asked to stop, and save
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

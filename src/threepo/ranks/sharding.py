@@ -41,6 +41,8 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     whole = None
     with ranks.together():
         device = pick_device(settings.device)
+        if device.index is not None:
+            raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
         if ranks.first:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed)
     policy = ranks.gather(whole and _without_weights(whole))[0]

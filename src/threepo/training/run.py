@@ -18,7 +18,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.progress import polite_stop, progress
+from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
@@ -120,13 +120,11 @@ class TrainingRun(Generic[Config]):
                 self.folder.log({"step": done - 1, **metrics})
                 if self.tensorboard:
                     self.tensorboard.log(done - 1, metrics)
-                stop.signal_number = max(self.ranks.gather(stop.signal_number))
-                stopping = stop.signal_number > 0  # once: a signal after this is for the next step, which saves
+                stopping = max(self.ranks.gather(stop.signal_number))  # a signal after this is for the next step
                 if stopping or due(done, self.config.run.checkpoint_every, steps):
                     self.save()
                 reporter.update(done, {short: metrics[name] for short, name in shown.items() if name in metrics})
-                if stopping:
-                    stop.obey(done, steps, self.folder.path)
+                obey(stopping, done, steps, self.folder.path)
 
             yield end_step
 

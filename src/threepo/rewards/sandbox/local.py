@@ -24,6 +24,7 @@ from typing import Any, cast
 
 from threepo.config import SandboxConfig
 from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
+from threepo.workers import cores
 
 FILES_LIMIT = 64 << 20
 """Bytes that the program's own files may take, besides its input."""
@@ -133,8 +134,3 @@ def _kill(process: Process) -> None:
 @functools.cache
 def _harness() -> CodeType:
     return compile(inspect.getsource(harness), "harness", "exec", optimize=2)
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
