@@ -46,6 +46,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/rewards.py
 	$(BIN)/python benchmarks/sandbox.py
 
