@@ -62,6 +62,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "optimizer step": [(ivon.IVON, "step"), (policy_optimizer.PointAdamW, "step")],
 }
 """Functions whose time is counted, by what they are for."""
+ALL_ELSE = "all else: decoding, forward and backward passes, noise"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def step(run: rlvr.Run, number: int, ranks: Ranks) -> Timing:
         label: tuple(statistics.mean(own.get(label, (0.0, 0.0))[i] for _, own in everywhere) for i in (0, 1))
         for label in PARTS
     }
+    wholes = end - wall, statistics.mean(cpu for cpu, _ in everywhere)
+    means[ALL_ELSE] = tuple(whole - sum(mean[i] for mean in means.values()) for i, whole in enumerate(wholes))
     return Timing(end - wall, between - wall, end - between, sum(cpu for cpu, _ in everywhere), means)  # type: ignore[arg-type]
 
 
@@ -164,7 +167,7 @@ def report(name: str, timings: dict[str, list[Timing]]) -> None:
     print(f"\nRatios are to {FIRST}. Seconds of a step in these parts, of one rank; in one process beside it:\n")
     print("| part | wall | processor | wall in one process | processor in one process |")
     print("| --- | --- | --- | --- | --- |")
-    for label in PARTS:
+    for label in (*PARTS, ALL_ELSE):
         cells = [
             f"{statistics.median(t.parts[label][kind] for t in timings[side]):.4f}"
             for side in (list(SIDES)[-1], FIRST)
