@@ -151,9 +151,7 @@ def _train(options: argparse.Namespace) -> None:
         if tokens < 0 or (tokens and not options.dry_run):
             raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
     if options.ranks < 0 or (options.ranks and not options.dry_run):
-        raise UserError(
-            f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only; torchrun starts ranks"
-        )
+        raise UserError(f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only: torchrun starts them")
     config: Any = None
     steps = None
     if options.resume:
