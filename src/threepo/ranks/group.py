@@ -8,7 +8,7 @@ command line asks here who speaks.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -90,6 +90,10 @@ PATIENCE = timedelta(hours=1)
 """How long a rank waits for the others: the slowest has a whole rollout, or the grading of one, ahead of it."""
 
 
+FAREWELL = timedelta(seconds=15)
+"""How long a rank that fails waits for others that fail with it; they may take so long to end their engines."""
+
+
 def started() -> Ranks:
     """This process among those that torchrun has started, which have not met yet."""
     return Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
@@ -109,9 +113,15 @@ def joined() -> Iterator[Ranks]:
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=PATIENCE)
+    gloo = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
-        yield replace(here, gloo=dist.new_group(backend="gloo", timeout=PATIENCE))
+        yield replace(here, gloo=gloo)
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+    except BaseException:
+        # torchrun ends all as soon as one has failed: also one that still ends its engine, or has not told why.
+        with suppress(RuntimeError):
+            dist.monitored_barrier(gloo, FAREWELL)
+        raise
     finally:
         dist.destroy_process_group()
 
