@@ -37,7 +37,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors, layout_of
-from threepo.rollout.replicas import Replica, call_all
+from threepo.rollout.replicas import Replica, ReplicaError, call_all
 from threepo.rollout.vllm_server import Decoded, Held
 from threepo.types import Completion, Draw, Request
 
@@ -89,7 +89,7 @@ class VLLMEngine:
             start = ("start", settings, str(folder), self._max_length, self._probe)
             try:
                 call_all(dict.fromkeys(self._replicas, start))
-            except RuntimeError as error:
+            except ReplicaError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(
                     f"engine.kind = 'vllm': vLLM does not start: {reason}; its log is in {folder}"
@@ -191,9 +191,13 @@ class VLLMEngine:
             raise RuntimeError("the vLLM engine is closed")
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._end.detach()
+            logs = ", ".join(str(replica.log) for replica in self._replicas)
             _close(self._replicas, self._shared, None)
+            if isinstance(error, ReplicaError):  # such as memory that ran out, or a worker of its own that died
+                first, *_, last = str(error).strip().splitlines()
+                raise UserError(f"{first} {last}; more is in {logs}") from error
             raise
 
 

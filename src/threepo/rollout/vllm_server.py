@@ -53,6 +53,8 @@ class Server:
             dtype=settings.dtype,
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
+            # On a CPU a prompt cut in two fails: vLLM 0.32 sets back its generator, which only those of GPUs allow.
+            enable_chunked_prefill=None if on_gpu else False,
             max_model_len=room,
             max_num_seqs=settings.max_batch_rows,
             enforce_eager=own.enforce_eager,
