@@ -58,15 +58,13 @@ COMMON = (
     "engine.vllm.enforce_eager=true",
     f"engine.vllm.kv_cache_memory_bytes={1 << 28}",
 )
+FEW = ("run.steps=2", "optimizer.ess=1e6", "method.rollouts_per_prompt=15")
 TWO = (*COMMON, "method.preset=c3po", "method.draws=2")
 RUNS: dict[str, tuple[str, ...]] = {
     "two": (*TWO, "eval.every=10"),
     "four": (*COMMON, "method.preset=c3po", "method.draws=4"),
-    "replay": (*COMMON, "method.preset=c3po_replay", "method.draws=3", "run.steps=2", "optimizer.ess=1e6"),
-    "shared": (
-        *(*COMMON, "method.preset=c3po_replay", "method.draws=2", "run.steps=2", "optimizer.ess=1e6"),
-        "engine.vllm.tensor_parallel=2",
-    ),
+    "replay": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW),
+    "shared": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW, "engine.vllm.tensor_parallel=2"),
 }
 
 
@@ -146,14 +144,14 @@ def test_completions_are_of_the_draws_that_they_name(name: str, folder: Path, sa
     `replay`: three draws for two ranks. `shared`: one replica with tensor parallelism, that of the first rank.
     """
     rows = completions(folder / name / "run")
-    assert len(rows) == 256
+    assert len(rows) == 240
     for row in rows:
         assert row["behaviour_logprob_sum"] == pytest.approx(row["gradient_logprob_sum"], abs=1e-3)
     by_rank = served(folder / name)
     if name == "replay":
         assert [set(generations[0]) for generations in by_rank] == [{0, 2}, {1}]
     else:
-        assert [set(generations[0]) for generations in by_rank] == [{0, 1}]
+        assert [set(generations[0]) for generations in by_rank] == [{0, 1, 2}]
 
 
 def test_a_replica_with_another_draw_is_found_out(folder: Path, said: str) -> None:
