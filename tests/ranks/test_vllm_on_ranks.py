@@ -88,7 +88,7 @@ def said(folder: Path) -> str:
         (folder / name).mkdir()
     todo = [(str(folder / name), *rest, [*words, "run.folder=run"]) for name, *rest, words in commands]
     (folder / "commands.json").write_text(json.dumps(todo))
-    status, words = ended(start(PROGRAM, str(folder / "commands.json"), ranks=2), timeout=400)
+    status, words = ended(start(PROGRAM, str(folder / "commands.json"), ranks=2), timeout=560)
     assert status == 0, words[-5000:]
     return words
 

@@ -57,7 +57,7 @@ def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
 FAULTS = {"": CALL, "swapped": swapped}
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(400, exit=True)
+    faulthandler.dump_traceback_later(550, exit=True)
     if sys.argv[1] == "train":
         with patch.object(VLLMEngine, "__init__", impatient):
             sys.exit(main(sys.argv[1:]))
