@@ -88,8 +88,6 @@ ALONE = Ranks()
 """A process that torchrun did not start."""
 PATIENCE = timedelta(hours=1)
 """How long a rank waits for the others: the slowest has a whole rollout, or the grading of one, ahead of it."""
-
-
 FAREWELL = timedelta(seconds=15)
 """How long a rank that fails waits for others that fail with it; they may take so long to end their engines."""
 

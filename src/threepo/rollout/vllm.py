@@ -253,7 +253,8 @@ def _write_config(model: Any, folder: Path) -> None:
 
 def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
     """Environment variables of every replica; the user's own values win, except for the GPU and the process model."""
-    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the replica is the process
+    # The replica is the process; workers of its own cannot be forked after a look for GPUs.
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
     count, each = torch.cuda.device_count(), settings.tensor_parallel
     if not count:
