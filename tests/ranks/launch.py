@@ -26,10 +26,10 @@ def start(*command: str, ranks: int) -> "subprocess.Popen[str]":
     )
 
 
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+def ended(process: "subprocess.Popen[str]", timeout: float = TIMEOUT) -> tuple[int, str]:
     """Exit status of a program, and what it said; -1 if it hangs."""
     try:
-        said = process.communicate(timeout=TIMEOUT)[1]
+        said = process.communicate(timeout=timeout)[1]
         return process.returncode, said
     except subprocess.TimeoutExpired:
         # The ranks too: torchrun alone would leave them behind, and they hold the pipe that is read to its end.
