@@ -195,6 +195,7 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
     [
         (["engine.vllm.replicas=2"], r"engine.kind = 'local': does not read \[engine.vllm\]; set engine.kind = 'vllm'"),
         (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name a GPU"),
+        (["engine.kind=vllm", "engine.vllm.gpus=[0]", "engine.vllm.tensor_parallel=2"], "a GPU for each of .* times"),
         (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus\[0\] = -1: must be greater"),
         (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
         (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),

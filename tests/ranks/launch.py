@@ -27,7 +27,7 @@ def start(*command: str, ranks: int) -> "subprocess.Popen[str]":
 
 
 def ended(process: "subprocess.Popen[str]", timeout: float = TIMEOUT) -> tuple[int, str]:
-    """Exit status of a program, and what it said; -1 if it takes longer than `timeout` seconds."""
+    """Exit status of a program, and what it said; -1 if it hangs."""
     try:
         said = process.communicate(timeout=timeout)[1]
         return process.returncode, said

@@ -27,7 +27,7 @@ class Source:
 
 def test_a_rank_that_fails_while_it_loads_reads_what_the_others_wait_for() -> None:
     source, draw, other = Source(), Draw(0, 0, 0), Draw(0, 0, 1)
-    gathered = Gathered(source, draw)
+    gathered = Gathered(source, draw, 1, 2)
 
     def load() -> None:
         for name, _ in gathered.weights(other):
@@ -36,5 +36,14 @@ def test_a_rank_that_fails_while_it_loads_reads_what_the_others_wait_for() -> No
 
     with pytest.raises(RuntimeError):
         load()
-    gathered.gather_until(2)
+    gathered.finish()
     assert source.read == [(other, "a"), (other, "b"), (other, "c"), (draw, "a"), (draw, "b"), (draw, "c")]
+
+
+def test_a_rank_with_fewer_draws_has_gathered_all_before_it_turns_to_its_engine() -> None:
+    source, draw, own = Source(), Draw(0, 0, 0), Draw(0, 0, 1)
+    gathered = Gathered(source, draw, 1, 2)
+    assert len(list(gathered.weights(own))) == 3
+    assert [of for of, _ in source.read] == [own] * 3 + [draw] * 3
+    gathered.finish()
+    assert len(source.read) == 6, "read a third time"

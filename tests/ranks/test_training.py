@@ -308,14 +308,15 @@ def test_an_error_on_one_rank_ends_all_with_its_message(folder: Path) -> None:
     assert not (folder / "failing").exists(), "nothing was learnt, so nothing is left"
 
 
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(folder: Path) -> None:
-    run = folder / "stopped"
+@pytest.mark.parametrize("receiver", ["rank", "torchrun"])
+def test_a_signal_stops_all_with_a_checkpoint(receiver: str, folder: Path) -> None:
+    run = folder / f"stopped-by-{receiver}"
     settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=0", f"run.folder={run}"]
     process = start("-m", "threepo", "train", *settings, ranks=2)
     while len(read_metrics(run)) < 2 and process.poll() is None:
         time.sleep(0.05)
     children = ranks_of(process)
-    os.kill(children[-1], signal.SIGTERM)
+    os.kill(children[-1] if receiver == "rank" else process.pid, signal.SIGTERM)
     _, said = ended(process)
     assert f"continue with --resume {run}" in said
     assert checkpoints(run)[-1][0] == len(read_metrics(run))

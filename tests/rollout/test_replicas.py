@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from threepo.config import VLLMConfig
 from threepo.errors import UserError
 from threepo.rollout import memory as shared
 from threepo.rollout.memory import SharedTensors, available_bytes, layout_of
 from threepo.rollout.replicas import Replica, call_all
+from threepo.rollout.vllm import _environments
 
 PROGRAM = """
 import os, signal, struct, subprocess, sys, time
@@ -228,6 +230,10 @@ def test_tensors_are_shared_and_not_sent(replicas: list[Replica]) -> None:
         assert memory.tensors[name].shape == tensor.shape
     totals = {"weight": 15, "odd": 7, "steps": 1 << 40, "none": 0}
     assert replicas[0].call("total", layout, memory.path) == totals
+    before = memory.checksum()
+    memory.tensors["weight"][2, 4] += 2**-7
+    assert memory.checksum() != before
+    assert memory.checksum() == SharedTensors(layout, memory.path).checksum()
     memory.close()
 
 
@@ -239,3 +245,25 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shared, "available_bytes", lambda device: 1999)
     with pytest.raises(UserError, match=r"no memory for a copy of the weights: 0\.0 GB, and 0\.0 GB are left"):
         SharedTensors(layout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus"),
+    [
+        (VLLMConfig(replicas=2), ["4", "5"]),
+        (VLLMConfig(replicas=2, gpus=(3, 0)), ["7", "4"]),
+        (VLLMConfig(replicas=2, tensor_parallel=2), ["4,5", "6,7"]),
+        (VLLMConfig(tensor_parallel=2, gpus=(2, 3)), ["6,7"]),
+    ],
+)
+def test_each_replica_sees_its_own_gpus(settings: VLLMConfig, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not who torchrun says that its owner is: vLLM would take itself for that rank."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "mine")
+    found = _environments(settings)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == gpus
+    kept = {"RANK", "RANKING", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert kept & found[0].keys() == {"RANKING"}

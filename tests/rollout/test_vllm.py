@@ -142,6 +142,39 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
         assert (difference < 0.15) == (draw == other), difference
 
 
+def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None:
+    """With so little noise that the probe alone takes one draw for another."""
+    policy = tiny("tiny-llama", tied=False)
+    engine = engine_for(policy, replicas=2)
+    engine.prepare(2, 8)
+    _, second = engine._shared
+    engine._replicas[0].call("share", 0, engine._layout, second.path)
+    with pytest.raises(
+        UserError, match=r"other weights than those of Draw\(.*index=0\) at step 7 .*: those of .*index=1"
+    ):
+        engine.load(IVON(policy.model.named_parameters(), ess=1e13), DRAWS[:2], 7)
+
+
+def test_a_replica_of_two_workers_is_one_engine() -> None:
+    """Tensor parallelism: each worker loads its part of every weight, and a worker that dies is an error."""
+    policy = tiny("tiny-qwen2", tied=True)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    engine = engine_for(policy, tensor_parallel=2)
+    replica = engine._replicas[0].pid
+    children = map(int, Path(f"/proc/{replica}/task/{replica}/children").read_text().split())
+    workers = [pid for pid in children if "VLLM::Worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(workers) == 2
+    for step in (0, 1):
+        engine.load(optimizer, DRAWS[:2], step)
+        completions = engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, seed=1)
+        for (draw, other), difference in differences(policy, optimizer, completions, 1.0).items():
+            assert (difference < 1e-4) == (draw == other), difference
+    os.kill(workers[1], signal.SIGKILL)
+    with pytest.raises(UserError, match=r"^engine.vllm: replica 0 failed to push: RuntimeError: .*; more is in .*log$"):
+        engine.load(optimizer, DRAWS[:2], 2)
+    assert all(map(gone, [replica, *workers]))
+
+
 def test_any_number_of_draws_gives_the_same_completions(untied: Setup) -> None:
     """A draw's completions do not depend on its replica, other rows or other draws."""
     policy, optimizer, engine = untied
@@ -262,15 +295,15 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
     """One tensor at a time is pushed as the rehearsal left it, which is what a reload that misses it comes to."""
     _, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
-    expected, shared, replica = engine._expected[0], engine._shared[0].tensors, engine._replicas[0]
+    (_, expected), shared, replica = engine._expected[0], engine._shared[0].tensors, engine._replicas[0]
     assert "lm_head.weight" in shared
     for (name, wrong), right in zip(all_nan(shared), [t.clone() for t in shared.values()], strict=True):
         shared[name].copy_(wrong)
-        measured = replica.call("push", 0)
+        _, measured = replica.call("push", 0)
         with pytest.raises(UserError, match=rf"does not compute with the weights of {name} .* off by nan on average"):
             check_probe(expected, measured, 0.1, name)
         shared[name].copy_(right)
-    check_probe(expected, replica.call("push", 0), 1e-5, "all")
+    check_probe(expected, replica.call("push", 0)[1], 1e-5, "all")
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
@@ -330,15 +363,20 @@ def test_a_tensor_that_pushes_do_not_reach_is_found_out_at_the_first_load(
     program = f"""
 from threepo.rollout import replicas, vllm_server
 
-class Forgetful(vllm_server.Server):
-    reloads = 0
+reload, reloads = vllm_server.reload, 0
 
-    def _reload(self, weights):
-        forget = self.reloads >= {reached}
-        self.reloads += 1
-        super()._reload((name, value) for name, value in weights if not (forget and name == {name!r}))
+def forgetful(worker, index, rehearsed):
+    global reloads
+    weights = vllm_server._mapped[index].tensors
+    forgotten = weights.pop({name!r}) if reloads >= {reached} else None
+    reloads += 1
+    read = reload(worker, index, rehearsed)
+    if forgotten is not None:
+        weights[{name!r}] = forgotten
+    return read
 
-replicas.serve_requests(Forgetful)
+vllm_server.reload = forgetful
+replicas.serve_requests(vllm_server.Server)
 """
     monkeypatch.setattr(module, "_PROGRAM", program)
     policy = tiny("tiny-qwen2", tied=True)

@@ -104,7 +104,9 @@ class VLLMConfig(Settings, table="engine.vllm"):
     replicas: Count = 1
     """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
-    """The GPU of each replica, numbered as in torch; empty: 0, 1, 2, ..."""
+    """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
+    tensor_parallel: Count = 1
+    """GPUs of a replica, over which vLLM spreads each weight. On several ranks: neighbouring ranks that share one."""
     gpu_memory_utilization: PositiveShare = 0.9
     """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
     kv_cache_memory_bytes: CountOrZero = 0
@@ -120,8 +122,10 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     def __post_init__(self) -> None:
-        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}, or be empty"
-        self.check("gpus", len(self.gpus) in (0, self.replicas), fix)
+        count = self.replicas * self.tensor_parallel
+        each = f" times engine.vllm.tensor_parallel = {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}{each}, or be empty"
+        self.check("gpus", len(self.gpus) in (0, count), fix)
 
 
 class EngineConfig(Settings, table="engine"):

@@ -35,11 +35,10 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.layout import is_spread, whole
 from threepo.progress import obey, polite_stop, progress
-from threepo.ranks.dealing import dealt_grader, ranked
+from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.rewards.grading import Grader, load_grader
-from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -56,6 +55,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
     settings = {**what_matters(config), "step": step}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    refuse_engine(config.engine, ranks)
     with contextlib.ExitStack() as opened:
         with ranks.together():
             if ranks.first:
@@ -141,7 +141,7 @@ def _complete(
     if not missing:
         return
     console = Console(stderr=True, quiet=not ranks.first)
-    with contextlib.closing(ranked(build_engine(config.engine, policy), ranks)) as engine:
+    with contextlib.closing(build_ranked(config.engine, policy, ranks)) as engine:
         for exam in exams.values():
             exam.prepare(engine)
         draws = next(iter(exams.values())).draws(step)  # the same for every set

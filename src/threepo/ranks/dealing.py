@@ -4,15 +4,21 @@ Every rank knows all of them, so who does what is computed and not negotiated. T
 order, whatever the number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from threepo.config import SamplingConfig
+import torch
+
+from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import Gathered
-from threepo.rollout.engines import RolloutEngine
+from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.types import Completion, Draw, Problem, Request, SupervisedRow, TrainingRow, Verdict
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
@@ -43,36 +49,77 @@ def dealt_grader(grade: Grade, ranks: Ranks) -> Grade:
     return grade_some if ranks.size > 1 else grade
 
 
-def ranked(engine: RolloutEngine, ranks: Ranks) -> RolloutEngine:
+def refuse_engine(settings: EngineConfig, ranks: Ranks) -> None:
+    """Raise `UserError` for an engine that several ranks cannot have: every rank has the one on its own device."""
+    own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    if ranks.size == 1:
+        return
+    for name in ("replicas", "gpus"):
+        if getattr(own, name) != getattr(VLLMConfig(), name):
+            raise UserError(
+                f"engine.vllm.{name} = {getattr(own, name)}: several ranks have a replica each, on their own GPUs; "
+                f"remove it"
+            )
+    if local % own.tensor_parallel:
+        raise UserError(
+            f"engine.vllm.tensor_parallel = {own.tensor_parallel}: neighbouring ranks share a replica, and the "
+            f"{local} ranks of a node cannot be divided so; set it to a divisor"
+        )
+
+
+def build_ranked(settings: EngineConfig, policy: Policy, ranks: Ranks) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
-    return RankedEngine(engine, ranks) if ranks.size > 1 else engine
+    if ranks.size == 1:
+        return build_engine(settings, policy)
+    each, engine = settings.vllm.tensor_parallel, None
+    if settings.kind == "vllm" and policy.device.type == "cuda":
+        first = torch.cuda.current_device()
+        settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
+    with ranks.together(), _naming(ranks):
+        if ranks.rank % each == 0:
+            engine = build_engine(settings, policy)
+    return RankedEngine(engine, ranks, each)
+
+
+@contextmanager
+def _naming(ranks: Ranks) -> Iterator[None]:
+    """Say of which rank's engine an error is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"rank {ranks.rank}: {error}") from error
 
 
 class RankedEngine:
     """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves.
 
-    With as many ranks as draws or more, ranks share a draw and split its requests; with fewer, a rank has several.
+    With as many engines as draws or more, engines share a draw and split its requests; with fewer, one has several.
     """
 
-    def __init__(self, engine: RolloutEngine, ranks: Ranks) -> None:
+    def __init__(self, engine: RolloutEngine | None, ranks: Ranks, each: int) -> None:
+        """`each` neighbouring ranks share an engine, which the first of them has; the others have None."""
         self._engine, self._ranks = engine, ranks
+        self._owners = range(0, ranks.size, each)
+        """The ranks that have an engine."""
         self._draws: list[Draw | None] = []
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`."""
-        with self._ranks.together():
-            self._engine.prepare(-(-draws // self._ranks.size), tokens)
+        with self._ranks.together(), _naming(self._ranks):
+            if self._engine:
+                self._engine.prepare(self._rounds(draws), tokens)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor."""
         self._draws = list(dict.fromkeys(draws))
-        gathered = Gathered(posterior, self._draws[0])
         mine = [draw for i, draw in enumerate(self._draws) if self._ranks.rank in self._servers(i)]
-        with self._ranks.together():
+        gathered = Gathered(posterior, self._draws[0], len(mine), self._rounds(len(self._draws)))
+        with self._ranks.together(), _naming(self._ranks):
             try:
-                self._engine.load(gathered, mine, step)
-            finally:  # the other ranks need this one's shards, also if it serves fewer draws or has failed
-                gathered.gather_until(-(-len(self._draws) // self._ranks.size))
+                if self._engine:
+                    self._engine.load(gathered, mine, step)
+            finally:  # the other ranks need this one's shards, also if it has no engine or has failed
+                gathered.finish()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""
@@ -83,7 +130,10 @@ class RankedEngine:
                 owners[index] = servers[k * len(servers) // len(rows)]
 
         def complete(mine: list[int]) -> list[Completion]:
-            made = self._engine.generate([requests[i] for i in mine], sampling, seed)
+            if not self._engine:
+                return []
+            with _naming(self._ranks):
+                made = self._engine.generate([requests[i] for i in mine], sampling, seed)
             return [replace(completion, problem=_SENDER_KNOWS) for completion in made]
 
         completions = self._ranks.deal(owners, complete)
@@ -91,9 +141,14 @@ class RankedEngine:
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
-        self._engine.close()
+        if self._engine:
+            self._engine.close()
+
+    def _rounds(self, draws: int) -> int:
+        """Most draws that an engine serves."""
+        return -(-draws // len(self._owners))
 
     def _servers(self, index: int) -> list[int]:
         """The ranks that serve the draw of this index."""
-        size, draws = self._ranks.size, len(self._draws)
-        return [rank for rank in range(size) if rank % draws == index % size]
+        engines, draws = len(self._owners), len(self._draws)
+        return [rank for i, rank in enumerate(self._owners) if i % draws == index % engines]

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -103,6 +103,8 @@ class Ranks:
 
 ALONE = Ranks()
 """A process that torchrun did not start."""
+FAREWELL = timedelta(seconds=15)
+"""How long a rank that fails waits for others that fail with it; they may take so long to end their engines."""
 
 
 def started() -> Ranks:
@@ -130,12 +132,18 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
+    gloo = dist.new_group(backend="gloo", timeout=patience)
     try:
-        yield replace(here, gloo=dist.new_group(backend="gloo", timeout=patience))
+        yield replace(here, gloo=gloo)
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # from a collective of FSDP2, or of shards
-            raise RankLost(error) from error
+    except RankLost:
+        raise
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise RankLost(error) from error  # from a collective of FSDP2, or of shards
+        # torchrun ends all as soon as one has failed: also one that still ends its engine, or has not told why.
+        with suppress(RuntimeError):
+            dist.monitored_barrier(gloo, FAREWELL)
         raise
     finally:
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     whole = None
     with ranks.together():
         device = pick_device(settings.device)
-        if device.index is not None:
+        if device != torch.device(device.type):
             raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
         if ranks.first:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed)
@@ -96,29 +96,33 @@ def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, rank
 class Gathered:
     """The whole weights of a source that may be sharded; all ranks gather a tensor at a time.
 
-    Every rank reads as many draws, each its own; `gather_until` reads those that a rank lacks.
+    Every rank reads as many draws, each its own. After the last of its own it reads those that it lacks, before it
+    turns to its engine: nobody gathers while another waits for an engine.
     """
 
-    def __init__(self, source: WeightSource, draw: Draw | None) -> None:
-        """`draw`: any of those that will be read."""
-        self._source, self._draw = source, draw
-        self._passes = 0
+    def __init__(self, source: WeightSource, draw: Draw | None, own: int, rounds: int) -> None:
+        """A rank reads `own` of `rounds` draws; `draw`: any of those that are read."""
+        self._source, self._draw, self._own, self._rounds = source, draw, own, rounds
+        self._begun = 0
         self._unfinished: Iterator[tuple[str, Any]] = iter(())
 
     def weights(
         self, draw: Draw | None, into: Weights | None = None, *, gather: bool = True
     ) -> Iterator[tuple[str, Any]]:
         """See `WeightSource.weights`."""
-        self._passes += 1
+        self._begun += 1
         self._unfinished = self._source.weights(draw, into, gather=True)
         # Not `yield from`, which would close the source together with a consumer that fails.
         for item in self._unfinished:  # noqa: UP028
             yield item
+        if self._begun == self._own:
+            self.finish()
 
-    def gather_until(self, passes: int) -> None:
-        """Read the rest of an unfinished draw, and further ones until there were `passes`."""
+    def finish(self) -> None:
+        """Read the rest of an unfinished draw, and those that this rank lacks."""
         for _ in self._unfinished:
             pass
-        while self._passes < passes:
-            for _ in self.weights(self._draw):
+        while self._begun < self._rounds:
+            self._begun += 1
+            for _ in self._source.weights(self._draw, gather=True):
                 pass

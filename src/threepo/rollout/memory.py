@@ -76,13 +76,17 @@ class SharedTensors:
             os.posix_fallocate(self._descriptor, 0, total)  # fails now, and not by a bus error at a later write
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.path = path
-        memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
+        self._memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
         self.tensors: dict[str, torch.Tensor] = {
-            name: memory[begin : begin + size].view(dtype).view(shape)
+            name: self._memory[begin : begin + size].view(dtype).view(shape)
             for (name, (shape, dtype)), begin, size in zip(layout.items(), begins, sizes, strict=True)
         }
 
+    def checksum(self) -> int:
+        """The sum of all that lies there, as integers that wrap around: other weights have another one."""
+        return int(self._memory.view(torch.int64).sum())
+
     def close(self) -> None:
         """Free memory that was made here, as soon as the other process has ended too."""
-        self.tensors = {}
+        self.tensors, self._memory = {}, torch.empty(0)
         os.close(self._descriptor)

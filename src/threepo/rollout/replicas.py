@@ -8,6 +8,7 @@ time counts as stuck.
 import math
 import socket
 import struct
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +21,10 @@ from threepo.workers import Process, owner
 
 TICK_SECONDS = 1.0
 """Least time between two reports of a working process."""
+
+
+class ReplicaError(RuntimeError):
+    """A method raised in a replica, whose log has the traceback, too."""
 
 
 class Replica(Process):
@@ -40,7 +45,7 @@ class Replica(Process):
                 link.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", math.ceil(timeout), 0))
 
     def call(self, request: str, *arguments: Any) -> Any:
-        """The answer. `UserError` if the process dies or gets stuck; `RuntimeError` if the method raised."""
+        """The answer. `UserError` if the process dies or gets stuck; `ReplicaError` if the method raised."""
         try:
             self.connection.send((request, arguments))
             while not (answer := self.connection.recv()):  # a report that the work goes on
@@ -58,7 +63,7 @@ class Replica(Process):
             ) from error
         result, failure = answer
         if failure:
-            raise RuntimeError(f"{self.name} failed to {request}:\n{failure}")
+            raise ReplicaError(f"{self.name} failed to {request}:\n{failure}")
         return result
 
     def _end_of_log(self) -> str:
@@ -100,4 +105,5 @@ def serve_requests(make: Callable[[Callable[[], None]], Any]) -> NoReturn:
             answer = getattr(served, request)(*arguments), ""
         except Exception:
             answer = None, traceback.format_exc()
+            print(answer[1], file=sys.stderr, flush=True)
         connection.send(answer)

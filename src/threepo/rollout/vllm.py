@@ -12,12 +12,15 @@ vLLM is given a model whose output head is not tied to its embedding, and the he
 configuration ties them, the CPU build of vLLM 0.32 keeps using the packed copy of the head that it made at its start: a
 reload repacks only layers that weights are loaded for, and none are loaded for a tied head.
 
+Where the model is sharded, the policy's architecture stands for it: nothing here needs its weights.
+
 Neither file has run on a GPU yet.
 """
 
 import copy
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -34,8 +37,8 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors, layout_of
-from threepo.rollout.replicas import Replica, call_all
-from threepo.rollout.vllm_server import Decoded
+from threepo.rollout.replicas import Replica, ReplicaError, call_all
+from threepo.rollout.vllm_server import Decoded, Held
 from threepo.types import Completion, Draw, Request
 
 LENGTH = 32
@@ -43,6 +46,8 @@ LENGTH = 32
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference in log-prob (nats). Seen on a CPU with the models of tests/rollout/test_vllm.py: between
 equal weights 4e-7 in float32 and 0.011 in bfloat16."""
+_TORCHRUN = re.compile("(|LOCAL_|GROUP_|ROLE_)(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""Variables by which torchrun tells a rank who it is; vLLM would take itself for that rank."""
 _PROGRAM = "from threepo.rollout import replicas, vllm_server; replicas.serve_requests(vllm_server.Server)"
 
 
@@ -63,20 +68,20 @@ class VLLMEngine:
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
         self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
-        self._sources = _sources(policy.model)
-        state = policy.model.state_dict()
+        self._sources = _sources(policy.architecture)
+        state = policy.architecture.state_dict()
         self._layout = layout_of({name: state[name] for name in self._sources}, dtype)
         self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
-        self._expected: list[torch.Tensor] = []
-        """The probe's log-probs under each loaded draw."""
+        self._expected: list[tuple[int, torch.Tensor]] = []
+        """For each loaded draw: the checksum of its weights, and the probe's log-probs under them."""
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
         self._end = weakref.finalize(self, _close, self._replicas, self._shared, folder)
-        _write_config(policy.model, folder)
+        _write_config(policy.architecture, folder)
         with self._closed_on_error():
             for i, environment in enumerate(environments):
                 name, log = f"engine.vllm: replica {i}", folder / f"replica-{i}.log"
@@ -84,7 +89,7 @@ class VLLMEngine:
             start = ("start", settings, str(folder), self._max_length, self._probe)
             try:
                 call_all(dict.fromkeys(self._replicas, start))
-            except RuntimeError as error:
+            except ReplicaError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(
                     f"engine.kind = 'vllm': vLLM does not start: {reason}; its log is in {folder}"
@@ -109,11 +114,12 @@ class VLLMEngine:
             for index, draw in enumerate(distinct):
                 self._write(posterior, draw, self._shared[index])
                 own = {name: self._shared[index].tensors[name] for name, of in self._sources.items() if of == name}
-                self._expected.append(expected_logprobs(self._policy, own, self._probe))
+                logprobs = expected_logprobs(self._policy, own, self._probe)
+                self._expected.append((self._shared[index].checksum(), logprobs))
             self._draws = distinct
             pushes = {replica: ("push", index) for index, replica in enumerate(self._replicas[: len(distinct)])}
-            for index, measured in enumerate(call_all(pushes)):
-                self._check(index, measured)
+            for index, held in enumerate(call_all(pushes)):
+                self._check(index, held)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
@@ -130,9 +136,9 @@ class VLLMEngine:
         decoded: dict[int, Decoded] = {}
         with self._closed_on_error():
             answers = call_all(work)
-            for index, (measured, completions) in (item for answer in answers for item in answer.items()):
-                if measured is not None:
-                    self._check(index, measured)
+            for index, (held, completions) in (item for answer in answers for item in answer.items()):
+                if held is not None:
+                    self._check(index, held)
                 decoded.update(zip(rows[index], completions, strict=True))
         return [completed(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
@@ -159,13 +165,24 @@ class VLLMEngine:
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """Write the weights of a draw, a tied tensor under each name; the model's where the posterior has none."""
         written = {self._sources[name]: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
-        state = self._policy.model.state_dict()
+        state = self._policy.architecture.state_dict()
         for name, source in self._sources.items():
             shared.tensors[name].copy_(written.get(source, state[name]))
 
-    def _check(self, index: int, measured: Sequence[float]) -> None:
-        what = f"{self._draws[index] or 'the mean'} at step {self._step}"
-        check_probe(self._expected[index], measured, self._tolerance, what)
+    def _check(self, index: int, held: Held) -> None:
+        """Draws may be closer to one another than the probe's tolerance; what was read is compared to the bit."""
+        what, (written, expected), (read, measured) = self._named(index), self._expected[index], held
+        if set(read) != {written}:
+            sums = [checksum for checksum, _ in self._expected]
+            others = [self._named(sums.index(other)) for other in set(read) - {written} if other in sums]
+            raise UserError(
+                f"engine.kind = 'vllm': a replica read other weights than those of {what} that it was given"
+                f"{''.join(f': those of {other}' for other in others)}; please report this"
+            )
+        check_probe(expected, measured, self._tolerance, what)
+
+    def _named(self, index: int) -> str:
+        return f"{self._draws[index] or 'the mean'} at step {self._step}"
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -174,9 +191,13 @@ class VLLMEngine:
             raise RuntimeError("the vLLM engine is closed")
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._end.detach()
+            logs = ", ".join(str(replica.log) for replica in self._replicas)
             _close(self._replicas, self._shared, None)
+            if isinstance(error, ReplicaError):  # such as memory that ran out, or a worker of its own that died
+                first, *_, last = str(error).strip().splitlines()
+                raise UserError(f"{first} {last}; more is in {logs}") from error
             raise
 
 
@@ -195,7 +216,7 @@ def expected_logprobs(policy: Policy, weights: Mapping[str, torch.Tensor], token
     """
     ids = torch.tensor([tokens], device=policy.device)
     on_device = {name: value.to(policy.device) for name, value in weights.items()}
-    output = torch.func.functional_call(policy.model, on_device, kwargs={"input_ids": ids, "use_cache": False})
+    output = torch.func.functional_call(policy.architecture, on_device, kwargs={"input_ids": ids, "use_cache": False})
     logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
 
@@ -232,16 +253,18 @@ def _write_config(model: Any, folder: Path) -> None:
 
 def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
     """Environment variables of every replica; the user's own values win, except for the GPU and the process model."""
-    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the replica is the process
-    count = torch.cuda.device_count()
+    # The replica is the process; workers of its own cannot be forked after a look for GPUs.
+    ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
+    count, each = torch.cuda.device_count(), settings.tensor_parallel
     if not count:
         if settings.gpus:
             raise UserError(f"engine.vllm.gpus = {list(settings.gpus)}: torch finds no GPU here; leave it out")
         # Each replica would otherwise take every core, and bind its threads to the same ones.
-        threads = str(max(1, len(os.sched_getaffinity(0)) // settings.replicas))
+        threads = str(max(1, len(os.sched_getaffinity(0)) // (settings.replicas * each)))
         defaults = {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        return [defaults | os.environ | ours] * settings.replicas
-    gpus = settings.gpus or tuple(range(settings.replicas))
+        return [defaults | inherited | ours] * settings.replicas
+    gpus = settings.gpus or tuple(range(settings.replicas * each))
     if max(gpus) >= count:
         raise UserError(
             f"engine.vllm.replicas = {settings.replicas}: needs GPU {max(gpus)} of {count} (from 0); lower it, "
@@ -249,7 +272,8 @@ def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(count)]
-    return [dict(os.environ) | ours | {"CUDA_VISIBLE_DEVICES": names[gpu]} for gpu in gpus]
+    parts = (gpus[i : i + each] for i in range(0, len(gpus), each))
+    return [inherited | ours | {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in part)} for part in parts]
 
 
 def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:

@@ -6,6 +6,8 @@ overwritten in place, which finds tensors that no push reaches. (vLLM's own init
 pass.) Then NaN weights are pushed, which finds tensors that only the first push reaches. A packed copy that no push
 reaches keeps the start's values, and differs. (An output head did keep its old weights in such a copy.)
 
+With tensor parallelism vLLM has a worker process for each part, and every worker reads the shared memory itself.
+
 vLLM decodes step by step here, with a report after every step and every reload. `LLM.generate` would be silent until
 all is done.
 """
@@ -23,6 +25,10 @@ Row = tuple[tuple[int, ...], int]
 """Prompt tokens and seed, which vLLM holds in a signed 64-bit integer."""
 Decoded = tuple[list[int], list[float]]
 """New tokens and their log-probs."""
+Held = tuple[list[int], list[float]]
+"""The checksum of what each worker has read, and the log-probs of the probe."""
+_mapped: dict[int, SharedTensors] = {}
+"""In a worker, which is this process unless there are several: the shared memory of weights, by their index."""
 
 
 class Server:
@@ -30,7 +36,6 @@ class Server:
 
     def __init__(self, report: Callable[[], None]) -> None:
         self._report = report
-        self._shared: dict[int, SharedTensors] = {}
         self._probe: Sequence[int] = ()
         self._held: int | None = None
         self._engine: Any = None
@@ -48,6 +53,8 @@ class Server:
             dtype=settings.dtype,
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
+            # On a CPU a prompt cut in two fails: vLLM 0.32 sets back its generator, which only those of GPUs allow.
+            enable_chunked_prefill=None if on_gpu else False,
             max_model_len=room,
             max_num_seqs=settings.max_batch_rows,
             enforce_eager=own.enforce_eager,
@@ -55,29 +62,30 @@ class Server:
             kv_cache_memory_bytes=own.kv_cache_memory_bytes or (None if on_gpu else 1 << 30),
             disable_log_stats=True,
             seed=0,
+            tensor_parallel_size=own.tensor_parallel,
+            distributed_executor_backend="mp" if own.tensor_parallel > 1 else None,
         )
         self._engine.apply_model(fill_with_nan)
         self._probe = probe
 
     def share(self, index: int, layout: Layout, path: str) -> None:
         """Map the shared memory that weights `index` will be in."""
-        self._shared[index] = SharedTensors(layout, path)
+        self._engine.collective_rpc(share, args=(index, layout, path))
 
-    def push(self, index: int) -> list[float]:
-        """Load weights `index` into vLLM; returns the log-probs of the probe under what it holds then."""
-        weights = self._shared[index].tensors
+    def push(self, index: int) -> Held:
+        """Load weights `index` into vLLM; returns what shows that it holds them."""
         if self._held is None:
-            self._reload(all_nan(weights))  # the rehearsal
-        self._reload(iter(weights.items()))
+            self._reload(index, rehearsed=True)
+        read = self._reload(index)
         self._held = index
         # Prompt log-probs are never served from the prefix cache.
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         found = self._run([self._probe], [parameters])[0].prompt_logprobs
-        return [of[token].logprob for of, token in zip(found[1:], self._probe[1:], strict=True)]
+        return read, [of[token].logprob for of, token in zip(found[1:], self._probe[1:], strict=True)]
 
     def generate(
         self, rows_of: Mapping[int, Sequence[Row]], sampling: SamplingConfig, stop_tokens: Sequence[int]
-    ) -> dict[int, tuple[list[float] | None, list[Decoded]]]:
+    ) -> dict[int, tuple[Held | None, list[Decoded]]]:
         """Decode the rows of each of several weights in turn, with the result of `push` where one was needed."""
         decoding = {
             "temperature": sampling.temperature,
@@ -94,11 +102,12 @@ class Server:
             for index, rows in rows_of.items()
         }
 
-    def _reload(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    def _reload(self, index: int, rehearsed: bool = False) -> list[int]:
+        read: list[int] = self._engine.collective_rpc(reload, args=(index, rehearsed))
         if not self._engine.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RuntimeError("vLLM did not flush its prefix cache")
         self._report()
+        return read
 
     def _decode(self, rows: Sequence[Row], decoding: dict[str, Any]) -> list[Decoded]:
         found = self._run([prompt for prompt, _ in rows], [{**decoding, "seed": seed} for _, seed in rows])
@@ -124,6 +133,18 @@ class Server:
             self._report()
         assert len(finished) == len(prompts)
         return sorted(finished, key=lambda output: int(output.request_id))  # numbered as they were enqueued
+
+
+def share(worker: Any, index: int, layout: Layout, path: str) -> None:
+    """In a vLLM worker: map shared memory."""
+    _mapped[index] = SharedTensors(layout, path)
+
+
+def reload(worker: Any, index: int, rehearsed: bool) -> int:
+    """In a vLLM worker: load its part of weights `index`, or of NaN in their place; returns their checksum."""
+    weights = _mapped[index].tensors
+    worker.reload_weights(weights_iterator=all_nan(weights) if rehearsed else iter(weights.items()))
+    return _mapped[index].checksum()
 
 
 def all_nan(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,44 @@
+"""Which engines ranks have, without any: `test_vllm_on_ranks.py` starts them."""
+
+import pytest
+
+from threepo.config import EngineConfig, VLLMConfig
+from threepo.errors import UserError
+from threepo.ranks.dealing import RankedEngine, refuse_engine
+from threepo.ranks.group import ALONE, Ranks
+from threepo.types import Draw
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (VLLMConfig(replicas=2), r"^engine.vllm.replicas = 2: several ranks have a replica each, .*; remove it$"),
+        (VLLMConfig(gpus=(3,)), r"^engine.vllm.gpus = \(3,\): several ranks have a replica each"),
+        (VLLMConfig(tensor_parallel=3), r"^engine.vllm.tensor_parallel = 3: .* the 4 ranks of a node .* to a divisor$"),
+    ],
+)
+def test_what_several_ranks_cannot_have_is_refused(
+    settings: VLLMConfig, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    engine = EngineConfig(kind="vllm", vllm=settings)
+    with pytest.raises(UserError, match=message):
+        refuse_engine(engine, Ranks(0, 8))
+    refuse_engine(engine, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "draws", "served"),
+    [
+        (2, 1, 2, [[0], [1]]),
+        (2, 1, 5, [[0, 2, 4], [1, 3]]),
+        (5, 1, 2, [[0], [1], [0], [1], [0]]),
+        (4, 2, 3, [[0, 2], [], [1], []]),
+        (6, 2, 2, [[0], [], [1], [], [0], []]),
+    ],
+)
+def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: list[list[int]]) -> None:
+    """`each` ranks share an engine, which the first of them has."""
+    engine = RankedEngine(None, Ranks(0, ranks), each)
+    engine._draws = [Draw(0, 0, i) for i in range(draws)]
+    assert [[i for i in range(draws) if rank in engine._servers(i)] for rank in range(ranks)] == served

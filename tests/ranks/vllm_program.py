@@ -1,0 +1,77 @@
+"""What torchrun runs for test_vllm_on_ranks.py.
+
+vllm_program.py COMMANDS.json: commands one after another, since ranks take long to start: [[folder, fault, status, the
+arguments of a command], ...]. A rank writes into the folder which draws its engine has served.
+vllm_program.py train ...: one command as threepo runs it, whose engines lose their patience once they have started.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from threepo.cli import main
+from threepo.ranks.group import joined
+from threepo.rollout.replicas import Replica
+from threepo.rollout.vllm import VLLMEngine
+
+PATIENCE = 8.0
+"""Seconds that a replica may be silent. Its start takes longer."""
+RANK = os.environ["RANK"]
+START, CALL, GENERATE = VLLMEngine.__init__, Replica.call, VLLMEngine.generate
+
+
+def impatient(engine: Any, *arguments: Any) -> None:
+    """`VLLMEngine.__init__`; it also tells the test the replica's process."""
+    START(engine, *arguments)
+    (replica,) = engine._replicas
+    replica.limit_silence(PATIENCE)
+    Path(f"replica-of-{RANK}").write_text(str(replica.pid))
+
+
+def swapped(replica: Any, request: str, *arguments: Any) -> Any:
+    """`Replica.call`, with the other rank's shared memory in the place of this one's."""
+    if request == "share":
+        *rest, path = arguments
+        paths: list[Any] = [None, None]
+        dist.all_gather_object(paths, path)
+        arguments = (*rest, paths[1 - int(RANK)])
+    return CALL(replica, request, *arguments)
+
+
+def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
+    """`VLLMEngine.generate`, with a line about this rank's requests: how many of which draw (-1: the mean)."""
+    served = Counter(-1 if request.draw is None else request.draw.index for request in requests)
+    with Path(f"served-by-{RANK}.jsonl").open("a") as file:
+        file.write(json.dumps(served) + "\n")
+    return GENERATE(engine, requests, sampling, seed)
+
+
+FAULTS = {"": CALL, "swapped": swapped}
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(550, exit=True)
+    if sys.argv[1] == "train":
+        with patch.object(VLLMEngine, "__init__", impatient):
+            sys.exit(main(sys.argv[1:]))
+    with joined(300.0) as ranks:
+        for folder, fault, expected, command in json.loads(Path(sys.argv[1]).read_text()):
+            os.chdir(folder)
+            with (
+                patch("threepo.cli.joined", lambda _: nullcontext(ranks)),  # ranks meet once in a process
+                patch.object(VLLMEngine, "generate", noted),
+                patch.object(Replica, "call", FAULTS[fault]),
+            ):
+                status = main(command)
+            if status != expected:
+                print(f"{command}: exit status {status}", file=sys.stderr, flush=True)
+                os._exit(1)
+    sys.stderr.flush()
+    os._exit(0)
