@@ -136,6 +136,10 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
             ["demo/c3po", "--dry-run", "--ranks", "8", "model.path=tiny-qwen2", "parallel.replicate=3"],
             "parallel.replicate = 3: must divide the number of ranks, 8",
         ),
+        (
+            "demo/c3po --dry-run --ranks 8 model.path=tiny-qwen2 engine.kind=vllm engine.vllm.tensor_parallel=3".split(),
+            "engine.vllm.tensor_parallel = 3: must divide the number of ranks, 8",
+        ),
     ],
 )
 def test_nothing_is_trained_or_reckoned_by_mistake(
@@ -167,6 +171,8 @@ def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
     offloaded = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.offload=true"]), ranks=8)
     assert peak - said(offloaded, "GiB at most") == pytest.approx(20 * weights / 8 / gib, rel=1e-2)
     assert said(offloaded, "GiB of these in all, in the memory of its CPU") > 0
+    halves = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "engine.vllm.tensor_parallel=2"]), ranks=8)
+    assert said(halves, "GiB weights of a replica on 2 GPUs") == pytest.approx(weights / gib, rel=1e-3)
 
 
 def test_one_rank_is_planned_as_ever(olmo3: str) -> None:

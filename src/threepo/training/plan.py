@@ -86,7 +86,10 @@ def _reinforcement(
     else:
         tokens = rows * (prompt_tokens + response_tokens), longest_prompt + longest
         held, free = _each_rank(config, shape, weights, gradient_draws, tokens, ranks)
-        own = -(-rows // ranks), -(-draws // ranks)
+        each = config.engine.vllm.tensor_parallel
+        if ranks % each:
+            raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
+        own = -(-rows * each // ranks), -(-draws // ranks)
         memory = {
             "each GPU": [*held, f"{_gathered(config, shape):.4g} GiB before, while the weights of a draw are made"],
             "its engine": _replica(config, shape, weights, *own, prompt_tokens + longest, free),
@@ -185,11 +188,12 @@ def _replica(
     """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
     if config.engine.kind != "vllm":
         return _engine_memory(config, shape, weights, rows, draws, tokens)
-    copy = weights * _BYTES[config.engine.dtype] / GIB
-    a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype))
+    each = config.engine.vllm.tensor_parallel
+    copy = weights * _BYTES[config.engine.dtype] / each / GIB
+    a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype)) / each
     needed = min(rows, config.engine.max_batch_rows) * tokens * a_token / GIB
     lines = [
-        f"{copy:.4g} GiB weights of a replica, {config.engine.dtype}",
+        f"{copy:.4g} GiB weights of a replica{f' on {each} GPUs' if each > 1 else ''}, {config.engine.dtype}",
         f"{needed:.4g} GiB keys and values of {rows} rows of {tokens} tokens, if all were that long",
     ]
     for gpu, size in GPUS.items():
@@ -216,6 +220,7 @@ def _time(
         response=response_tokens,
         longest=config.sampling.max_new_tokens,
         operations=2.0 * passes * method.gradient_draws,
+        gpus=config.engine.vllm.tensor_parallel,
     )
     times = step_times(work, ranks)
     grpo = times["GRPO"]

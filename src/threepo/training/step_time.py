@@ -54,6 +54,8 @@ class Work:
     """Tokens of a response at most; if `response` is as long, all are."""
     operations: float
     """Of training, for each weight and token: 6 forward and backward, 8 with recomputation, times gradient draws."""
+    gpus: int = 1
+    """Of a replica, which read and compute together; what they exchange takes no time here."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,20 @@ class StepTime:
 
 def step_times(work: Work, ranks: int) -> dict[str, StepTime]:
     """Of GRPO with as many rows, of draws in turn on all replicas, and of a draw for every replica."""
-    draws = work.draws
+    draws, replicas = work.draws, ranks // work.gpus
     # The rows of each turn of each replica, as ranks/dealing.py deals them: (draw, rows).
-    servers = [sum(rank % draws == draw % ranks for rank in range(ranks)) for draw in range(draws)]
+    servers = [sum(replica % draws == draw % replicas for replica in range(replicas)) for draw in range(draws)]
     own = [
-        [work.rows / draws / servers[draw] for draw in range(draws) if rank % draws == draw % ranks]
-        for rank in range(ranks)
+        [work.rows / draws / servers[draw] for draw in range(draws) if replica % draws == draw % replicas]
+        for replica in range(replicas)
     ]
-    in_turn = [work.rows / draws / ranks] * draws
+    in_turn = [work.rows / draws / replicas] * draws
     return {
-        "GRPO": _step(work, ranks, 1, lambda lengths: _slowest(work, [[work.rows / ranks]] * ranks, lengths)),
+        "GRPO": _step(work, ranks, 1, lambda lengths: _slowest(work, [[work.rows / replicas]] * replicas, lengths)),
         "in turn": _step(
-            work, ranks, draws, lambda lengths: sum(_slowest(work, [[n]] * ranks, lengths) for n in in_turn)
+            work, ranks, draws, lambda lengths: sum(_slowest(work, [[n]] * replicas, lengths) for n in in_turn)
         ),
-        "own": _step(work, ranks, draws, lambda lengths: _slowest(work, own, lengths), -(-draws // ranks)),
+        "own": _step(work, ranks, draws, lambda lengths: _slowest(work, own, lengths), -(-draws // replicas)),
     }
 
 
@@ -125,7 +127,7 @@ def _decoding(work: Work, lengths: Sequence[float]) -> float:
     seconds, done = 0.0, 0.0
     for finished, length in enumerate(sorted(lengths)):
         rows, context = len(lengths) - finished, work.prompt + (done + length) / 2
-        read = (2 * work.weights + rows * context * work.cache) / MEMORY
-        seconds += (length - done) * (read + rows * 2 * work.weights / (FLOPS * SERVING) + DECODING_STEP)
+        read = (2 * work.weights + rows * context * work.cache) / (MEMORY * work.gpus)
+        seconds += (length - done) * (read + rows * 2 * work.weights / (FLOPS * SERVING * work.gpus) + DECODING_STEP)
         done = length
     return seconds
