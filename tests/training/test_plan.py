@@ -137,7 +137,15 @@ def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
             "parallel.replicate = 3: must divide the number of ranks, 8",
         ),
         (
-            "demo/c3po --dry-run --ranks 8 model.path=tiny-qwen2 engine.kind=vllm engine.vllm.tensor_parallel=3".split(),
+            [
+                "demo/c3po",
+                "--dry-run",
+                "--ranks",
+                "8",
+                "engine.kind=vllm",
+                "engine.vllm.tensor_parallel=3",
+                "model.path=tiny-qwen2",
+            ],
             "engine.vllm.tensor_parallel = 3: must divide the number of ranks, 8",
         ),
     ],
