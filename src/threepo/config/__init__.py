@@ -299,6 +299,12 @@ class ParallelConfig(Settings, table="parallel"):
     timeout_s: Positive = 3600.0
     """Seconds that a rank waits for the others until the run ends; the slowest has a rollout or its grading ahead."""
 
+    def shards(self, ranks: int) -> int:
+        """Among how many of `ranks` ranks a copy of the weights is spread; `UserError` if they cannot be divided so."""
+        if ranks % self.replicate:
+            raise UserError(f"parallel.replicate = {self.replicate}: must divide the number of ranks, {ranks}")
+        return ranks // self.replicate
+
 
 class TrainConfig(Settings, table=""):
     """`threepo train`: reinforcement learning from verifiable rewards."""

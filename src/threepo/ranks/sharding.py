@@ -32,12 +32,11 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     those of from_pretrained for every format that it reads, files are downloaded once, and no other rank holds a whole
     model.
     """
+    parallel.shards(ranks.size)  # refuse first
     if ranks.size == 1:
         if parallel.offload:
             raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
         return load_policy(settings, seed)
-    if ranks.size % parallel.replicate:
-        raise UserError(f"parallel.replicate = {parallel.replicate}: must divide the number of ranks, {ranks.size}")
     whole = None
     with ranks.together():
         device = pick_device(settings.device)
@@ -70,7 +69,7 @@ def _without_weights(policy: Policy) -> Policy:
 
 def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, ranks: Ranks) -> None:
     """Spread the policy's parameters over the ranks, and give them memory; their values are whatever lies there."""
-    shape, names = (parallel.replicate, ranks.size // parallel.replicate), ("replicate", "shard")
+    shape, names = (parallel.replicate, parallel.shards(ranks.size)), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape[-1:], mesh_dim_names=names[-1:])
     if parallel.replicate > 1:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)

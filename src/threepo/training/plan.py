@@ -54,8 +54,7 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
     `prompt_tokens` and `response_tokens` are means; 0 stands for the longest that the recipe allows.
     """
-    if ranks % config.parallel.replicate:
-        raise UserError(f"parallel.replicate = {config.parallel.replicate}: must divide the number of ranks, {ranks}")
+    config.parallel.shards(ranks)  # refuse first
     model, path = model_to_come(config.model), config.model.path
     shape, weights = model_shape(model)
     lines = [f"{path}: {weights:,} weights"]
@@ -157,7 +156,7 @@ def _each_rank(
     """
     (everything, longest), offload = tokens, config.parallel.offload
     micro = max(min(config.batching.tokens or GPU_TOKENS, -(-everything // ranks)), longest)
-    recomputed, shards = config.model.gradient_checkpointing, ranks // config.parallel.replicate
+    recomputed, shards = config.model.gradient_checkpointing, config.parallel.shards(ranks)
     dtype = getattr(torch, config.model.compute_dtype)
     found = rank_memory(shape, weights, _tensors(config.optimizer, gradient_draws), shards, micro, dtype)
     memory = found[recomputed]
