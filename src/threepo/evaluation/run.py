@@ -25,8 +25,9 @@ from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.progress import polite_stop, progress
+from threepo.ranks.dealing import build_ranked
+from threepo.ranks.group import ALONE
 from threepo.rewards.grading import Grader, load_grader
-from threepo.rollout.engines import build_engine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -110,7 +111,7 @@ def _complete(
     total = sum(len(exam.problems) for exam in exams.values())
     done = total - sum(part.stop - part.start for _, _, part in missing)
     if missing:
-        with contextlib.closing(build_engine(config.engine, policy)) as engine:
+        with contextlib.closing(build_ranked(config.engine, policy, ALONE)) as engine:
             for exam in exams.values():
                 exam.prepare(engine)
             draws = next(iter(exams.values())).draws(step)  # the same for every set

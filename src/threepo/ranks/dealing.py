@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from threepo.config import SamplingConfig
+from threepo.config import EngineConfig, SamplingConfig
+from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import Gathered
-from threepo.rollout.engines import RolloutEngine
+from threepo.ranks.vllm_servers import VLLMServers
+from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.types import Completion, Draw, Problem, Request, SupervisedRow, TrainingRow, Verdict
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
@@ -43,8 +45,11 @@ def dealt_grader(grade: Grade, ranks: Ranks) -> Grade:
     return grade_some if ranks.size > 1 else grade
 
 
-def ranked(engine: RolloutEngine, ranks: Ranks) -> RolloutEngine:
+def build_ranked(settings: EngineConfig, policy: Policy, ranks: Ranks) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
+    if settings.vllm.servers:
+        return VLLMServers(policy, settings, ranks)
+    engine = build_engine(settings, policy)
     return RankedEngine(engine, ranks) if ranks.size > 1 else engine
 
 

@@ -195,7 +195,7 @@ def expected_logprobs(policy: Policy, weights: Mapping[str, torch.Tensor], token
     """
     ids = torch.tensor([tokens], device=policy.device)
     on_device = {name: value.to(policy.device) for name, value in weights.items()}
-    output = torch.func.functional_call(policy.model, on_device, kwargs={"input_ids": ids, "use_cache": False})
+    output = torch.func.functional_call(policy.architecture, on_device, kwargs={"input_ids": ids, "use_cache": False})
     logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
 

@@ -17,10 +17,10 @@ from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.errors import UserError
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.ranks.dealing import dealt_grader, ranked
+from threepo.ranks.dealing import build_ranked, dealt_grader
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
-from threepo.rollout.engines import RolloutEngine, build_engine
+from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.checkpoint import TrainState
 from threepo.training.ess import next_ess, refuse_unmeasured
@@ -112,7 +112,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     All that can be refused is refused before a new run has a folder.
     """
     refuse_early(config, folder, ranks)
-    if ranks.size > 1 and config.engine.kind != "local":
+    if ranks.size > 1 and config.engine.kind != "local" and not config.engine.vllm.servers:
         raise UserError(f"engine.kind = {config.engine.kind!r}: not on several ranks yet; set it to 'local'")
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
@@ -136,7 +136,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
-        engine = on_failure.enter_context(closing(ranked(build_engine(config.engine, policy), ranks)))
+        engine = on_failure.enter_context(closing(build_ranked(config.engine, policy, ranks)))
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)
