@@ -7,6 +7,7 @@ it. A server keeps nothing between two draws: each is made of the file that the 
 cache of the machine, once for all of its workers.
 """
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         """Make the draw and load it into the model; the first time after NaN, as rollout/vllm_server.py explains."""
         draw = None if update_info.draw is None else Draw(*update_info.draw)
         path, dtype = Path(update_info.path), self.model_config.dtype
+        if not path.is_file():
+            raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
         if not self._rehearsed:
             fill_with_nan(self.model)
             self._load(all_nan(dict(drawn(path, None, dtype, torch.device("cpu")))))

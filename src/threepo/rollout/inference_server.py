@@ -7,6 +7,7 @@ ends with its connection), and each with a time limit.
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from threepo.errors import UserError
 from threepo.rollout.vllm_server import Decoded
 from threepo.types import Draw
 
-NOT_JSON = "not JSON compliant"
-"""What vLLM's error says if a log-prob is NaN."""
+_NAN = "not JSON compliant"
+"""Part of the error that vLLM gives instead of a log-prob that is NaN."""
 
 
 class InferenceServer:
@@ -59,7 +60,12 @@ class InferenceServer:
             raise self._error("did not flush its prefix cache: somebody else sends it requests; stop them")
         self.version = version
         # Prompt log-probs are never served from the prefix cache.
-        answer = await self._generate(probe, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        try:
+            answer = await self._generate(probe, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        except UserError as error:
+            if _NAN not in str(error):
+                raise
+            return [math.nan] * (len(probe) - 1)
         found = zip(answer["prompt_logprobs"][1:], probe[1:], strict=True)
         return [of[str(token)]["logprob"] for of, token in found]
 
@@ -101,16 +107,19 @@ class InferenceServer:
         except OSError as error:
             raise self._error(f"is not there ({error}); start it, or remove it from the list") from error
         head, _, text = answer.decode().partition("\r\n\r\n")
-        if not text:
-            raise self._error(f"closed the connection during {path}: it has ended; its log says why")
-        status = int(head.split()[1])
-        if status == 404:
+        status = head.split()[1:2]
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise self._error(f"broke off during {path} {text[:200]!r}: it has ended; its log says why") from error
+        if status == ["404"]:
             raise self._error(
                 f"has no {path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
             )
-        if status != 200:
-            raise self._error(f"failed to {path}: HTTP {status}: {' '.join(text.split())[:500]}; its log says more")
-        return json.loads(text)
+        if status != ["200"]:
+            message = found["error"]["message"] if "error" in found else text
+            raise self._error(f"failed to {path}: {message}; its log says more")
+        return found
 
     def _error(self, what: str) -> UserError:
         return UserError(f"engine.vllm.servers: {self.url} {what}")
