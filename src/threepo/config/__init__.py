@@ -5,6 +5,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 """
 
 import os
+import re
 from dataclasses import field, fields
 from operator import attrgetter
 from typing import Annotated, Literal
@@ -104,7 +105,7 @@ _WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
 class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
-    servers: tuple[Annotated[str, Field(pattern=r"^http://[^/:]+:\d+$")], ...] = ()
+    servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
     """vLLM servers on inference nodes, such as `http://node7:8000`, that share the draws of a step; empty: replicas,
     which are started here. docs/engines.md has the command for a server."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""

@@ -13,7 +13,6 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import Gathered
-from threepo.ranks.vllm_servers import VLLMServers
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.types import Completion, Draw, Problem, Request, SupervisedRow, TrainingRow, Verdict
 
@@ -48,6 +47,8 @@ def dealt_grader(grade: Grade, ranks: Ranks) -> Grade:
 def build_ranked(settings: EngineConfig, policy: Policy, ranks: Ranks) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
     if settings.vllm.servers:
+        from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
+
         return VLLMServers(policy, settings, ranks)
     engine = build_engine(settings, policy)
     return RankedEngine(engine, ranks) if ranks.size > 1 else engine
