@@ -182,11 +182,12 @@ def test_servers_and_trainer_agree_for_every_draw(
     """Four draws in turn, a draw for each server, and a draw that two servers share; told by address alone."""
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     requests = requests_for(policy, draws, rollouts=24 // len(draws))
+    (tmp_path / "mine.safetensors").touch()
     with closing(engine_for(policy, servers, tmp_path)) as engine:
         engine.prepare(len(draws), 300)
         for step in (0, 1):
             engine.load(optimizer, draws, step)
-            assert len(list(tmp_path.glob("*.safetensors"))) == 1
+            assert len(list(tmp_path.glob("*.safetensors"))) == 2
             completions = engine.generate(requests, SAMPLING, seed=1)
             assert [(c.problem, c.draw, c.rollout) for c in completions] == [
                 (r.problem, r.draw, r.rollout) for r in requests
@@ -198,7 +199,7 @@ def test_servers_and_trainer_agree_for_every_draw(
                     assert difference < 1e-4
                 else:
                     assert difference > 1e-2, "a server took one draw for another"
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "mine.safetensors"]
     with closing(engine_for(policy, servers[:1], tmp_path)) as alone:
         alone.load(optimizer, draws, 1)
         again = alone.generate(requests, SAMPLING, seed=1)

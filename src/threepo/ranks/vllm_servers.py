@@ -35,6 +35,10 @@ from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
 
+_NAME = "threepo-push-{}.safetensors"
+"""Of files that are deleted; nothing else in the folder is touched."""
+
+
 class VLLMServers:
     """A `RolloutEngine` that all ranks have together."""
 
@@ -56,7 +60,7 @@ class VLLMServers:
             if ranks.first:
                 with disk_errors(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
-                held.append(lock(self._folder / "lock"))
+                held.append(lock(self._folder / "threepo-push.lock"))
                 _remove_weights(self._folder)  # of a run that was killed
         self._end = weakref.finalize(self, _close, self._folder, held)
         self._longest = min(length for some in ranks.gather(lengths) for length in some)
@@ -79,7 +83,7 @@ class VLLMServers:
             if self._ranks.first:
                 _remove_weights(self._folder)
         # No name comes twice: a disk of several nodes may remember what a name stood for.
-        self._path = self._folder / f"{self._ranks.gather(uuid.uuid4().hex)[0]}.safetensors"
+        self._path = self._folder / _NAME.format(self._ranks.gather(uuid.uuid4().hex)[0])
         save_sharded(self._path, tensors, self._ranks, metadata)
         self._expected = self._references(posterior)
         with self._ranks.together():
@@ -193,7 +197,7 @@ def _allow_connections(count: int) -> None:
 
 
 def _remove_weights(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob(_NAME.format("*")):
         path.unlink()
 
 
