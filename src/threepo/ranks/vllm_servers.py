@@ -34,7 +34,6 @@ from threepo.rollout.vllm import TOLERANCE, _sources, check_probe, expected_logp
 from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
-
 _NAME = "threepo-push-{}.safetensors"
 """Of files that are deleted; nothing else in the folder is touched."""
 
