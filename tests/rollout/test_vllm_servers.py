@@ -55,7 +55,7 @@ OPTIONS = {
     "--dtype": "float32",
     "--max-num-seqs": "64",
 }
-"""Those that docs/engines.md has too."""
+"""Those that the documented command has too."""
 PATIENCE = 240.0
 """Seconds until servers must have started."""
 
@@ -241,6 +241,12 @@ def test_what_cannot_work_is_said_in_a_line(policy: Policy, servers: list[Starte
         engine._folder = tmp_path / "gone"
         with pytest.raises(UserError, match=r"cannot write .*gone"):
             engine.load(optimizer, DRAWS[:2], 2)
+
+
+def test_the_documented_command_has_these_options() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    assert all(option in page for option in OPTIONS)
+    assert all(value in page for value in OPTIONS.values() if value and "{" in value)
 
 
 def post(server: Started, path: str, **body: str) -> None:
