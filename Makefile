@@ -35,7 +35,8 @@ test-ranks: $(VENV)/dev
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
-	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/ranks/test_vllm_on_ranks.py
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
+	  tests/ranks/test_vllm_on_ranks.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

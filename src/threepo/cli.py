@@ -181,6 +181,10 @@ def _train(options: argparse.Namespace) -> None:
             print(api.closing_words(path))
 
 
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
+"""Beginnings of settings that say where a run runs; a run that is resumed may run elsewhere."""
+
+
 def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     """The configuration of the run to resume, and the length that it gets; None: its own."""
     from threepo.config.recipes import merge, parse_overrides
@@ -188,17 +192,18 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     from threepo.files import read_json
     from threepo.run_folder import CONFIG, refuse_no_run
 
-    given = parse_overrides(options.settings)
-    steps, parallel = given.get("run", {}).get("steps"), given.pop("parallel", {})
-    if options.recipe or given not in ({}, {"run": {"steps": steps}}):
-        taken = "all but run.steps and parallel.* from the run folder"
+    names = [text.partition("=")[0].strip() for text in options.settings]
+    if options.recipe or not all(name == "run.steps" or name.startswith(_WHERE) for name in names):
+        taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
         raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
+    given = parse_overrides(options.settings)
+    steps = given.pop("run", {}).get("steps")
     refuse_no_run(options.resume)
     recorded = read_json(options.resume / CONFIG)
     made_by = "train" if "method" in recorded else "sft"
     if made_by != options.kind:
         raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
-    return build(record, merge(recorded, {"parallel": parallel})), steps
+    return build(record, merge(recorded, given)), steps
 
 
 def _resumed(path: Path, config: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:

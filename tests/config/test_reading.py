@@ -21,6 +21,7 @@ from threepo.config.records import build, to_dict
 from threepo.errors import UserError
 
 BASE = ["model.path=m", "data.train=sorting"]
+SERVERS = ["engine.kind=vllm", "engine.vllm.servers=['http://a:1']", "engine.vllm.weights_folder=/x"]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -197,6 +198,17 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name a GPU"),
         (["engine.kind=vllm", "engine.vllm.gpus=[0]", "engine.vllm.tensor_parallel=2"], "a GPU for each of .* times"),
         (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus\[0\] = -1: must be greater"),
+        (
+            ["engine.kind=vllm", "engine.vllm.servers=['node7']"],
+            r"engine.vllm.servers\[0\] = 'node7': write http://HOST:PORT",
+        ),
+        (["engine.kind=vllm", "engine.vllm.servers=['http://a:1']"], "engine.vllm.weights_folder = '': must be named"),
+        (["engine.kind=vllm", "engine.vllm.weights_folder=/x"], "engine.vllm.weights_folder = '/x': must be named"),
+        (
+            [*SERVERS, "engine.vllm.servers=['http://a:1', 'http://a:1']"],
+            "engine.vllm.servers = .* names a server twice",
+        ),
+        ([*SERVERS, "engine.vllm.replicas=2"], "engine.vllm.replicas = 2: is an option of replicas, and with"),
         (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
         (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
     ],

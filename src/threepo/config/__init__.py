@@ -5,7 +5,8 @@ Neither torch nor transformers is imported here, so that the command line answer
 """
 
 import os
-from dataclasses import field
+import re
+from dataclasses import field, fields
 from operator import attrgetter
 from typing import Annotated, Literal
 
@@ -98,9 +99,18 @@ class SamplingConfig(Settings, table="sampling"):
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
 
 
+_WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
+
+
 class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
+    servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
+    """vLLM servers on inference nodes, such as `http://node7:8000`, that share the draws of a step; empty: replicas,
+    which are started here. docs/engines.md has the command for a server."""
+    weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Folder for mean and Hessian, written once a step (8 bytes a weight), that all servers see under the same path:
+    on a disk that the nodes share, or in /dev/shm if all servers run on this machine. For one run at a time."""
     replicas: Count = 1
     """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
@@ -117,7 +127,8 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[float, Field(ge=5)] = 1200.0
     """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
-    decoding step and every push of weights, at most once per second, but not while it starts and compiles."""
+    decoding step and every push of weights, at most once per second, but not while it starts and compiles. With
+    servers: seconds that a completion, or a change of weights, may take."""
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
 
@@ -126,6 +137,13 @@ class VLLMConfig(Settings, table="engine.vllm"):
         each = f" times engine.vllm.tensor_parallel = {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}{each}, or be empty"
         self.check("gpus", len(self.gpus) in (0, count), fix)
+        fix = "must be named exactly if engine.vllm.servers are"
+        self.check("weights_folder", bool(self.weights_folder) == bool(self.servers), fix)
+        if self.servers:
+            self.check("servers", len(set(self.servers)) == len(self.servers), "names a server twice; remove one")
+            for name in (f.name for f in fields(self) if f.name not in _WITH_SERVERS):
+                fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
+                self.check(name, getattr(self, name) == getattr(VLLMConfig(), name), fix)
 
 
 class EngineConfig(Settings, table="engine"):

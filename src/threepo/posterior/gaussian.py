@@ -24,7 +24,7 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, sampled, whole
 from threepo.posterior.noise import noise_key
 from threepo.posterior.operations import Perturb
-from threepo.posterior.policy_optimizer import Weights, named_in_groups
+from threepo.posterior.policy_optimizer import Weights, WeightSource, named_in_groups
 from threepo.run_folder import model_folder
 from threepo.types import Draw
 
@@ -196,6 +196,15 @@ class FixedWeights:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
         else:
             yield from self.posterior.weights(means, draw, into, gather=gather)
+
+
+def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posterior | None]:
+    """The means of a source by name, as draws are made of them, and the posterior around them; sharded as they are."""
+    if isinstance(source, IVON):
+        named = named_in_groups(source.param_groups)
+        means = {name: source.state[p].get("mean", p.detach()) for name, p, _ in named}
+        return means, Posterior.of(source, gather=False)
+    return dict(source.weights(None)), source.posterior if isinstance(source, FixedWeights) else None
 
 
 SAMPLE = 4096

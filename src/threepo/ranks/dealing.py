@@ -69,6 +69,10 @@ def refuse_engine(settings: EngineConfig, ranks: Ranks) -> None:
 
 def build_ranked(settings: EngineConfig, policy: Policy, ranks: Ranks) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
+    if settings.vllm.servers:
+        from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
+
+        return VLLMServers(policy, settings, ranks)
     if ranks.size == 1:
         return build_engine(settings, policy)
     each, engine = settings.vllm.tensor_parallel, None

@@ -75,13 +75,17 @@ class EngineKind(NamedTuple):
     for, and most rows that are decoded together."""
 
 
+def _vllm_memory(count: int, settings: EngineConfig) -> tuple[int, str, int]:
+    return count, "servers" if settings.vllm.servers else "replicas", count * settings.max_batch_rows
+
+
 ENGINES = {
     "local": EngineKind(
         "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draws", settings.max_batch_rows)
     ),
     "vllm": EngineKind(
         "threepo.rollout.vllm:VLLMEngine",
-        lambda settings, _: (settings.vllm.replicas, "replicas", settings.vllm.replicas * settings.max_batch_rows),
+        lambda settings, _: _vllm_memory(len(settings.vllm.servers) or settings.vllm.replicas, settings),
     ),
 }
 

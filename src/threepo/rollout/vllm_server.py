@@ -1,4 +1,4 @@
-"""A vLLM engine in a replica's process, which answers the trainer's requests. The only file that imports vLLM.
+"""A vLLM engine in a replica's process, which answers the trainer's requests.
 
 vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
 starts with weights that are NaN: a tensor that keeps some of them makes the probe NaN. First every parameter is

@@ -1,0 +1,82 @@
+"""The weight-transfer backend `threepo` of vLLM's servers: a server is told the address of its draw and makes it.
+
+    --weight-transfer-config '{"backend": "threepo"}'      (docs/engines.md has the whole command)
+
+vLLM finds it by its entry point, and imports it in all of its processes; it does nothing for servers that do not name
+it. A server keeps nothing between two draws: each is made of the file that the update names, which lies in the page
+cache of the machine, once for all of its workers.
+"""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from threepo.posterior.pushed import drawn
+from threepo.rollout.vllm_server import all_nan, fill_with_nan
+from threepo.types import Draw
+
+
+@dataclass
+class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What `/update_weights` is told."""
+
+    path: str
+    """The file of posterior/pushed.py."""
+    draw: tuple[int, int, int] | None = None
+    """Seed, step and index; null: the mean."""
+
+
+class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
+    """A worker's end of the transfer; every worker makes the whole draw and keeps its own part of it."""
+
+    init_info_cls, update_info_cls = WeightTransferInitInfo, Address
+    _rehearsed = False
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """There is nothing to meet."""
+
+    def start_weight_update(self) -> None:
+        """`receive_weights` does all."""
+
+    def finish_weight_update(self) -> None:
+        """`receive_weights` has done all."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive weights, and wait for the device."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():  # the base class synchronizes also where there is none, which fails
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Address) -> None:
+        """Make the draw and load it into the model; the first time after NaN, as rollout/vllm_server.py explains."""
+        draw = None if update_info.draw is None else Draw(*update_info.draw)
+        path, dtype = Path(update_info.path), self.model_config.dtype
+        if not path.is_file():
+            raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
+        if not self._rehearsed:
+            fill_with_nan(self.model)
+            self._load(all_nan(dict(drawn(path, None, dtype, torch.device("cpu")))))
+            self._rehearsed = True
+        self._load(drawn(path, draw, dtype, self.device))
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def _load(self, weights: Any) -> None:
+        reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
+
+
+def register() -> None:
+    """Make the backend known to this process; vLLM may call it more than once."""
+    if "threepo" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("threepo", AddressedWeights)

@@ -1,0 +1,206 @@
+"""The vLLM engine on inference nodes: servers that users start, told their draws by address.
+
+Once a step all ranks write mean and Hessian, each its own shards, into one file of a folder that the servers see, and a
+server makes its draws from it. So a step costs 8 bytes a weight, whatever the number of draws, and a server gets
+another draw without another file. The file of a step is deleted before the next one is written: by then nobody reads
+it, since a server answers an update only when it has done with the file.
+
+Servers are dealt to the ranks, which drive them. With more servers than draws, several share a draw and split its
+requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as in
+rollout/vllm.py. Not yet run on a GPU.
+"""
+
+import asyncio
+import resource
+import uuid
+import weakref
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from threepo.config import EngineConfig, SamplingConfig
+from threepo.errors import UserError
+from threepo.files import disk_errors, lock
+from threepo.models.policy import Policy
+from threepo.posterior.policy_optimizer import WeightSource
+from threepo.posterior.pushed import pushed
+from threepo.ranks.files import save_sharded
+from threepo.ranks.group import Ranks
+from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.inference_server import InferenceServer
+from threepo.rollout.vllm import TOLERANCE, _sources, check_probe, expected_logprobs, probe_tokens
+from threepo.rollout.vllm_server import Decoded
+from threepo.types import Completion, Draw, Request
+
+_NAME = "threepo-push-{}.safetensors"
+"""Of files that are deleted; nothing else in the folder is touched."""
+
+
+class VLLMServers:
+    """A `RolloutEngine` that all ranks have together."""
+
+    def __init__(self, policy: Policy, settings: EngineConfig, ranks: Ranks) -> None:
+        """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
+        own, self._policy, self._ranks = settings.vllm, policy, ranks
+        self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
+        self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
+        self._sources = _sources(policy.architecture)
+        self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
+        self._folder = Path(own.weights_folder).absolute()
+        self._draws: list[Draw | None] = []
+        self._expected: list[torch.Tensor] = []
+        """The probe's log-probs under each loaded draw."""
+        self._step, self._path = -1, self._folder
+        held: list[IO[bytes]] = []
+        with ranks.together():
+            lengths = _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven())
+            if ranks.first:
+                with disk_errors(self._folder):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                held.append(lock(self._folder / "threepo-push.lock"))
+                _remove_weights(self._folder)  # of a run that was killed
+        self._end = weakref.finalize(self, _close, self._folder, held)
+        self._longest = min(length for some in ranks.gather(lengths) for length in some)
+        self._probe = probe_tokens(policy, self._longest - 1)
+        _allow_connections(len(self._driven()) * self._together)
+
+    def prepare(self, draws: int, tokens: int) -> None:
+        """See `RolloutEngine.prepare`: the memory of the servers is their own."""
+        self._check_length("the longest prompt", tokens)
+
+    def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
+        """Write mean and Hessian, and tell every server its first draw; the others are told by `generate`.
+
+        `UserError` if a server is down, fails, does not answer, or shows other weights by its probe.
+        """
+        self._draws, self._step = list(dict.fromkeys(draws)), step
+        noisy = any(draw is not None for draw in self._draws)
+        tensors, metadata = pushed(posterior, self._policy.saved_tensors(), self._sources, noisy)
+        with self._ranks.together():
+            if self._ranks.first:
+                _remove_weights(self._folder)
+        # No name comes twice: a disk of several nodes may remember what a name stood for.
+        self._path = self._folder / _NAME.format(self._ranks.gather(uuid.uuid4().hex)[0])
+        save_sharded(self._path, tensors, self._ranks, metadata)
+        self._expected = self._references(posterior)
+        with self._ranks.together():
+            _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
+        """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
+        for request in requests:
+            self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
+        servers = [0] * len(requests)
+        for index, rows in enumerate(rows_by_draw(requests, self._draws)):
+            serving = self._serving(index)
+            for k, row in enumerate(rows):  # neighbours stay together: they share a prompt
+                servers[row] = serving[k * len(serving) // len(rows)]
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            "top_k": sampling.top_k if sampling.temperature else 0,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(self._policy.stop_tokens),
+            "ignore_eos": True,  # only the policy's stop tokens end a row
+        }
+        keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
+        asked = [parameters | {"seed": key[0] >> 1} for key in keys]
+
+        def complete(mine: list[int]) -> list[Decoded]:
+            rows = [[row for row in mine if servers[row] == i] for i in self._driven()]
+            work = zip(self._driven(), rows, strict=True)
+            found = _side_by_side(self._complete(i, own, requests, asked) for i, own in work)
+            decoded = {row: completion for some in found for row, completion in some.items()}
+            return [decoded[row] for row in mine]
+
+        decoded = self._ranks.deal([server % self._ranks.size for server in servers], complete)
+        return [completed(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
+
+    def close(self) -> None:
+        """Delete the weights; the servers go on."""
+        self._end()
+
+    async def _complete(
+        self, i: int, rows: Sequence[int], requests: Sequence[Request], asked: Sequence[dict[str, Any]]
+    ) -> dict[int, Decoded]:
+        """Let server number i complete rows of the requests, draw by draw."""
+        limit = asyncio.Semaphore(self._together)
+
+        async def one(row: int) -> Decoded:
+            async with limit:
+                return await self._servers[i].complete(requests[row].prompt_tokens, asked[row])
+
+        decoded: dict[int, Decoded] = {}
+        for index, draw in enumerate(self._draws):
+            if own := [row for row in rows if requests[row].draw == draw]:
+                await self._ready(i, index)
+                decoded.update(zip(own, await asyncio.gather(*map(one, own)), strict=True))
+        return decoded
+
+    async def _ready(self, i: int, index: int) -> None:
+        """Let server number i hold the draw of this index, probed."""
+        server, draw = self._servers[i], self._draws[index]
+        version = f"{self._path.stem} {draw or 'the mean'}"
+        if server.version != version:
+            measured = await server.tell(self._path, draw, version, self._probe)
+            what = f"{draw or 'the mean'} at step {self._step} on {server.url}"
+            check_probe(self._expected[index], measured, self._tolerance, what)
+
+    def _references(self, posterior: WeightSource) -> list[torch.Tensor]:
+        """The probe's log-probs under each draw, by the trainer's model. The draws are dealt to the ranks."""
+        size, found = self._ranks.size, []
+        for first in range(0, len(self._draws), size):
+            mine = first + self._ranks.rank
+            weights = posterior.weights(self._draws[mine % len(self._draws)], gather=True)  # by all, at the same time
+            if mine >= len(self._draws):
+                for _ in weights:
+                    pass
+                continue
+            own = {self._sources[name]: value.to(self._dtype) for name, value in weights}
+            found.append(expected_logprobs(self._policy, own, self._probe))
+        shares = self._ranks.gather(found)
+        return [shares[index % size][index // size] for index in range(len(self._draws))]
+
+    def _driven(self) -> range:
+        """The servers that this rank drives."""
+        return range(self._ranks.rank, len(self._servers), self._ranks.size)
+
+    def _serving(self, index: int) -> list[int]:
+        """The servers of the draw of this index."""
+        count = len(self._servers)
+        return [i for i in range(count) if i % len(self._draws) == index % count]
+
+    def _check_length(self, what: str, tokens: int) -> None:
+        if tokens > self._longest:
+            raise UserError(
+                f"engine.vllm.servers: {what} and its completion take {tokens} tokens, and a server takes "
+                f"{self._longest}; start it with a larger --max-model-len, or lower sampling.max_new_tokens"
+            )
+
+
+def _side_by_side(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of coroutines; the first error ends all."""
+
+    async def all_of_it() -> list[Any]:
+        return await asyncio.gather(*work)
+
+    return asyncio.run(all_of_it())
+
+
+def _allow_connections(count: int) -> None:
+    """Raise this process's limit of open files, as far as it may; shells often allow 1024."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(count + 1024, most)), most))
+
+
+def _remove_weights(folder: Path) -> None:
+    for path in folder.glob(_NAME.format("*")):
+        path.unlink()
+
+
+def _close(folder: Path, held: list[IO[bytes]]) -> None:
+    for handle in held:
+        _remove_weights(folder)
+        handle.close()

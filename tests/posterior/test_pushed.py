@@ -1,0 +1,75 @@
+"""The file that servers draw from: its draws are the trainer's, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from posterior.test_gaussian import trained
+from threepo.config import ModelConfig, TinyConfig
+from threepo.models.policy import load_policy
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.policy_optimizer import PointAdamW, WeightSource
+from threepo.posterior.pushed import drawn, pushed
+from threepo.ranks.files import save_sharded
+from threepo.ranks.group import ALONE
+from threepo.rollout.vllm import _sources
+from threepo.types import Draw
+
+DRAW = Draw(9, 2, 1)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    """With a tied head, and a tensor that is not trained."""
+    tiny = TinyConfig(hidden_size=16, intermediate_size=24, layers=1, heads=2, kv_heads=1, tied=True)
+    made = load_policy(ModelConfig(path="tiny-qwen2", tiny=tiny), seed=2).model
+    made.model.norm.weight.requires_grad_(False)
+    return made  # type: ignore[no-any-return]
+
+
+def sources_of(model: torch.nn.Module) -> dict[str, WeightSource]:
+    isotropic = IVON(model.named_parameters(), ess=1e4, noise_shape="isotropic")
+    named = dict(model.named_parameters())
+    named["lm_head.weight"] = named.pop("model.embed_tokens.weight")
+    silent = [{"params": [named.popitem()], "noise_scale": 0.0}, {"params": list(named.items())}]
+    optimizer = trained(model)
+    return {
+        "ivon": optimizer,
+        "isotropic": isotropic,
+        "by the name of the head, and partly without noise": IVON(silent, ess=1e4),
+        "checkpoint": FixedWeights(model, Posterior.of(optimizer)),
+    }
+
+
+def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: bool = True) -> Path:
+    saved = {name: p.detach() for name, p in model.named_parameters()}
+    tensors, metadata = pushed(source, saved, _sources(model), noisy)
+    save_sharded(path, tensors, ALONE, metadata)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
+    for number, (what, source) in enumerate(sources_of(model).items()):
+        path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), _sources(model)
+        for draw in (DRAW, None):
+            into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
+            expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
+            found = {name: value.to(dtype) for name, value in drawn(path, draw, dtype, torch.device("cpu"))}
+            assert found.keys() == model.state_dict().keys()
+            for name, value in found.items():
+                assert torch.equal(value, expected[parameter_of[name]]), (what, draw, name)
+        with safe_open(path, framework="pt") as file:
+            hessians = [name for name in file.keys() if name.startswith("hessian")]  # noqa: SIM118 - not a dict
+        assert bool(hessians) == (what != "isotropic")
+
+
+def test_a_mean_alone_is_half_as_large(model: torch.nn.Module, tmp_path: Path) -> None:
+    optimizer = trained(model)
+    mean = written(optimizer, model, tmp_path / "mean.safetensors", noisy=False)
+    point = written(PointAdamW(model.named_parameters()), model, tmp_path / "point.safetensors")
+    both = written(optimizer, model, tmp_path / "both.safetensors")
+    assert mean.stat().st_size == point.stat().st_size < 0.6 * both.stat().st_size

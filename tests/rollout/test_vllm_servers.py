@@ -1,0 +1,344 @@
+"""vLLM servers on inference nodes, run for real: two of vLLM's own HTTP servers on this machine.
+
+make test-vllm
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from ranks.launch import launch
+from rollout.requests import requests_for, trainer_logprobs
+from rollout.test_vllm import gone, tiny
+from threepo.cli import main
+from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.posterior.pushed import pushed
+from threepo.ranks import vllm_servers
+from threepo.ranks.group import ALONE
+from threepo.ranks.vllm_servers import VLLMServers
+from threepo.rollout.inference_server import InferenceServer
+from threepo.run_folder import read_metrics
+from threepo.types import Completion, Draw
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it"
+)
+
+SAMPLING = SamplingConfig(max_new_tokens=24)
+DRAWS = [Draw(0, 0, i) for i in range(3)]
+OPTIONS = {
+    "--load-format": "dummy",
+    "--weight-transfer-config": '{"backend": "threepo"}',
+    "--logprobs-mode": "processed_logprobs",
+    "--hf-overrides": '{"tie_word_embeddings": false}',
+    "--skip-tokenizer-init": None,
+    "--enable-scale-out": None,
+    "--dtype": "float32",
+    "--max-num-seqs": "64",
+}
+"""Those that the documented command has too."""
+PATIENCE = 240.0
+"""Seconds until servers must have started."""
+
+
+@dataclass
+class Started:
+    """A server's process, which leads a group of its own."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def signal(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def answers(self, path: str) -> bool:
+        try:
+            return bool(urllib.request.urlopen(self.url + path, timeout=5).status == 200)
+        except OSError:
+            return False
+
+
+@contextmanager
+def started(model: Path, log: Path, **options: str) -> Iterator[Started]:
+    """A server for the model in this folder, which is killed in the end."""
+    with closing(socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = OPTIONS | {"--model": str(model), "--host": "127.0.0.1", "--port": str(port), "--enforce-eager": None}
+    given |= {"--kv-cache-memory-bytes": str(1 << 27)} | options
+    words = [word for option, value in given.items() for word in (option, value) if word is not None]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+            stdout=output,
+            stderr=output,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    server = Started(f"http://127.0.0.1:{port}", process, log)
+    try:
+        yield server
+    finally:
+        server.signal(signal.SIGKILL)
+        process.wait()
+        assert gone(-process.pid), "a process of the server lives on"
+
+
+def wait_for(condition: Callable[[], bool], *servers: Started) -> None:
+    """Wait until something holds; an AssertionError after `PATIENCE` seconds, or when a server has ended."""
+    limit = time.monotonic() + PATIENCE
+    while not condition():
+        for server in servers:
+            assert server.process.poll() is None, server.log.read_text()[-3000:]
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """A Qwen2 with a tied head."""
+    return tiny("tiny-qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def servers(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Started]]:
+    """Two of them; they take about as long to start as one."""
+    folder = tmp_path_factory.mktemp("servers")
+    policy.model.config.save_pretrained(folder / "model")
+    with started(folder / "model", folder / "0.log") as one, started(folder / "model", folder / "1.log") as other:
+        wait_for(lambda: one.answers("/health") and other.answers("/health"), one, other)
+        yield [one, other]
+
+
+def engine_for(policy: Policy, servers: list[Started], folder: Path, dtype: Any = "float32") -> VLLMServers:
+    own = VLLMConfig(servers=tuple(server.url for server in servers), weights_folder=str(folder), timeout_s=60.0)
+    return VLLMServers(policy, EngineConfig(kind="vllm", dtype=dtype, vllm=own), ALONE)
+
+
+def differences(
+    policy: Policy, optimizer: IVON, completions: list[Completion]
+) -> dict[tuple[Draw | None, Draw | None], float]:
+    """(weights of the trainer, weights claimed): largest difference in log-prob."""
+    found = {}
+    draws = list(dict.fromkeys(c.draw for c in completions))
+    for draw in draws:
+        with optimizer.at(draw):
+            for other in draws:
+                found[draw, other] = max(
+                    float((trainer_logprobs(policy, c) - torch.tensor(c.logprobs)).abs().max())
+                    for c in completions
+                    if c.draw == other
+                )
+    return found
+
+
+def test_a_tensor_that_the_first_push_lacks_is_found_out(
+    policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first test of this file, since it needs servers that hold nothing yet.
+
+    vLLM itself only warns. The norm is about as vLLM made it up: without ruined weights the probe would agree.
+    """
+    name = "model.norm.weight"
+    assert name in policy.model.state_dict()
+
+    def without_one(*arguments: Any) -> Any:
+        tensors, metadata = pushed(*arguments)
+        names = {parameter: called for parameter, called in json.loads(metadata["names"]).items() if parameter != name}
+        return tensors, metadata | {"names": json.dumps(names)}
+
+    monkeypatch.setattr(vllm_servers, "pushed", without_one)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    words = r"with the weights of the mean at step 0 on http\S+ that it was given: .* off by nan on average"
+    with closing(engine_for(policy, servers, tmp_path)) as engine, pytest.raises(UserError, match=words):
+        engine.load(optimizer, [None], 0)
+
+
+@pytest.mark.parametrize("draws", [[*DRAWS, None], DRAWS[:2], [None]], ids=len)
+def test_servers_and_trainer_agree_for_every_draw(
+    draws: list[Draw | None], policy: Policy, servers: list[Started], tmp_path: Path
+) -> None:
+    """Four draws in turn, a draw for each server, and a draw that two servers share; told by address alone."""
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    requests = requests_for(policy, draws, rollouts=24 // len(draws))
+    (tmp_path / "mine.safetensors").touch()
+    with closing(engine_for(policy, servers, tmp_path)) as engine:
+        engine.prepare(len(draws), 300)
+        for step in (0, 1):
+            engine.load(optimizer, draws, step)
+            assert len(list(tmp_path.glob("*.safetensors"))) == 2
+            completions = engine.generate(requests, SAMPLING, seed=1)
+            assert [(c.problem, c.draw, c.rollout) for c in completions] == [
+                (r.problem, r.draw, r.rollout) for r in requests
+            ]
+            assert {c.policy_step for c in completions} == {step}
+            assert {c.finish_reason for c in completions} == {"stop", "length"}
+            for (draw, other), difference in differences(policy, optimizer, completions).items():
+                if draw == other:
+                    assert difference < 1e-4
+                else:
+                    assert difference > 1e-2, "a server took one draw for another"
+    assert list(tmp_path.glob("*.safetensors")) == [tmp_path / "mine.safetensors"]
+    with closing(engine_for(policy, servers[:1], tmp_path)) as alone:
+        alone.load(optimizer, draws, 1)
+        again = alone.generate(requests, SAMPLING, seed=1)
+    assert [c.tokens for c in again] == [c.tokens for c in completions], "depends on the number of servers"
+
+
+def test_another_draw_than_told_fails_the_probe(
+    policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = InferenceServer.tell
+
+    async def swapped(self: InferenceServer, path: Path, draw: Draw | None, version: str, probe: Any) -> list[float]:
+        return await tell(self, path, replace(draw, index=1 - draw.index), version, probe)  # type: ignore[type-var,union-attr]
+
+    monkeypatch.setattr(InferenceServer, "tell", swapped)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    words = rf"with the weights of Draw\(seed=0, step=0, index=1\) at step 7 on {servers[1].url} that"
+    with closing(engine_for(policy, servers[1:], tmp_path)) as engine, pytest.raises(UserError, match=words):
+        engine.load(optimizer, DRAWS[1:2], 7)
+
+
+def test_what_cannot_work_is_said_in_a_line(policy: Policy, servers: list[Started], tmp_path: Path) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5)
+    with pytest.raises(UserError, match=r"http\S+ was started with --dtype float32; start it with bfloat16"):
+        engine_for(policy, servers, tmp_path, "bfloat16")
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9 is not there .*; start it"):
+        engine_for(policy, [*servers, replace(servers[0], url="http://127.0.0.1:9")], tmp_path)
+    with closing(engine_for(policy, servers, tmp_path)) as engine:
+        with pytest.raises(UserError, match=r"the longest prompt and its completion take 513 tokens, .* takes 512"):
+            engine.prepare(1, 513)
+        with pytest.raises(UserError, match="is in use by another process"):
+            engine_for(policy, servers, tmp_path)
+        engine.load(optimizer, DRAWS[:2], 0)
+        post(servers[0], "/start_weight_update")  # as a run that was killed may leave it
+        engine.load(optimizer, DRAWS[:2], 1)
+        post(servers[1], "/update_weight_version", new_version="default")  # as after a restart
+        with pytest.raises(UserError, match=rf"{servers[1].url} answered with the weights 'default' and not with '"):
+            engine.generate(requests_for(policy, list(DRAWS[:2])), SAMPLING, 0)
+        engine._folder = tmp_path / "gone"
+        with pytest.raises(UserError, match=r"cannot write .*gone"):
+            engine.load(optimizer, DRAWS[:2], 2)
+
+
+def test_the_documented_command_has_these_options() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    assert all(option in page for option in OPTIONS)
+    assert all(value in page for value in OPTIONS.values() if value and "{" in value)
+
+
+def post(server: Started, path: str, **body: str) -> None:
+    content = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), content)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def recipe(folder: Path, servers: list[Started], draws: int, steps: int) -> Path:
+    """C3PO on the model of `tiny`."""
+    path = folder / f"{draws}-{steps}.toml"
+    path.write_text(f"""
+[run]
+steps = {steps}
+checkpoint_every = 0
+[model]
+path = "tiny-qwen2"
+tiny = {{ hidden_size = 64, intermediate_size = 96, layers = 2, heads = 2, kv_heads = 1 }}
+[data]
+train = "sorting"
+levels = [2, 3]
+prompts_per_step = 4
+[method]
+preset = "c3po"
+draws = {draws}
+rollouts_per_prompt = 8
+[optimizer]
+ess = 1e9
+[sampling]
+max_new_tokens = 8
+[engine]
+kind = "vllm"
+[engine.vllm]
+servers = {json.dumps([server.url for server in servers])}
+weights_folder = "{folder}/weights"
+timeout_s = 5
+""")
+    return path
+
+
+def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
+    return pyarrow.parquet.read_table(run / "completions" / f"step-{step:06d}.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("draws", [2, 4])
+def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp_path: Path) -> None:
+    """From the command line; then with four draws on three ranks, two of which drive a server."""
+    command, run = ["train", str(recipe(tmp_path, servers, draws, steps=2))], tmp_path / "run"
+    assert main([*command, f"run.folder={run}"]) == 0
+    assert [row["step"] for row in read_metrics(run) if row["step"] >= 0] == [0, 1]
+    rows = rows_of(run, 1)
+    assert len(rows) == 32
+    assert len({row["draw_index"] for row in rows}) == draws
+    # The gradient's draw is another one than the rollout's, close to it at this ess.
+    apart = [abs(row["behaviour_logprob_sum"] - row["gradient_logprob_sum"]) for row in rows]
+    assert 1e-4 < max(apart) < 0.3
+    if draws == 2:
+        assert main(["eval", str(run), "eval.problems=4", "eval.samples=2", "eval.draws=2"]) == 0
+        return
+    launch("-m", "threepo", *command, f"run.folder={tmp_path}/ranked", ranks=3)
+    for one, other in zip(rows_of(run, 0), rows_of(tmp_path / "ranked", 0), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["behaviour_logprob_sum"] == pytest.approx(other["behaviour_logprob_sum"], abs=1e-4)
+    assert len(rows_of(tmp_path / "ranked", 1)) == 32
+
+
+def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
+    servers: list[Started], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last test of this file: the server is not started again."""
+    run, last = tmp_path / "run", servers[1]
+
+    def steps_done() -> int:
+        return len(read_metrics(run)) if run.is_dir() else 0
+
+    def train_until(number: signal.Signals, *arguments: str) -> str:
+        """What the run says after the server got a signal in the middle of it."""
+        enough = steps_done() + 3
+        watch = threading.Thread(target=lambda: (wait_for(lambda: steps_done() >= enough), last.signal(number)))
+        watch.start()
+        status = main(["train", *arguments])
+        watch.join()
+        said = capfd.readouterr().err.strip().splitlines()[-1]
+        assert status == 2, said
+        checkpoint = max((run / "checkpoints").iterdir())
+        assert int(checkpoint.name.removeprefix("step-")) == max(row["step"] for row in read_metrics(run)) + 1
+        return said
+
+    begin = str(recipe(tmp_path, servers, draws=2, steps=100_000)), f"run.folder={run}"
+    assert f"{last.url} did not answer /" in train_until(signal.SIGSTOP, *begin)
+    last.signal(signal.SIGCONT)
+    wait_for(lambda: last.answers("/health"))
+    said = train_until(signal.SIGKILL, "--resume", str(run))
+    assert f"engine.vllm.servers: {last.url} " in said
+    assert "broke off during" in said or "is not there" in said
