@@ -15,7 +15,7 @@ from threepo.posterior.policy_optimizer import PointAdamW, WeightSource
 from threepo.posterior.pushed import drawn, pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import ALONE
-from threepo.rollout.vllm import _sources
+from threepo.rollout.vllm import parameter_names
 from threepo.types import Draw
 
 DRAW = Draw(9, 2, 1)
@@ -46,7 +46,7 @@ def sources_of(model: torch.nn.Module) -> dict[str, WeightSource]:
 
 def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: bool = True) -> Path:
     saved = {name: p.detach() for name, p in model.named_parameters()}
-    tensors, metadata = pushed(source, saved, _sources(model), noisy)
+    tensors, metadata = pushed(source, saved, parameter_names(model), noisy)
     save_sharded(path, tensors, ALONE, metadata)
     return path
 
@@ -54,7 +54,7 @@ def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: boo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     for number, (what, source) in enumerate(sources_of(model).items()):
-        path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), _sources(model)
+        path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), parameter_names(model)
         for draw in (DRAW, None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}

@@ -334,7 +334,7 @@ def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.Monk
     policy = tiny("tiny-qwen2", tied=True)
     policy.model.config.architectures = ["Qwen2ForCausalLM"]
     monkeypatch.setattr(module, "_write_config", lambda model, folder: model.config.save_pretrained(folder))
-    monkeypatch.setattr(module, "_sources", lambda model: {name: name for name, _ in model.named_parameters()})
+    monkeypatch.setattr(module, "parameter_names", lambda model: {name: name for name, _ in model.named_parameters()})
     engine = engine_for(policy)
     pid = engine._replicas[0].pid
     optimizer = IVON(policy.model.named_parameters())

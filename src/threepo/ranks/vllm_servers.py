@@ -30,7 +30,7 @@ from threepo.ranks.files import save_sharded
 from threepo.ranks.group import Ranks
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.vllm import TOLERANCE, _sources, check_probe, expected_logprobs, probe_tokens
+from threepo.rollout.vllm import TOLERANCE, check_probe, expected_logprobs, parameter_names, probe_tokens
 from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
@@ -46,7 +46,7 @@ class VLLMServers:
         own, self._policy, self._ranks = settings.vllm, policy, ranks
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
-        self._sources = _sources(policy.architecture)
+        self._sources = parameter_names(policy.architecture)
         self._servers = [InferenceServer(url, own.timeout_s) for url in own.servers]
         self._folder = Path(own.weights_folder).absolute()
         self._draws: list[Draw | None] = []

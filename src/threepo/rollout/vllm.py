@@ -68,7 +68,7 @@ class VLLMEngine:
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
         self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
-        self._sources = _sources(policy.architecture)
+        self._sources = parameter_names(policy.architecture)
         state = policy.architecture.state_dict()
         self._layout = layout_of({name: state[name] for name in self._sources}, dtype)
         self._probe = probe_tokens(policy, self._max_length - 1)
@@ -236,7 +236,7 @@ def check_probe(expected: torch.Tensor, measured: Sequence[float], tolerance: fl
         )
 
 
-def _sources(model: Any) -> dict[str, str]:
+def parameter_names(model: Any) -> dict[str, str]:
     """For every tensor of the state dict: the name of its parameter, which is another one where it is tied."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: known.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
