@@ -2,6 +2,7 @@
 # make test    all tests
 # make test-ranks  the tests of several ranks, with torchrun
 # make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
+# make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages that come from the source
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_VERL ?= .venv-verl
 TORCH_INDEX ?=
 
 BUILT_FROM := pyproject.toml hatch_build.py $(wildcard src/threepo/*/*.[ch])
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-ranks test-vllm lint bench docs clean
+.PHONY: demo test test-ranks test-vllm test-verl lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
@@ -38,6 +40,10 @@ test-vllm: $(VENV_VLLM)/vllm
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
 	  tests/ranks/test_vllm_on_ranks.py
 
+test-verl: $(VENV_VERL)/verl
+	$(VENV_VERL)/bin/python -W ignore -c "import verl"
+	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +61,7 @@ docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -74,4 +80,11 @@ $(VENV_VLLM)/vllm: $(BUILT_FROM) requirements-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-vllm.txt --editable .
+	touch $@
+
+# Without dependencies: verl's bring CUDA builds of torch. The list is whole.
+$(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
+	$(PYTHON) -m venv $(VENV_VERL)
+	$(VENV_VERL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-verl.txt --editable .
 	touch $@
