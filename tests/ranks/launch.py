@@ -13,7 +13,8 @@ def start(*command: str, ranks: int) -> "subprocess.Popen[str]":
     """Start a program in one process (0 ranks) or under torchrun."""
     # All on the loopback: torchrun and gloo would look up the machine's name, and wait where that has no answer.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # another number rounds matrix products differently
+    # Another number of threads rounds matrix products differently; a stopped rank is killed after so many seconds.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return subprocess.Popen(
