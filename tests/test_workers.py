@@ -156,7 +156,6 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     assert start(tmp_path, program).communicate(timeout=PATIENCE)[0] == "started\na b True\n"
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_two_threads_may_close_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interrupt, one stops the pool while the other sees that the process has ended."""
     process = Process("import time; time.sleep(1000)", os.environ)
@@ -173,6 +172,7 @@ def test_two_threads_may_close_a_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not process.is_running()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_a_pool_that_works() -> None:
     with closing(WorkerPool("serving:serve", timeout_s=1000, memory_mib=500, workers=1)) as pool:
         process = run(pool, "who")[0].value

@@ -95,7 +95,7 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
 ) -> None:
     settings = ["eval.samples=4", "eval.draws=2"]
     expected = evaluated(run, *settings)
-    load = evaluation.load_policy
+    load = evaluation.load_sharded
 
     def slow(*arguments: Any) -> Policy:
         policy = load(*arguments)
@@ -107,7 +107,7 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
         save_file(tensors, file, metadata)
         return policy
 
-    monkeypatch.setattr(evaluation, "load_policy", slow)
+    monkeypatch.setattr(evaluation, "load_sharded", slow)
     folder = tmp_path / "meanwhile"
     api.evaluate(load_evaluation(str(run), "", settings), folder)
     rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
