@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import threepo
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
-from threepo.ranks.group import RankLost, joined, started
+from threepo.ranks.group import AgreedError, RankError, joined, started
 
+_PATIENCE = 15.0
+"""Seconds in which the first rank can say what all have to say; it may take so long to end its engine."""
 _format_warning = warnings.formatwarning
 
 
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    ranks, lost = started(), False  # what all of them would say, the first says; but it may be the one that is lost
+    ranks, failure = started(), None
     try:
         if not ranks.first:
             warnings.filterwarnings("ignore", category=ThreepoWarning)
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except UserError as error:
-        message, status, lost = str(error), 2, isinstance(error, RankLost)
+        message, status, failure = str(error), 2, error
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -45,9 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    if ranks.first or lost:
-        print(f"threepo: {message}", file=sys.stderr)
+    if ranks.first:
+        print(f"threepo: {message}", file=sys.stderr, flush=True)
+    else:
+        _follow(ranks.rank, message, failure)
     return status
+
+
+def _follow(rank: int, message: str, failure: UserError | None) -> None:
+    """How a rank ends that is not the first, which mostly says the same; torchrun ends all when one has ended."""
+    if not isinstance(failure, RankError):
+        time.sleep(_PATIENCE if failure else 1.0)
+    if failure and not isinstance(failure, AgreedError):  # still here, so the first has not failed
+        print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
 def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:

@@ -1,11 +1,13 @@
 """Whole weights, gathered by ranks that may fail."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from threepo.posterior.policy_optimizer import Weights
+from threepo.ranks.group import RankError
 from threepo.ranks.sharding import Gathered
 from threepo.types import Draw
 
@@ -38,6 +40,24 @@ def test_a_rank_that_fails_while_it_loads_reads_what_the_others_wait_for() -> No
         load()
     gathered.finish()
     assert source.read == [(other, "a"), (other, "b"), (other, "c"), (draw, "a"), (draw, "b"), (draw, "c")]
+
+
+def test_a_rank_that_cannot_make_a_draw_leaves_at_once() -> None:
+    """It would take part in collectives of other tensors than those that the others wait for."""
+
+    class Failing(Source):
+        def weights(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in super().weights(*arguments, **options):
+                if name == "b":
+                    raise RuntimeError("no memory")
+                yield name, value
+
+    source, draw, other = Failing(), Draw(0, 0, 0), Draw(0, 0, 1)
+    gathered = Gathered(source, draw, 1, 2)
+    with pytest.raises(RankError, match="no memory"):
+        list(gathered.weights(other))
+    gathered.finish()
+    assert source.read == [(other, "a"), (other, "b")]
 
 
 def test_a_rank_with_fewer_draws_has_gathered_all_before_it_turns_to_its_engine() -> None:

@@ -284,7 +284,7 @@ def is_running(process: int) -> bool:
 def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) -> None:
     """Its partner says so within the limit; torchrun then kills it."""
     run = folder / f"stopped-rank-{rank}"
-    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=1", f"run.folder={run}", "parallel.timeout_s=3"]
+    settings = [*COMMON, "run.steps=100000", "run.checkpoint_every=1", f"run.folder={run}", "parallel.timeout_s=12"]
     process = start("-m", "threepo", "train", *settings, ranks=2)
     while len(read_metrics(run)) < 2 and process.poll() is None:
         time.sleep(0.05)
@@ -292,20 +292,36 @@ def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) 
     os.kill(children[rank], signal.SIGSTOP)
     status, said = ended(process)
     assert status == 1
-    assert "threepo: another rank has ended, or does not answer within parallel.timeout_s" in said
+    assert "another rank has ended, or does not answer within parallel.timeout_s" in said
     assert said.count("Traceback") == 1, "that of torchrun"
     assert checkpoints(run)
     assert not any(map(is_running, children))
 
 
-def test_an_error_on_one_rank_ends_all_with_its_message(folder: Path) -> None:
-    failing = ["reward.function=first_character:fails_on_one_rank", f"run.folder={folder / 'failing'}"]
-    status, said = train(2, *COMMON, *failing)
+@pytest.mark.parametrize("where", ["reward", "start", "recipe"])
+def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
+    """Of a reward on one rank, of a module that one rank cannot import, and of a recipe that none can read."""
+    expected = {"reward": "the verifier is down", "start": "not on this node", "recipe": "run.nosuch"}[where]
+    (folder / "elsewhere.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '1':\n    raise ImportError('{expected}')\n" + REWARD
+    )
+    function = "elsewhere:reward" if where == "start" else "first_character:fails_on_one_rank"
+    failing = [f"reward.function={function}", f"run.folder={folder / where}"]
+    status, said = train(2, *COMMON, *failing, *(["run.nosuch=1"] if where == "recipe" else []))
     assert status == 1, "torchrun's own"
     lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
     assert len(lines) == 1, said
-    assert "the verifier is down" in lines[0]
-    assert not (folder / "failing").exists(), "nothing was learnt, so nothing is left"
+    assert expected in lines[0]
+    assert not (folder / where).exists(), "nothing was learnt, so nothing is left"
+
+
+def test_an_error_that_a_rank_alone_meets_is_said(folder: Path) -> None:
+    """In the middle of an update, while the others wait for it."""
+    (folder / "failing.json").write_text(json.dumps([["train", *COMMON, f"run.folder={folder / 'alone-in-it'}"]]))
+    status, said = ended(start(PROGRAM, str(folder / "failing.json"), "--fail-on", "1", ranks=2), 100)
+    assert status == 1
+    assert "MemoryError: no memory left" in said
+    assert "another rank has ended" in said
 
 
 @pytest.mark.parametrize("receiver", ["rank", "torchrun"])
@@ -338,7 +354,7 @@ def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
             time.sleep(0.01)
         children = ranks_of(process)
         time.sleep(wait.uniform(0, 0.3))
-        while victim == "save" and not list((run / "checkpoints").glob(".step-*/*")):
+        while victim == "save" and process.poll() is None and not list((run / "checkpoints").glob(".step-*/*")):
             pass
         os.kill({"torchrun": process.pid, "last": children[-1]}.get(victim, children[0]), signal.SIGKILL)
         status, said = ended(process)

@@ -1,6 +1,6 @@
 """What torchrun runs for test_training.py: several runs, one after another, since ranks take long to start.
 
-training_program.py COMMANDS.json: a list of the arguments of commands; each must succeed.
+training_program.py COMMANDS.json [--fail-on RANK]: a list of the arguments of commands; each must succeed.
 """
 
 import faulthandler
@@ -52,8 +52,16 @@ def loaded_in_order(*arguments: Any) -> Policy:
 
 LOADED = sharding.load_sharded
 
+
+def no_memory(*_: Any, **__: Any) -> None:
+    """In the place of a forward pass."""
+    raise MemoryError("no memory left")
+
+
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
+    if sys.argv[2:] == ["--fail-on", os.environ["RANK"]]:
+        Policy.logprobs = no_memory  # type: ignore[assignment, method-assign]
     with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
             with patch("threepo.cli.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process

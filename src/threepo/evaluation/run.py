@@ -61,13 +61,15 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
             if ranks.first:
                 refuse_taken(folder, settings, {})  # before minutes go into loading a model
                 opened.enter_context(EvaluationFolder(folder))
-        if config.benchmarks.names:
-            sets = _benchmarks(config)
+        with ranks.together():
+            if config.benchmarks.names:
+                sets = _benchmarks(config)
+            else:
+                sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
+        if config.benchmarks.names:  # they have templates, and are evaluated whole
             most = max(len(source.problems.known()) for source, _ in sets)
             data, evaluation = replace(config.data, prompt_template=""), replace(config.eval, problems=most)
-            config = replace(config, data=data, eval=evaluation)  # benchmarks have templates, and are evaluated whole
-        else:
-            sets = [with_grader(open_heldout(config.data), config.reward, config.data)]
+            config = replace(config, data=data, eval=evaluation)
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
         policy = load_sharded(model, config.parallel, ranks, config.run.seed)
         posterior = Posterior.from_pretrained(model.path) if config.eval.draws else None
@@ -178,5 +180,7 @@ def _tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         return f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
-    with ThreadPoolExecutor(1 if any(map(is_spread, tensors.values())) else None) as pool:
+    if any(map(is_spread, tensors.values())):
+        return list(map(line, sorted(tensors)))
+    with ThreadPoolExecutor() as pool:
         return list(pool.map(line, sorted(tensors)))

@@ -26,7 +26,10 @@ def is_spread(tensor: torch.Tensor) -> bool:
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Where to compute with a parameter: where it is, unless FSDP2 keeps its shards in CPU memory."""
-    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    here = local(tensor).device
+    if isinstance(tensor, DTensor) and here.type != tensor.device_mesh.device_type:
+        return torch.device(tensor.device_mesh.device_type)
+    return here
 
 
 def drop_gathered_copies(model: torch.nn.Module) -> None:

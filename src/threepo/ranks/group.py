@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,13 +25,21 @@ _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
-class RankLost(UserError):
+class RankError(UserError):
+    """A failure that a rank says itself: it cannot tell the others, because they wait for it elsewhere."""
+
+
+class AgreedError(UserError):
+    """What all ranks know to have failed on one."""
+
+
+class RankLost(RankError):
     """A collective failed: another rank has ended, or does not answer within the time limit."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(
             f"another rank has ended, or does not answer within parallel.timeout_s; if it has no message of its own, "
-            f"it was killed or is stuck: start again to go on from what is saved ({_words(error)})"
+            f"it was killed or is stuck: start again to go on from what is saved ({words_of(error)})"
         )
 
 
@@ -86,25 +94,23 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if self.size == 1:
+            if self.size == 1 or isinstance(error, RankError):
                 raise
             failure = error
         if self.size == 1:
             return
-        found = self.gather(None if failure is None else (isinstance(failure, UserError), _words(failure)))
+        found = self.gather(None if failure is None else (isinstance(failure, UserError), words_of(failure)))
         failed = [(rank, *told) for rank, told in enumerate(found) if told]
         if not failed:
             return
         rank, is_users, words = failed[0]
-        if failure is not None and (rank == self.rank or not isinstance(failure, UserError)):
-            raise failure
-        raise UserError(words if is_users else f"rank {rank} failed: {words}") from failure
+        if failure is not None and not isinstance(failure, UserError):
+            raise failure  # with its traceback
+        raise AgreedError(words if is_users else f"rank {rank} failed: {words}") from failure
 
 
 ALONE = Ranks()
 """A process that torchrun did not start."""
-FAREWELL = timedelta(seconds=15)
-"""How long a rank that fails waits for others that fail with it; they may take so long to end their engines."""
 
 
 def started() -> Ranks:
@@ -136,20 +142,22 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     try:
         yield replace(here, gloo=gloo)
         dist.barrier()  # a rank that closes its connections early may close them on another's last collective
-    except RankLost:
-        raise
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            raise RankLost(error) from error  # from a collective of FSDP2, or of shards
-        # torchrun ends all as soon as one has failed: also one that still ends its engine, or has not told why.
-        with suppress(RuntimeError):
-            dist.monitored_barrier(gloo, FAREWELL)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise RankLost(error) from error
         raise
     finally:
         dist.destroy_process_group()
 
 
-def _words(error: BaseException) -> str:
+def is_lost(error: BaseException) -> bool:
+    """Whether an error comes from a collective, of FSDP2 or of shards, that another rank did not take part in."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def words_of(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

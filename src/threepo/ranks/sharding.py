@@ -21,7 +21,7 @@ from threepo.models.loading import pick_device
 from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations
 from threepo.posterior.layout import like_parameter, local
 from threepo.posterior.policy_optimizer import Weights, WeightSource
-from threepo.ranks.group import Ranks
+from threepo.ranks.group import RankError, RankLost, Ranks, is_lost, words_of
 from threepo.types import Draw
 
 
@@ -112,16 +112,27 @@ class Gathered:
         self._begun += 1
         self._unfinished = self._source.weights(draw, into, gather=True)
         # Not `yield from`, which would close the source together with a consumer that fails.
-        for item in self._unfinished:  # noqa: UP028
+        while item := self._next():
             yield item
         if self._begun == self._own:
             self.finish()
 
     def finish(self) -> None:
         """Read the rest of an unfinished draw, and those that this rank lacks."""
-        for _ in self._unfinished:
+        while self._next():
             pass
         while self._begun < self._rounds:
             self._begun += 1
-            for _ in self._source.weights(self._draw, gather=True):
+            self._unfinished = self._source.weights(self._draw, gather=True)
+            while self._next():
                 pass
+
+    def _next(self) -> tuple[str, Any] | None:
+        """The next tensor. A rank that fails to make it cannot go on to gather: `RankError`."""
+        try:
+            return next(self._unfinished, None)
+        except Exception as error:
+            self._begun = self._rounds
+            if is_lost(error):
+                raise RankLost(error) from error
+            raise RankError(f"the weights of a draw cannot be made: {words_of(error)}") from error

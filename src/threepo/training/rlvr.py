@@ -65,7 +65,8 @@ def train(run: Run) -> None:
             if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= run.examination.metrics(run.engine, run.optimizer, step + 1)
                 clock.lap("time/eval")
-            run.folder.write_completions(step, completion_rows(step, groups, record))
+            with run.ranks.together():
+                run.folder.write_completions(step, completion_rows(step, groups, record))
             clock.lap("time/log")
             end_step(metrics | time_metrics(clock, groups))
 
@@ -115,8 +116,9 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     refuse_engine(config.engine, ranks)
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
-    training, grader = with_grader(open_training(data), config.reward, data)
-    heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
+    with ranks.together():
+        training, grader = with_grader(open_training(data), config.reward, data)
+        heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, ranks)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.

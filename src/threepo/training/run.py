@@ -103,7 +103,8 @@ class TrainingRun(Generic[Config]):
         path = self.folder.checkpoint_path(self.state.step)
         if self.state.step and not any(self.ranks.gather(path.exists())):
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks)
-        self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
+        with self.ranks.together():
+            self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
 
     @contextmanager
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
@@ -117,7 +118,8 @@ class TrainingRun(Generic[Config]):
 
             def end_step(metrics: Metrics) -> None:
                 done = self.state.step
-                self.folder.log({"step": done - 1, **metrics})
+                with self.ranks.together():
+                    self.folder.log({"step": done - 1, **metrics})
                 if self.tensorboard:
                     self.tensorboard.log(done - 1, metrics)
                 stopping = max(self.ranks.gather(stop.signal_number))  # a signal after this is for the next step
@@ -134,8 +136,8 @@ def refuse_early(config: Config, resumed: RunFolder | None, ranks: Ranks) -> Non
     with ranks.together():
         if not resumed and ranks.first:
             refuse_taken(Path(config.run.folder), config)
-    if config.run.tensorboard and not find_spec("tensorboard"):
-        raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
+        if config.run.tensorboard and not find_spec("tensorboard"):
+            raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
 
 
 def build_or_restore(
