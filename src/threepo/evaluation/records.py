@@ -44,8 +44,12 @@ def default_folder(config: EvaluationConfig) -> Path:
 
 
 def what_matters(config: EvaluationConfig) -> dict[str, Any]:
-    """The settings that completions and scores depend on: all but those about ranks."""
-    return {name: table for name, table in to_dict(config).items() if name != "parallel"}
+    """The settings that completions and scores depend on: all but those that say where they are made."""
+    settings = to_dict(config)
+    del settings["parallel"]
+    for name in ("servers", "weights_folder"):
+        del settings["engine"]["vllm"][name]
+    return settings
 
 
 def set_name(label: str) -> str:

@@ -192,7 +192,9 @@ def _side_by_side(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 def _allow_connections(count: int) -> None:
     """Raise this process's limit of open files, as far as it may; shells often allow 1024."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(count + 1024, most)), most))
+    wanted = count + 1024 if most == resource.RLIM_INFINITY else min(count + 1024, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _remove_weights(folder: Path) -> None:

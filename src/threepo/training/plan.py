@@ -90,7 +90,7 @@ def _reinforcement(
             raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
         own = -(-rows * each // ranks), -(-draws // ranks)
         memory = {
-            "each GPU": [*held, f"{_gathered(config, shape):.4g} GiB before, while the weights of a draw are made"],
+            "each GPU": [*held, *_before(config, shape, weights)],
             "its engine": _replica(config, shape, weights, *own, prompt_tokens + longest, free),
             "time": _time(config, shape, weights, rows, prompt_tokens, response_tokens, ranks),
         }
@@ -175,10 +175,16 @@ def _each_rank(
     return lines, most
 
 
-def _gathered(config: TrainConfig, shape: Any) -> float:
-    """GiB of what a rank gathers of the largest parameter to make a draw, and the result: float32."""
-    text = shape.get_text_config()
-    return (3 if config.method.draws else 1) * 4 * text.vocab_size * text.hidden_size / GIB  # type: ignore[no-any-return]
+def _before(config: TrainConfig, shape: Any, weights: int) -> list[str]:
+    """What a rank's GPU holds besides its shards before it trains: of the largest parameter, and of the probe."""
+    text, engine = shape.get_text_config(), config.engine
+    # Mean, Hessian and the result, float32.
+    gathered = (3 if config.method.draws else 1) * 4 * text.vocab_size * text.hidden_size / GIB
+    lines = [f"{gathered:.4g} GiB before, while the weights of a draw are made"]
+    if engine.kind == "vllm":
+        probe = weights * _BYTES[engine.dtype] / GIB
+        lines.append(f"{probe:.4g} GiB after that, while the probe runs on all of them, {engine.dtype}")
+    return lines
 
 
 def _replica(
