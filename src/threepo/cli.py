@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(build_parser(), arguments)
     ranks, failure = started(), None
     try:
-        if not ranks.first:
-            warnings.filterwarnings("ignore", category=ThreepoWarning)
         if ranks.size > 1 and options.command not in (_train, _eval):
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
-        options.command(options)
+        with nullcontext() if ranks.first else _silence():
+            options.command(options)
         sys.stdout.flush()
         return 0
     except UserError as error:
@@ -53,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _follow(ranks.rank, message, failure)
     return status
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Within the body, what is printed goes nowhere: the first rank prints the same."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _follow(rank: int, message: str, failure: UserError | None) -> None:

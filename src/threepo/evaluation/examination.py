@@ -12,7 +12,6 @@ from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.group import started
 from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
@@ -123,7 +122,7 @@ def fit_context(
         limit = f"data.max_prompt_tokens = {data.max_prompt_tokens} or {limit}"
     if not kept:
         raise UserError(f"{source.source}: no prompt fits into {limit}; raise it")
-    if (dropped := len(lengths) - len(kept)) and started().first:
+    if dropped := len(lengths) - len(kept):
         left_out = f"left out {dropped} of {len(lengths)} problems, too long for {limit}"
         print(f"threepo: {source.source}: {left_out}", file=sys.stderr)
     fitted = replace(source, problems=tuple(problem for problem, _ in kept), too_long=dropped)
