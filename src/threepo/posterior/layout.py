@@ -72,7 +72,11 @@ def sum_over_shards(values: Iterable[tuple[torch.Tensor, torch.Tensor]], squared
         numbers = numbers.to(torch.float32 if numbers.device.type == "mps" else torch.float64)
         total = (numbers.square() if squared else numbers).sum()
         if isinstance(key, tuple):
-            _all_reduce(total, *key)
+            mesh, dims = key
+            _all_reduce(total, mesh, dims)
+            replicas = (dim for dim in range(mesh.ndim) if dim not in dims)
+            # Sums of two replicas may round differently, and replicas must not drift apart.
+            _all_reduce(total, mesh, replicas, op=torch.distributed.ReduceOp.MAX)
         result += float(total)
     return result
 
