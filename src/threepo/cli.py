@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    ranks, failure = started(), None
+    ranks = started()
+    failure: type[UserError] | None = None
     try:
         if ranks.size > 1 and options.command not in (_train, _eval):
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except UserError as error:
-        message, status, failure = str(error), 2, error
+        message, status, failure = str(error), 2, type(error)  # the error itself would keep a folder open
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -62,11 +63,11 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _follow(rank: int, message: str, failure: UserError | None) -> None:
+def _follow(rank: int, message: str, failure: type[UserError] | None) -> None:
     """How a rank ends that is not the first, which mostly says the same; torchrun ends all when one has ended."""
-    if not isinstance(failure, RankError):
+    if not (failure and issubclass(failure, RankError)):
         time.sleep(_PATIENCE if failure else 1.0)
-    if failure and not isinstance(failure, AgreedError):  # still here, so the first has not failed
+    if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
         print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
