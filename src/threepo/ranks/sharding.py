@@ -48,6 +48,8 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     assert policy is not None
     register_attention()
     architecture = deepcopy(policy.model)
+    for buffer in architecture.buffers():
+        buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(policy.model)
     _spread(policy, device, parallel, ranks)
