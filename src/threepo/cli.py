@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
     ranks = started()
-    failure: type[UserError] | None = None
+    failure: type[Exception] | None = None
     try:
         if ranks.size > 1 and options.command not in (_train, _eval):
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.command(options)
         sys.stdout.flush()
         return 0
-    except UserError as error:
+    except (UserError, RankError) as error:
         message, status, failure = str(error), 2, type(error)  # the error itself would keep a folder open
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
@@ -63,7 +63,7 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _follow(rank: int, message: str, failure: type[UserError] | None) -> None:
+def _follow(rank: int, message: str, failure: type[Exception] | None) -> None:
     """How a rank ends that is not the first, which mostly says the same; torchrun ends all when one has ended."""
     if not (failure and issubclass(failure, RankError)):
         time.sleep(_PATIENCE if failure else 1.0)

@@ -315,12 +315,15 @@ def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
     assert not (folder / where).exists(), "nothing was learnt, so nothing is left"
 
 
-def test_an_error_that_a_rank_alone_meets_is_said(folder: Path) -> None:
-    """In the middle of an update, while the others wait for it."""
-    (folder / "failing.json").write_text(json.dumps([["train", *COMMON, f"run.folder={folder / 'alone-in-it'}"]]))
-    status, said = ended(start(PROGRAM, str(folder / "failing.json"), "--fail-on", "1", ranks=2), 100)
+@pytest.mark.parametrize("what", ["pass", "draw"])
+def test_an_error_that_a_rank_alone_meets_is_said(what: str, folder: Path) -> None:
+    """In the middle of an update, and of the second round of draws, while the others wait in a collective."""
+    run = ["train", *COMMON, "method.preset=c3po", "method.draws=4", *IVON, f"run.folder={folder / what}"]
+    (folder / "failing.json").write_text(json.dumps([run]))
+    status, said = ended(start(PROGRAM, str(folder / "failing.json"), what, ranks=2), 100)
     assert status == 1
     assert "MemoryError: no memory left" in said
+    assert "terminate called" not in said, "ranks in different collectives"
 
 
 @pytest.mark.parametrize("receiver", ["rank", "torchrun"])

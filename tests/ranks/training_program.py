@@ -1,6 +1,6 @@
 """What torchrun runs for test_training.py: several runs, one after another, since ranks take long to start.
 
-training_program.py COMMANDS.json [--fail-on RANK]: a list of the arguments of commands; each must succeed.
+training_program.py COMMANDS.json [what rank 1 cannot do]: a list of the arguments of commands; each must succeed.
 """
 
 import faulthandler
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from threepo.cli import main
 from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
 from threepo.ranks import sharding
 from threepo.ranks.group import joined
 
@@ -54,14 +55,17 @@ LOADED = sharding.load_sharded
 
 
 def no_memory(*_: Any, **__: Any) -> None:
-    """In the place of a forward pass."""
+    """In the place of what a rank cannot do."""
     raise MemoryError("no memory left")
+
+
+FAILING = {"pass": (Policy, "logprobs"), "draw": (IVON, "_write")}
 
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
-    if sys.argv[2:] == ["--fail-on", os.environ["RANK"]]:
-        Policy.logprobs = no_memory  # type: ignore[assignment, method-assign]
+    if sys.argv[2:] and os.environ["RANK"] == "1":
+        setattr(*FAILING[sys.argv[2]], no_memory)
     with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
             with patch("threepo.cli.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process

@@ -1,9 +1,9 @@
 """The ranks of a run: which of them this process is, what they exchange, and what they agree on.
 
 torchrun starts one process for each device, and tells it by environment variables who it is. Nothing but this room asks
-how many ranks there are. Objects travel over gloo, whose waits end after a time limit and which notices at once when a
-rank has died; a model's tensors travel over the backend of their device. Torch is imported only for use, because the
-command line asks here who speaks.
+how many ranks there are (only `workers.cores` asks with how many it shares a machine). Objects travel over gloo, whose
+waits end after a time limit and which notices at once when a rank has died; a model's tensors travel over the backend of
+their device. Torch is imported only for use, because the command line asks here who speaks.
 """
 
 import ctypes
@@ -20,13 +20,15 @@ from threepo.errors import UserError
 
 T = TypeVar("T")
 
-
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
-class RankError(UserError):
-    """A failure that a rank says itself: it cannot tell the others, because they wait for it elsewhere."""
+class RankError(Exception):
+    """A failure that a rank says itself: it cannot tell the others, because they wait for it elsewhere.
+
+    No `UserError`, because what handles those may go on to exchange something with the other ranks.
+    """
 
 
 class AgreedError(UserError):

@@ -83,7 +83,7 @@ class SharedTensors:
         }
 
     def checksum(self) -> int:
-        """The sum of all that lies there, as integers that wrap around: other weights have another one."""
+        """The sum of all that lies there, as 64-bit integers that wrap around; other weights hardly have the same."""
         return int(self._memory.view(torch.int64).sum())
 
     def close(self) -> None:
