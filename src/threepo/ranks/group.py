@@ -2,8 +2,8 @@
 
 torchrun starts one process for each device, and tells it by environment variables who it is. Nothing but this room asks
 how many ranks there are (only `workers.cores` asks with how many it shares a machine). Objects travel over gloo, whose
-waits end after a time limit and which notices at once when a rank has died; a model's tensors travel over the backend of
-their device. Torch is imported only for use, because the command line asks here who speaks.
+waits end after a time limit and which notices at once when a rank has died; a model's tensors travel over the backend
+of their device. Torch is imported only for use, because the command line asks here who speaks.
 """
 
 import ctypes
