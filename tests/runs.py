@@ -37,6 +37,15 @@ RLVR = (
     "eval.samples=2",
 )
 
+VLLM = (
+    *RLVR,
+    "model.tiny.hidden_size=64",  # the smallest heads that vLLM has on a CPU are 32 wide
+    "model.tiny.intermediate_size=96",
+    "method.preset=c3po",
+    "optimizer.ess=1e9",
+    "engine.kind=vllm",
+)
+
 SFT = (*TINY, 'demonstrations.tasks=["sorting", "stack"]', "demonstrations.batch_size=8")
 
 

@@ -4,9 +4,24 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 TIMEOUT = 180.0
 """Seconds after which ranks hang."""
+
+
+@contextmanager
+def working_folder(path: Path, reward: str) -> Iterator[Path]:
+    """Work in a folder whose module `first_character` ranks can import."""
+    (path / "first_character.py").write_text(reward)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+        yield path
 
 
 def start(*command: str, ranks: int) -> "subprocess.Popen[str]":

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ended, launch, start
+from launch import ended, launch, start, working_folder
 from safetensors.torch import load_file
 
 from runs import RLVR, SFT, outcome
@@ -59,11 +59,7 @@ COMMON = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with a reward that a random policy can learn."""
-    path = tmp_path_factory.mktemp("ranks")
-    (path / "first_character.py").write_text(REWARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+    with working_folder(tmp_path_factory.mktemp("ranks"), REWARD) as path:
         yield path
 
 

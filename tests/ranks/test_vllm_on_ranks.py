@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from launch import ended, start
+from launch import ended, start, working_folder
 
-from runs import outcome
+from runs import VLLM, outcome
 from threepo.run_folder import checkpoints, read_metrics
 
 pytestmark = pytest.mark.skipif(
@@ -35,16 +35,8 @@ def reward(completions, **_):
 """At first every fourth completion begins so."""
 COMMON = (
     "train",
-    "model.path=tiny-qwen2",
-    "model.tiny.hidden_size=64",
-    "model.tiny.intermediate_size=96",
-    "model.tiny.layers=1",
-    "model.tiny.heads=2",
-    "model.tiny.kv_heads=1",
-    "run.threads=1",
+    *VLLM,
     "run.steps=10",
-    "data.train=sorting",
-    "data.levels=[2, 3]",
     "data.prompts_per_step=8",
     "reward.function=first_character:reward",
     "method.rollouts_per_prompt=16",
@@ -52,17 +44,14 @@ COMMON = (
     "optimizer.lr=1e4",
     "optimizer.ess=1e7",
     "schedule.warmup_share=0",
-    "eval.problems=4",
-    "eval.samples=2",
-    "engine.kind=vllm",
     "engine.vllm.enforce_eager=true",
     f"engine.vllm.kv_cache_memory_bytes={1 << 28}",
 )
 FEW = ("run.steps=2", "optimizer.ess=1e6", "method.rollouts_per_prompt=15")
-TWO = (*COMMON, "method.preset=c3po", "method.draws=2")
+TWO = (*COMMON, "method.draws=2")
 RUNS: dict[str, tuple[str, ...]] = {
     "two": (*TWO, "eval.every=10"),
-    "four": (*COMMON, "method.preset=c3po", "method.draws=4"),
+    "four": (*COMMON, "method.draws=4"),
     "replay": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW),
     "shared": (*COMMON, "method.preset=c3po_replay", "method.draws=3", *FEW, "engine.vllm.tensor_parallel=2"),
 }
@@ -71,11 +60,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with the reward."""
-    path = tmp_path_factory.mktemp("ranks")
-    (path / "first_character.py").write_text(REWARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
+    with working_folder(tmp_path_factory.mktemp("ranks"), REWARD) as path:
         yield path
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from rollout.requests import requests_for, trainer_logprobs
+from runs import VLLM
 from threepo.cli import main
 from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
 from threepo.errors import UserError
@@ -428,34 +429,9 @@ def test_vllm_that_does_not_start_is_an_error() -> None:
 def test_train_and_evaluate_with_vllm(tmp_path: Path) -> None:
     """C3PO from the command line: the correction compares the engine's log-probs with the trainer's."""
     run = tmp_path / "run"
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f"""
-[run]
-folder = "{run}"
-steps = 2
-[model]
-path = "tiny-qwen2"
-tiny = {{ hidden_size = 64, intermediate_size = 96, layers = 1, heads = 2, kv_heads = 1 }}
-[data]
-train = "sorting"
-levels = [2, 3]
-prompts_per_step = 4
-[method]
-preset = "c3po"
-draws = 4
-rollouts_per_prompt = 8
-[optimizer]
-ess = 1e9
-[sampling]
-max_new_tokens = 8
-[engine]
-kind = "vllm"
-[engine.vllm]
-replicas = 2
-enforce_eager = true
-kv_cache_memory_bytes = {CACHE}
-""")
-    assert main(["train", str(recipe)]) == 0
+    engine = ("engine.vllm.replicas=2", "engine.vllm.enforce_eager=true", f"engine.vllm.kv_cache_memory_bytes={CACHE}")
+    command = ["train", *VLLM, *engine, "method.draws=4", "run.steps=2", f"run.folder={run}"]
+    assert main(command) == 0
     rows = [row for row in read_metrics(run) if row["step"] >= 0]
     assert len(rows) == 2
     table = pyarrow.parquet.read_table(run / "completions" / "step-000001.parquet").to_pylist()

@@ -26,6 +26,7 @@ import torch
 from ranks.launch import launch
 from rollout.requests import requests_for, trainer_logprobs
 from rollout.test_vllm import gone, tiny
+from runs import VLLM
 from threepo.cli import main
 from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
@@ -255,36 +256,12 @@ def post(server: Started, path: str, **body: str) -> None:
     urllib.request.urlopen(request, timeout=30).close()
 
 
-def recipe(folder: Path, servers: list[Started], draws: int, steps: int) -> Path:
-    """C3PO on the model of `tiny`."""
-    path = folder / f"{draws}-{steps}.toml"
-    path.write_text(f"""
-[run]
-steps = {steps}
-checkpoint_every = 0
-[model]
-path = "tiny-qwen2"
-tiny = {{ hidden_size = 64, intermediate_size = 96, layers = 2, heads = 2, kv_heads = 1 }}
-[data]
-train = "sorting"
-levels = [2, 3]
-prompts_per_step = 4
-[method]
-preset = "c3po"
-draws = {draws}
-rollouts_per_prompt = 8
-[optimizer]
-ess = 1e9
-[sampling]
-max_new_tokens = 8
-[engine]
-kind = "vllm"
-[engine.vllm]
-servers = {json.dumps([server.url for server in servers])}
-weights_folder = "{folder}/weights"
-timeout_s = 5
-""")
-    return path
+def run_of(folder: Path, servers: list[Started], draws: int, steps: int) -> list[str]:
+    """The command for C3PO on the model of `tiny`."""
+    urls = json.dumps([server.url for server in servers])
+    where = (f"engine.vllm.servers={urls}", f"engine.vllm.weights_folder={folder}/weights", "engine.vllm.timeout_s=5")
+    own = (f"method.draws={draws}", f"run.steps={steps}", "run.checkpoint_every=0", "model.tiny.layers=2")
+    return ["train", *VLLM, *where, *own]
 
 
 def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
@@ -294,7 +271,7 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("draws", [2, 4])
 def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp_path: Path) -> None:
     """From the command line; then with four draws on three ranks, two of which drive a server."""
-    command, run = ["train", str(recipe(tmp_path, servers, draws, steps=2))], tmp_path / "run"
+    command, run = run_of(tmp_path, servers, draws, steps=2), tmp_path / "run"
     assert main([*command, f"run.folder={run}"]) == 0
     assert [row["step"] for row in read_metrics(run) if row["step"] >= 0] == [0, 1]
     rows = rows_of(run, 1)
@@ -335,7 +312,7 @@ def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
         assert int(checkpoint.name.removeprefix("step-")) == max(row["step"] for row in read_metrics(run)) + 1
         return said
 
-    begin = str(recipe(tmp_path, servers, draws=2, steps=100_000)), f"run.folder={run}"
+    begin = *run_of(tmp_path, servers, draws=2, steps=100_000)[1:], f"run.folder={run}"
     assert f"{last.url} did not answer /" in train_until(signal.SIGSTOP, *begin)
     last.signal(signal.SIGCONT)
     wait_for(lambda: last.answers("/health"))

@@ -5,13 +5,14 @@ Neither torch nor transformers is imported here, so that the command line answer
 """
 
 import os
-import re
-from dataclasses import field, fields
-from operator import attrgetter
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from threepo.config.engine import EngineConfig as EngineConfig
+from threepo.config.engine import SamplingConfig as SamplingConfig
+from threepo.config.engine import VLLMConfig as VLLMConfig
 from threepo.config.method import AdamWConfig as AdamWConfig
 from threepo.config.method import Advantage as Advantage
 from threepo.config.method import Correction as Correction
@@ -84,94 +85,6 @@ class ModelConfig(Settings, table="model"):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
-
-
-class SamplingConfig(Settings, table="sampling"):
-    """[sampling]: how rollouts are decoded."""
-
-    temperature: NotNegative = 1.0
-    """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
-    top_p: PositiveShare = 1.0
-    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
-    top_k: CountOrZero = 0
-    """Keep this many most probable tokens; 0 keeps all."""
-    max_new_tokens: Count = 512
-    """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
-
-
-_WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
-
-
-class VLLMConfig(Settings, table="engine.vllm"):
-    """[engine.vllm]: the vLLM engine (docs/engines.md)."""
-
-    servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
-    """vLLM servers on inference nodes, such as `http://node7:8000`, that share the draws of a step; empty: replicas,
-    which are started here. docs/engines.md has the command for a server."""
-    weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder for mean and Hessian, written once a step (8 bytes a weight), that all servers see under the same path:
-    on a disk that the nodes share, or in /dev/shm if all servers run on this machine. For one run at a time."""
-    replicas: Count = 1
-    """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
-    gpus: tuple[CountOrZero, ...] = ()
-    """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
-    tensor_parallel: Count = 1
-    """GPUs of a replica, over which vLLM spreads each weight. On several ranks: neighbouring ranks that share one."""
-    gpu_memory_utilization: PositiveShare = 0.9
-    """Share of a GPU's memory for its replica; lower it on the GPU that trains."""
-    kv_cache_memory_bytes: CountOrZero = 0
-    """Bytes of a replica's key-value cache; 0: what gpu_memory_utilization leaves on a GPU, and 1 GiB on a CPU."""
-    max_model_len: CountOrZero = 0
-    """Longest prompt and completion together, in tokens; 0: the model's context."""
-    enforce_eager: bool = False
-    """Run without CUDA graphs and compilation: starts faster, decodes slower."""
-    timeout_s: Annotated[float, Field(ge=5)] = 1200.0
-    """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
-    decoding step and every push of weights, at most once per second, but not while it starts and compiles. With
-    servers: seconds that a completion, or a change of weights, may take."""
-    probe_tolerance: NotNegative = 0.0
-    """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
-
-    def __post_init__(self) -> None:
-        count = self.replicas * self.tensor_parallel
-        each = f" times engine.vllm.tensor_parallel = {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}{each}, or be empty"
-        self.check("gpus", len(self.gpus) in (0, count), fix)
-        fix = "must be named exactly if engine.vllm.servers are"
-        self.check("weights_folder", bool(self.weights_folder) == bool(self.servers), fix)
-        if self.servers:
-            self.check("servers", len(set(self.servers)) == len(self.servers), "names a server twice; remove one")
-            for name in (f.name for f in fields(self) if f.name not in _WITH_SERVERS):
-                fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
-                self.check(name, getattr(self, name) == getattr(VLLMConfig(), name), fix)
-
-
-class EngineConfig(Settings, table="engine"):
-    """[engine]: what generates the rollouts."""
-
-    kind: Literal["local", "vllm"] = "local"
-    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the engine's weights and arithmetic."""
-    max_batch_rows: Count = 512
-    """Largest number of rows decoded together, over all draws; further rows wait. With vLLM: per replica."""
-    memory_gib: NotNegative = 0.0
-    """GiB of memory that the local engine may use for the weights of all draws, the key-value cache and the logits; it
-    decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
-    bitwise only with a number here, because the batch size changes the last bits of log-probs."""
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-
-    def __post_init__(self) -> None:
-        fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
-        self.check("kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
-        fix = "engine.kind = 'vllm' does not read it; set engine.vllm's gpu_memory_utilization or kv_cache_memory_bytes"
-        self.check("memory_gib", self.kind != "vllm" or not self.memory_gib, fix)
-
-    def check_temperature(self, config: Settings, key: str) -> None:
-        """`UserError` for a temperature that vLLM raises (above 0) or refuses (sampling_params.py of 0.32)."""
-        low, high, value = 0.01, 2.0, attrgetter(key)(config)
-        fix = f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; set one of these, or engine.kind = 'local'"
-        config.check(key, self.kind != "vllm" or value == 0 or low <= value <= high, fix)
 
 
 class SandboxConfig(Settings, table="reward.sandbox"):
