@@ -35,6 +35,8 @@ class Draw:
     """The training step (0-based) that the draw belongs to."""
     index: int
     """Which draw of that step: 0 to N-1 made the rollouts; a fresh gradient draw has index N or above."""
+    mirrored: bool = False
+    """The other half of an antithetic pair: the noise of this address with the opposite sign."""
 
 
 @dataclass(frozen=True)

@@ -178,9 +178,9 @@ def test_a_step_may_be_left_unclipped() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no ess"),
-        (["method.draws=2", "method.gradient_at=generator"], "method.draws = 2: needs a posterior to draw from"),
-        (["eval.draws=2"], "eval.draws = 2: needs a posterior to draw from"),
+        (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no noise"),
+        (["method.draws=2", "method.gradient_at=generator"], "method.draws = 2: needs noise to draw"),
+        (["eval.draws=2"], "eval.draws = 2: needs noise to draw"),
         (["method.preset=c3po_replay", "ess_schedule.kind=controller"], "there is nothing to measure"),
         (["method.preset=c3po", "method.correction.kind=none", "ess_schedule.kind=controller"], "masks nothing"),
         (["method.preset=c3po", "ess_schedule.kind=controller", "ess_schedule.target=1"], "must lie below 1"),

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from threepo.posterior.policy_optimizer import PointAdamW, named_in_groups
+from threepo.posterior.point import PointAdamW
+from threepo.posterior.policy_optimizer import named_in_groups
 from threepo.types import Draw
 
 
@@ -29,10 +30,10 @@ def test_steps_are_those_of_torch_with_clipping() -> None:
 def test_there_are_no_draws() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = PointAdamW([("w", p)])
+    with pytest.raises(RuntimeError, match="no posterior"), optimizer.at(Draw(0, 0, 0)):
+        pass
     with pytest.raises(RuntimeError, match="no posterior"):
-        optimizer.at(Draw(0, 0, 0))
-    with pytest.raises(RuntimeError, match="no posterior"):
-        optimizer.observe(Draw(0, 0, 0))
+        next(optimizer.weights(Draw(0, 0, 0)))
     with optimizer.at(None):
         pass
     assert [name for name, _ in optimizer.weights(None)] == ["w"]

@@ -11,7 +11,8 @@ from threepo.config import ModelConfig, TinyConfig
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PointAdamW, WeightSource
+from threepo.posterior.point import PointAdamW
+from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.pushed import drawn, pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import ALONE

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion, row
-from threepo.config import Correction, IVONConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from threepo.config import Correction, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
+from threepo.posterior.point import PointAdamW
+from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import rollout_metrics, update_metrics
-from threepo.training.optimizers import OPTIMIZERS, begin_ivon
+from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.run import TensorBoard, factor
 from threepo.training.update import RowRecord, UpdateRecord, collate, pack
 from threepo.types import Draw, Group
@@ -251,7 +252,6 @@ def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path:
         weight_decay=0.0,
         hess_init=1.0,
         clip_radius=100.0,
-        noise_scale=0.0,
         load_hessian=str(tmp_path / "step-000020"),
         load_momentum=True,
     )
@@ -263,19 +263,19 @@ def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path:
             optimizer.observe(None)
             optimizer.step()
 
-    source = OPTIMIZERS["ivon"].build(config, policy.model, seed=0)
+    source = build_optimizer(config, NoiseConfig(size=0.0), policy.model, seed=0)
     advance(source, 20)
     save_checkpoint(tmp_path / "step-000020", policy, source, TrainState(step=20))
     weight = policy.model.model.norm.weight
     before = weight.detach().clone()
-    optimizer = OPTIMIZERS["ivon"].build(config, policy.model, seed=0)
+    optimizer = build_optimizer(config, NoiseConfig(size=0.0), policy.model, seed=0)
     begin_ivon(config, optimizer, ModelConfig(path=str(tmp_path)))
     advance(optimizer, 1)
     torch.testing.assert_close(weight, before - 0.5, rtol=0, atol=1e-5)
 
 
 def test_momentum_of_another_model_is_refused(policy: Policy, tmp_path: Path) -> None:
-    source = OPTIMIZERS["ivon"].build(IVONConfig(), policy.model, seed=0)
+    source = build_optimizer(IVONConfig(), NoiseConfig(), policy.model, seed=0)
     save_checkpoint(tmp_path, policy, source, TrainState())
     other = torch.nn.ParameterDict({"weight": torch.zeros(2)})
     with pytest.raises(UserError, match="the model has no parameter model.*; it belongs to another model"):

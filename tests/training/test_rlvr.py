@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from runs import forked, outcome, sft_config, train_config
 from threepo import api
 from threepo.cli import main
-from threepo.config import IVONConfig, ModelConfig, TrainConfig
+from threepo.config import IVONConfig, ModelConfig, NoiseConfig, TrainConfig
 from threepo.config.method import PRESETS
 from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
@@ -27,7 +27,7 @@ from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
-from threepo.training.optimizers import OPTIMIZERS, begin_ivon
+from threepo.training.optimizers import begin_ivon, build_optimizer
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
@@ -267,7 +267,7 @@ def test_every_rollout_is_written_with_its_draw(tmp_path: Path) -> None:
 
 
 def test_a_correction_that_never_acts_warns_once(tmp_path: Path) -> None:
-    settings = ["method.preset=c3po", "optimizer.noise_scale=0", "run.steps=6", "method.correction.warn_after=3"]
+    settings = ["method.preset=c3po", "noise.size=0", "run.steps=6", "method.correction.warn_after=3"]
     with pytest.warns(ThreepoWarning, match="for 3 steps in a row, the seq_mis correction has masked") as caught:
         api.train(train_config(tmp_path / "run", *settings))
     assert len([w for w in caught if issubclass(w.category, ThreepoWarning)]) == 1
@@ -300,7 +300,9 @@ def test_a_prior_that_has_grown_loud_warns_with_the_ess_that_would_undo_it(tmp_p
     Posterior.of(optimizer).save(tmp_path)
     settings = IVONConfig(ess=1e9, load_hessian=str(tmp_path))
     with pytest.warns(ThreepoWarning, match=r"factors of: mlp 3\.0; .* optimizer\.ess = 9e\+09 would undo"):
-        begin_ivon(settings, OPTIMIZERS["ivon"].build(settings, policy.model, seed=0), ModelConfig(path=str(tmp_path)))
+        begin_ivon(
+            settings, build_optimizer(settings, NoiseConfig(), policy.model, seed=0), ModelConfig(path=str(tmp_path))
+        )
 
 
 def test_a_refused_run_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from threepo.config.method import Advantage as Advantage
 from threepo.config.method import Correction as Correction
 from threepo.config.method import IVONConfig as IVONConfig
 from threepo.config.method import Method as Method
+from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
@@ -249,6 +250,7 @@ class TrainConfig(Settings, table=""):
     engine: EngineConfig = field(default_factory=EngineConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -257,12 +259,18 @@ class TrainConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
-        kind, ivon = self.optimizer.kind, self.optimizer.kind == "ivon"
-        fix = f"needs a posterior to draw from; set optimizer.kind = 'ivon' (now {kind!r}), or"
-        self.check("method.draws", ivon or not self.method.draws, f"{fix} method.draws = 0")
-        self.check("eval.draws", ivon or not self.eval.draws, f"{fix} eval.draws = 0")
-        schedule, fix = self.ess_schedule, f"{kind} has no ess; set optimizer.kind = 'ivon'"
-        self.check("ess_schedule.kind", ivon or schedule.kind == "constant", fix)
+        kind, noisy = self.optimizer.kind, self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
+        fix = (
+            f"needs noise to draw; set optimizer.kind = 'ivon' (now {kind!r}), noise.unit = 'absolute' or 'rms' "
+            f"(now 'posterior'), or"
+        )
+        self.check("method.draws", noisy or not self.method.draws, f"{fix} method.draws = 0")
+        self.check("eval.draws", noisy or not self.eval.draws, f"{fix} eval.draws = 0")
+        drawn = bool(self.method.draws or self.eval.draws)
+        fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
+        self.check("noise.unit", drawn or kind == "ivon" or not noisy, fix)
+        schedule, fix = self.ess_schedule, f"{kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
+        self.check("ess_schedule.kind", noisy or schedule.kind == "constant", fix)
         at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
         fix = f"with method.gradient_at = {at!r} there is nothing to measure; set method.preset = 'c3po'"
         self.check("ess_schedule.kind", not controlled or at == "fresh", fix)
@@ -290,6 +298,8 @@ class SFTConfig(Settings, table=""):
     run: RunConfig = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=IVONConfig)
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    """Only IVON reads it."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -301,6 +311,8 @@ class SFTConfig(Settings, table=""):
         epochs, steps = (self.conversations.epochs if self.conversations else 0), self.run.steps
         fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
         self.check("run.steps", not (epochs and steps), fix)
+        fix = "fine-tuning with AdamW has no noise; set optimizer.kind = 'ivon'"
+        self.check("noise.unit", self.optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
         self.check("run.steps", bool(epochs or steps), "must be greater than 0")
 
 
@@ -317,6 +329,8 @@ class EvaluationConfig(Settings, table=""):
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Only max_new_tokens is read, where [eval] leaves its own at 0."""
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    """With eval.draws: the noise of the draws. unit = "posterior": that of the model's own posterior."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

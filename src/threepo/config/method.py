@@ -169,8 +169,6 @@ class IVONConfig(Settings, table="optimizer"):
     """Divide the momentum by 1 - beta1^t."""
     rescale_lr: bool = True
     """Multiply lr by hess_init + weight_decay."""
-    noise_scale: NotNegative = 1.0
-    """Multiplies sigma. 0 switches noise off and freezes the Hessian, as a check."""
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
     learn_hessian: bool = True
@@ -183,6 +181,23 @@ class IVONConfig(Settings, table="optimizer"):
     def __post_init__(self) -> None:
         fix = "name the folder to load from in optimizer.load_hessian"
         self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+
+
+class NoiseConfig(Settings, table="noise"):
+    """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
+
+    unit: Literal["posterior", "absolute", "rms"] = "posterior"
+    """Of `size`: sigma of the posterior that IVON learns; 1; or the root mean square of each parameter when the run
+    begins. With AdamW, which learns no posterior, one of the last two."""
+    size: NotNegative = 1.0
+    """Sigma in that unit, at the beginning: [ess_schedule] changes it with 1 / sqrt(ess). 0 switches noise off; with
+    IVON this freezes the Hessian, as a check."""
+    where: Annotated[dict[str, NotNegative], must(bool, "must name some parameters")] = field(
+        default_factory=lambda: {"all": 1.0}
+    )
+    """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
+    of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
+    has no noise."""
 
 
 OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]

@@ -32,7 +32,7 @@ from threepo.evaluation.records import (
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
 from threepo.posterior.layout import is_spread, whole
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
@@ -72,7 +72,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
             config = replace(config, data=data, eval=evaluation)
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
         policy = load_sharded(model, config.parallel, ranks, config.run.seed)
-        posterior = Posterior.from_pretrained(model.path) if config.eval.draws else None
+        posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
         exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()

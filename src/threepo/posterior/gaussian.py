@@ -7,42 +7,29 @@ standard deviation. And metrics of a posterior: whether the Hessian has changed,
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from threepo.config import NoiseConfig
 from threepo.errors import UserError
 from threepo.files import atomic_file
-from threepo.posterior import kernels
-from threepo.posterior.groups import sigma_scalars
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, sampled, whole
-from threepo.posterior.noise import noise_key
-from threepo.posterior.operations import Perturb
-from threepo.posterior.policy_optimizer import Weights, WeightSource, named_in_groups
+from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars, weights_under
+from threepo.posterior.policy_optimizer import Weights, WeightSource
+from threepo.posterior.sizes import by_size, layer_kind, sizes
 from threepo.run_folder import model_folder
 from threepo.types import Draw
 
 FILE_NAME = "posterior.safetensors"
 _FORMAT = "threepo-posterior-1"
-
-
-@dataclass(frozen=True)
-class GroupSettings:
-    """What one parameter group's Hessians mean: sigma = noise_scale / sqrt(ess * (hessian + weight_decay))."""
-
-    ess: float
-    weight_decay: float
-    noise_scale: float
-    hess_init: float
-    parameters: tuple[str, ...]
-    noise_shape: Literal["learned", "isotropic"] = "learned"
-    """`isotropic`: sigma is made of hess_init instead of the Hessian."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +54,38 @@ class Posterior:
         folder = f", from {str(self.folder)!r}" if self.folder else ""
         return f"Posterior({len(self.hessian)} parameters, {elements:,} elements, step {self.step}{folder})"
 
+    @property
+    def is_point(self) -> bool:
+        """Whether there is neither noise nor a Hessian, as in an AdamW without [noise]."""
+        return not self.hessian and not any(group.noise_scale for group in self.groups)
+
     @classmethod
-    def of(cls, optimizer: IVON, *, gather: bool = True) -> "Posterior":
+    def of(cls, optimizer: Any, *, gather: bool = True) -> "Posterior":
         """The posterior that an optimizer holds now. Tensors are shared with it; sharded ones are gathered, so every
         rank must call, or stay as they are."""
-        named = named_in_groups(optimizer.param_groups)
-        groups = tuple(
-            GroupSettings(
-                parameters=tuple(name for name, p, own in named if own is group and p.requires_grad),
-                **{name: group[name] for name in ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape")},
-            )
-            for group in optimizer.param_groups
-        )
-        held = {name: optimizer.state[p]["hessian"] for name, p, _ in optimizer.trainable()}
+        groups, first = optimizer.noise_groups(), optimizer.param_groups[0]
+        entries = optimizer.trainable() if isinstance(optimizer, IVON) else []
+        held = {name: optimizer.state[p]["hessian"] for name, p, _ in entries}
         hessian = {name: whole(value) for name, value in held.items()} if gather else held
-        return cls(hessian, groups, optimizer.param_groups[0]["step"], optimizer.seed)
+        return cls(hessian, groups, first["step"], first["seed"])
+
+    @classmethod
+    def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig, seed: int = 0) -> "Posterior":
+        """Noise of a given size around any model's weights; `UserError` if [noise] only scales a learned posterior."""
+        if noise.unit == "posterior":
+            lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
+            raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
+        return cls({}, fixed_groups(sizes(named, noise)), 0, seed)
+
+    def scaled(self, noise: NoiseConfig) -> "Posterior":
+        """This posterior with its sigma times the factors of [noise], whose unit is "posterior"."""
+        factors = sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
+        groups = [
+            replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
+            for group in self.groups
+            for factor, names in by_size({name: factors[name] for name in group.parameters}).items()
+        ]
+        return replace(self, groups=tuple(groups))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Posterior":
@@ -92,22 +96,14 @@ class Posterior:
         folder = model_folder(Path(folder))
         path = folder / FILE_NAME
         if not path.is_file():
-            raise UserError(
-                f"{folder}: holds no {FILE_NAME}; only models trained with optimizer.kind = 'ivon' have one"
-            )
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
-            if (found := metadata.get("format", _FORMAT)) != _FORMAT:
-                raise UserError(f"{path}: format {found!r} is not {_FORMAT!r}; it was written by another version")
-            entries = json.loads(metadata["groups"])
-            groups = tuple(GroupSettings(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
+            fix = "only models trained with noise have one; noise.unit = 'absolute' or 'rms' needs none"
+            raise UserError(f"{folder}: holds no {FILE_NAME}; {fix}")
+        with _opened(path) as (file, metadata):
+            hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
+            groups = _groups(metadata)
             if missing := hessian.keys() - {name for group in groups for name in group.parameters}:
                 raise KeyError(f"{min(missing)} is in no group")
             return cls(hessian, groups, int(metadata["step"]), int(metadata["seed"]), folder)
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
 
     def save(self, folder: Path) -> None:
         """Write `posterior.safetensors` into `folder`."""
@@ -142,31 +138,24 @@ class Posterior:
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
         """Replace means, given by name, by the weights of `draw`, in place."""
         means = dict(parameters)
-        for _ in self.weights(means, draw, into=means):
+        for _ in weights_under(means.items(), self.noisy(means), draw, into=means):
             pass
 
-    @torch.no_grad()
-    def weights(
-        self, means: Weights, draw: Draw, into: Weights | None = None, *, gather: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and weights of a model with these means under `draw`; otherwise see WeightSource.weights.
-
-        `UserError` if this is the posterior of another model.
-        """
-        for name, h in self.hessian.items():
+    def noisy(self, means: Weights) -> list[Noisy]:
+        """What draws perturb of a model with these means; `UserError` if this is the posterior of another model."""
+        settings = {name: group for group in self.groups for name in group.parameters}
+        for name in settings:
+            h = self.hessian.get(name)
+            needed = h is not None or settings[name].noise_shape == "learned"
             found = "is missing in the model" if name not in means else f"has shape {list(means[name].shape)} in it"
-            if name not in means or h.shape != means[name].shape:
-                raise UserError(f"posterior of {name} {list(h.shape)}: {found}; it belongs to another model")
-        scalars = {name: sigma_scalars(vars(group)) for group in self.groups for name in group.parameters}
-        for name, held in means.items():
-            mean = whole(held) if gather else held
-            if name not in self.hessian or not scalars[name].noise_scale:  # was frozen in training, or had no noise
-                yield name, mean
-                continue
-            out = into[name] if into else torch.empty_like(mean)
-            h = like_parameter(self.hessian[name].to(mean.device), mean)
-            kernels.run([Perturb(out, mean, h, noise_key(draw, name), scalars[name])])
-            yield name, out
+            if name not in means or (needed and (h is None or h.shape != means[name].shape)):
+                shape = "" if h is None else f" {list(h.shape)}"
+                raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
+        return [
+            Noisy(name, mean, mean, self.hessian.get(name, mean), sigma_scalars(vars(settings[name])))
+            for name, mean in means.items()
+            if name in settings and settings[name].noise_scale  # else it was frozen in training, or has no noise
+        ]
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
@@ -178,66 +167,112 @@ class Posterior:
             optimizer.state[p]["hessian"].copy_(like_parameter(h, p))
 
 
-@dataclass(frozen=True)
-class FixedWeights:
+@dataclass
+class FixedWeights(Perturbable):
     """A loaded model, with its posterior if it has one, as a source of weights for a rollout engine."""
 
     model: torch.nn.Module
     posterior: Posterior | None = None
 
-    def weights(
-        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of the model's weights under `draw`; without a posterior only the mean exists."""
-        means = {name: p.detach() for name, p in self.model.named_parameters()}
-        if draw is None:
-            yield from ((name, whole(mean) if gather else mean) for name, mean in means.items())
-        elif self.posterior is None:
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter with its name."""
+        return [(name, p.detach()) for name, p in self.model.named_parameters()]
+
+    def noisy(self) -> list[Noisy]:
+        """What draws perturb; `UserError` if the model has no posterior."""
+        if self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
-        else:
-            yield from self.posterior.weights(means, draw, into, gather=gather)
+        self._model = self.model
+        return self.posterior.noisy(dict(self.named()))
+
+
+def posterior_of(model: torch.nn.Module, folder: str, noise: NoiseConfig) -> Posterior:
+    """The noise that [noise] names around a model from `folder`: its own posterior's, or one of a given size."""
+    if noise.unit != "posterior":
+        return Posterior.around(model.named_parameters(), noise)
+    posterior = Posterior.from_pretrained(folder)
+    return posterior if noise == NoiseConfig() else posterior.scaled(noise)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The file and its metadata; `UserError` if it turns out to be damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if (found := metadata.get("format", _FORMAT)) != _FORMAT:
+                raise UserError(f"{path}: format {found!r} is not {_FORMAT!r}; it was written by another version")
+            yield file, metadata
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
+
+
+def _groups(metadata: Mapping[str, str]) -> tuple[GroupSettings, ...]:
+    entries = json.loads(metadata["groups"])
+    return tuple(GroupSettings(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
+
+
+def saved_groups(folder: Path) -> tuple[GroupSettings, ...]:
+    """The noise that a checkpoint was trained with; none if it has no posterior."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return ()
+    with _opened(path) as (_, metadata):
+        return _groups(metadata)
+
+
+def fixed_groups(found: Mapping[str, float]) -> tuple[GroupSettings, ...]:
+    """Noise of a given sigma for every parameter by name; 0: none."""
+    return tuple(
+        GroupSettings(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic") for sigma, names in by_size(found).items()
+    )
 
 
 def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posterior | None]:
     """The means of a source by name, as draws are made of them, and the posterior around them; sharded as they are."""
-    if isinstance(source, IVON):
-        named = named_in_groups(source.param_groups)
-        means = {name: source.state[p].get("mean", p.detach()) for name, p, _ in named}
-        return means, Posterior.of(source, gather=False)
-    return dict(source.weights(None)), source.posterior if isinstance(source, FixedWeights) else None
+    if isinstance(source, FixedWeights):
+        return dict(source.named()), source.posterior
+    optimizer: Any = source  # IVON or a point
+    masters = {name: optimizer.state[p]["mean"] for name, p in optimizer.named() if "mean" in optimizer.state[p]}
+    return {name: p.detach() for name, p in optimizer.named()} | masters, Posterior.of(optimizer, gather=False)
 
 
 SAMPLE = 4096
 """Elements read per parameter, about: evenly spaced, the same ones every time."""
 
-_KINDS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
-
-
-def layer_kind(name: str) -> str:
-    """Which kind of layer a parameter belongs to, by the names that Hugging Face decoders share."""
-    return next((kind for part, kind in _KINDS if part in name), "other")
-
 
 @torch.no_grad()
-def posterior_metrics(optimizer: IVON) -> dict[str, float]:
-    """Quantiles of h / h0, its share outside [0.9, 1.1], ess, and sigma over RMS weight, whole and per layer kind.
+def posterior_metrics(optimizer: Any) -> dict[str, float]:
+    """ess, and sigma over RMS weight, whole and per layer kind; of IVON also quantiles of h / h0, and its share outside
+    [0.9, 1.1].
 
     All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
     rank must call it, and all get the same numbers, which do not depend on the sharding.
     """
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
-    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
-    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
-    means = sampled(((p, p) for _, p, _ in entries), _stride)
-    for (name, p, group), h, m in zip(entries, hessians, means, strict=True):
-        ratios.append(h / group["hess_init"])
+    groups = {name: group for group in optimizer.noise_groups() for name in group.parameters}
+    entries = [(name, p) for name, p in optimizer.named() if name in groups and p.numel()]
+    hessians = [torch.ones(1)] * len(entries)
+    if learned := isinstance(optimizer, IVON):
+        hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p in entries), _stride)
+    means = sampled(((p, p) for _, p in entries), _stride)
+    for (name, p), h, m in zip(entries, hessians, means, strict=True):
+        ratios.append(h / groups[name].hess_init)
         weights.append(torch.full_like(h, p.numel() / len(h)))
-        sigma = sigma_scalars(group).sigma(h)
+        sigma = sigma_scalars(vars(groups[name])).sigma(h)
         total = squares.setdefault(layer_kind(name), [0.0, 0.0])
         total[0] += float(sigma.square().mean()) * p.numel()
         total[1] += float(m.square().mean()) * p.numel()
-    ratio, weight = torch.cat(ratios), torch.cat(weights).double()
+    metrics = hessian_metrics(torch.cat(ratios), torch.cat(weights).double()) if learned else {}
+    metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
+    everything = [sum(column) for column in zip(*squares.values(), strict=True)]
+    metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)
+    return metrics | {f"posterior/sigma_to_rms/{kind}": _root_ratio(*totals) for kind, totals in squares.items()}
+
+
+def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
+    """Quantiles of h / h0, of a sample with weights in float64, and its share outside [0.9, 1.1]."""
     outside = ((ratio < 0.9) | (ratio > 1.1)).double()
     ordered, index = ratio.sort()
     cumulative, levels = weight[index].cumsum(0), (5, 50, 95)
@@ -245,10 +280,7 @@ def posterior_metrics(optimizer: IVON) -> dict[str, float]:
     quantiles = ordered[torch.searchsorted(cumulative, sums).clamp(max=len(ordered) - 1)].tolist()
     metrics = {f"posterior/hessian_p{level:02d}": q for level, q in zip(levels, quantiles, strict=True)}
     metrics["posterior/hessian_outside_share"] = float((outside * weight).sum() / weight.sum())
-    metrics["posterior/ess"] = float(optimizer.param_groups[0]["ess"])
-    everything = [sum(column) for column in zip(*squares.values(), strict=True)]
-    metrics["posterior/sigma_to_rms"] = _root_ratio(*everything)
-    return metrics | {f"posterior/sigma_to_rms/{kind}": _root_ratio(*totals) for kind, totals in squares.items()}
+    return metrics
 
 
 @torch.no_grad()

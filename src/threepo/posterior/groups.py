@@ -5,7 +5,6 @@ master) have the parameter's shape. `missed_steps` counts the steps of its group
 the CPU, float32 like the step of torch's own optimizers. The momentum is debiased by the other steps, which updated it.
 """
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from threepo.posterior import kernels
 from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_key
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Scalars
+from threepo.posterior.perturbation import sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
 from threepo.types import Draw
 
@@ -29,13 +29,6 @@ ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
 """An lr up to the first is of AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
 
-def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
-    """What turns a group's Hessians into standard deviations."""
-    isotropic = group["noise_shape"] == "isotropic"
-    root = math.sqrt(group["ess"] * (group["hess_init"] + group["weight_decay"])) if isotropic else 0.0
-    return Scalars(group["weight_decay"], group["ess"], root, group["noise_scale"])
-
-
 def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None], factor: float) -> Scalars:
     """The numbers of a parameter's `updates`-th update from sums over `draws` (None: at the mean).
 
@@ -44,6 +37,8 @@ def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None
     (beta1, beta2), price = group["betas"], group["estimator"] == "price"
     learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
     estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
+    if price and len(draws) == 1 and draws[0] and draws[0].mirrored:  # sums over several draws have their signs
+        estimate = -estimate
     return sigma_scalars(group)._replace(
         beta1=beta1,
         grad_weight=(1 - beta1) * factor,
@@ -191,4 +186,6 @@ class Observations:
         if group["estimator"] == "gradsq":
             self.second[p].add_(grad.float().square())
             return []
-        return [] if draw is None else [AddNoiseTimes(self.second[p], grad, noise_key(draw, name))]
+        if draw is None:
+            return []
+        return [AddNoiseTimes(self.second[p], -grad if draw.mirrored else grad, noise_key(draw, name))]

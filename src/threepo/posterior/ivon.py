@@ -12,8 +12,8 @@ The parameters hold the mean; `state[p]` holds the Hessian and the momentum, in 
 parameter has lower precision; `param_groups` holds counts. The mean is restored bitwise, also after an exception.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.posterior import groups, kernels
-from threepo.posterior.groups import Observations, sigma_scalars, step_scalars
-from threepo.posterior.layout import device_of, drop_gathered_copies, like_parameter, local, sum_over_shards, whole
+from threepo.posterior.groups import Observations, step_scalars
+from threepo.posterior.layout import like_parameter, sum_over_shards
 from threepo.posterior.noise import noise_key
-from threepo.posterior.operations import Perturb, Update
-from threepo.posterior.policy_optimizer import Entry, Weights, named_in_groups, total_norm
+from threepo.posterior.operations import Update
+from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
+from threepo.posterior.policy_optimizer import Entry, named_in_groups, names_by_group, total_norm
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -34,7 +35,7 @@ MOST_NORM = 1e18
 """From this norm on gradients are skipped, so that sums, squares and products with noise are finite in float32."""
 
 
-class IVON(torch.optim.Optimizer):
+class IVON(Perturbable, torch.optim.Optimizer):
     """A diagonal Gaussian over the weights, learned by natural-gradient variational inference.
 
     Args:
@@ -64,8 +65,6 @@ class IVON(torch.optim.Optimizer):
     float16 gradient scaler call `scaler.unscale_(optimizer)`, `observe`, and this optimizer's own `step`, because
     `scaler.step` would hide the skipped step.
     """
-
-    _model: torch.nn.Module | None = None  # not copied, nor pickled
 
     def __init__(
         self,
@@ -99,8 +98,6 @@ class IVON(torch.optim.Optimizer):
         self.trainable()  # makes the state, so that memory runs out here if it does
 
     def _forget_this_step(self) -> None:
-        self._perturbed = False
-        self._means: dict[torch.Tensor, torch.Tensor] = {}
         self._observed = Observations()
         self._norm = 0.0
         """Of the last step's gradient."""
@@ -145,48 +142,6 @@ class IVON(torch.optim.Optimizer):
         return Draw(self.seed, group["step"], group["draws_made"] - 1)
 
     @contextmanager
-    def perturbed(self, draw: Draw) -> Iterator[None]:
-        """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
-        self._refuse_while_perturbed("another draw is made")
-        self._perturbed = True
-        try:
-            self._reshard()
-            with torch.no_grad():
-                noisy = [entry for entry in self.trainable() if entry[2]["noise_scale"]]
-                for _, p, _ in noisy:
-                    # All copies are made before anything is perturbed, so that an interrupt can always be undone.
-                    self._means[p] = self.state[p]["mean"] if "mean" in self.state[p] else p.detach().clone()
-                self._write([p for _, p, _ in noisy], noisy, draw)
-            yield
-        finally:
-            self.restore()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
-
-        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            self._reshard()
-        finally:
-            while self._means:
-                try:
-                    means = list(reversed(self._means.items()))
-                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
-                    self._means.clear()
-                except KeyboardInterrupt as error:
-                    interrupt = error
-            self._perturbed = False
-        if interrupt is not None:
-            raise interrupt
-
-    def at(self, draw: Draw | None) -> AbstractContextManager[None]:
-        """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
-        return nullcontext() if draw is None else self.perturbed(draw)
-
-    @contextmanager
     def sampled_params(self, train: bool = False) -> Iterator[None]:
         """A fresh draw for the body, observed after it when `train`; for code written for ivon-opt."""
         draw = self.next_draw()
@@ -195,46 +150,24 @@ class IVON(torch.optim.Optimizer):
         if train:
             self.observe(draw)
 
-    @torch.no_grad()
-    def weights(
-        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter with its name."""
+        return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
 
-        With `into`, values are made all at once, unless they are gathered; without it, one at a time, in the
-        parameter's dtype.
-        """
-        take = whole if gather else torch.Tensor.detach
-        self.trainable()
-        noisy = []
-        for name, p, group in named_in_groups(self.param_groups):
-            self._refuse_while_perturbed("weights are read")
-            if draw is None or not group["noise_scale"] or not p.requires_grad:
-                yield name, take(p.detach())
-            else:
-                noisy.append((name, p, group))
-        if draw is None:
-            return
-        for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
-            made = [_out(name, p, into or {}, gather) for name, p, _ in some]
-            self._refuse_while_perturbed("weights are read")
-            self._write(made, some, draw, take)
-            yield from zip((name for name, *_ in some), made, strict=True)
+    def noisy(self) -> list[Noisy]:
+        """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
+        return [
+            Noisy(name, p, self.state[p].get("mean", p), self.state[p]["hessian"], sigma_scalars(group))
+            for name, p, group in self.trainable()
+            if group["noise_scale"]
+        ]
 
-    def _write(
-        self,
-        outs: Iterable[torch.Tensor],
-        entries: Sequence[Entry],
-        draw: Draw,
-        take: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
-    ) -> None:
-        """Put the weights of a draw, of each of these parameters, into the tensors `outs`."""
-        states = (self.state[p] for _, p, _ in entries)
-        kernels.run(
-            Perturb(
-                out, take(state.get("mean", p)), take(state["hessian"]), noise_key(draw, name), sigma_scalars(group)
-            )
-            for out, (name, p, group), state in zip(outs, entries, states, strict=True)
+    def noise_groups(self) -> tuple[GroupSettings, ...]:
+        """The noise of every group."""
+        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape")
+        return tuple(
+            GroupSettings(parameters=names, **{field: group[field] for field in fields})
+            for group, names in names_by_group(self.param_groups)
         )
 
     # Learning
@@ -363,19 +296,3 @@ class IVON(torch.optim.Optimizer):
         for _, p, group in trainable:
             groups.fill(self.state[p], p, group)
         return trainable
-
-    def _reshard(self) -> None:
-        if self._model is not None:
-            drop_gathered_copies(self._model)
-
-    def _refuse_while_perturbed(self, what: str) -> None:
-        if self._perturbed:
-            fix = "leave the `with perturbed(...)` block first, or call restore() if an interrupt cut its end off"
-            raise RuntimeError(f"{what} while the weights are perturbed: {fix}")
-
-
-def _out(name: str, p: torch.Tensor, into: Weights, gather: bool) -> torch.Tensor:
-    """Where to write a parameter's value under a draw."""
-    if name in into:
-        return into[name]
-    return torch.empty(p.shape, dtype=p.dtype, device=device_of(p)) if gather else torch.empty_like(p)

@@ -1,14 +1,14 @@
-"""What a training loop needs from an optimizer, whether it holds a posterior (IVON) or a point (AdamW)."""
+"""What a training loop needs from an optimizer, whether it learns a posterior (IVON) or a point (AdamW)."""
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards, whole
+from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
@@ -33,7 +33,10 @@ class WeightSource(Protocol):
 
 
 class PolicyOptimizer(WeightSource, Protocol):
-    """What training loops use of IVON and PointAdamW: `at` and `observe` for each part of a batch, then `step`."""
+    """What training loops use of IVON and PointAdamW: `at` and `observe` for each part of a batch, then `step`.
+
+    A group of parameters has `noise_scale`, the size of its noise, and `ess`, by whose root that is divided.
+    """
 
     param_groups: list[dict[str, Any]]
     """The first has `skipped_steps`: those not taken so far."""
@@ -67,6 +70,14 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
     return found
 
 
+def names_by_group(param_groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Every group with the names of those of its parameters that are trained."""
+    named = named_in_groups(param_groups)
+    return [
+        (group, tuple(name for name, p, own in named if own is group and p.requires_grad)) for group in param_groups
+    ]
+
+
 @cache
 def model_name(name: str) -> str:
     """A parameter's name without the prefixes of torch.compile, DDP and checkpointing: its noise stays the same."""
@@ -87,76 +98,3 @@ def total_norm(grads: list[torch.Tensor]) -> float:
     norm = math.sqrt(sum_over_shards(zip(grads, norms, strict=True), squared=True))
     finite = math.isfinite(norm)
     return math.nan if not all_ranks_agree(finite, grads) and finite else norm
-
-
-class PointAdamW(torch.optim.AdamW):
-    """AdamW as a policy optimizer: the posterior is a point, so there are no draws.
-
-    `max_grad_norm` scales gradients down to that total norm; 0 leaves them. A step whose gradient is not finite is
-    skipped and counted.
-    """
-
-    _observed = 0
-    _norm = 0.0
-
-    def __init__(self, params: Any, max_grad_norm: float = 1.0, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        for group in self.param_groups:
-            group.update(max_grad_norm=max_grad_norm, skipped_steps=0)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not taken, because a gradient was not finite or `discard` was called."""
-        return int(self.param_groups[0]["skipped_steps"])
-
-    def at(self, draw: Draw | None) -> AbstractContextManager[None]:
-        """The mean is all there is; a draw is refused."""
-        if draw is not None:
-            raise RuntimeError("AdamW has no posterior to draw weights from; use IVON")
-        return nullcontext()
-
-    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
-        """Leave the gradients where they are; they add up in the parameters until `step`."""
-        if draw is not None or cumulative:
-            raise RuntimeError("AdamW has no posterior: observe gradients at draw None")
-        for grad in self._grads() if divisor != 1.0 else []:
-            grad.div_(divisor)
-        self._observed += 1
-        return True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:
-        """Divide the gradients, clip their norm, and step; then clear them. Takes no closure."""
-        assert closure is None
-        grads, most = self._grads(), self.param_groups[0]["max_grad_norm"]
-        torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
-        norm = total_norm(grads)
-        if not math.isfinite(norm):
-            self.discard()
-            return
-        if 0 < most < norm:
-            torch._foreach_mul_(grads, most / norm)
-        super().step()
-        self._observed, self._norm = 0, norm
-        self.zero_grad(set_to_none=True)
-
-    def discard(self) -> None:
-        """Clear the gradients, and count a skipped step."""
-        self._observed, self._norm = 0, 0.0
-        self.zero_grad(set_to_none=True)
-        self.param_groups[0]["skipped_steps"] += 1
-
-    def weights(
-        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters themselves, by name."""
-        self.at(draw)
-        for name, p, _ in named_in_groups(self.param_groups):
-            yield name, whole(p.detach()) if gather else p.detach()
-
-    def step_metrics(self) -> dict[str, float]:
-        """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""
-        return {"optimizer/grad_norm": self._norm, "optimizer/skipped_steps": float(self.skipped_steps)}
-
-    def _grads(self) -> list[torch.Tensor]:
-        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -14,9 +14,7 @@ from safetensors import safe_open
 
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import distribution
-from threepo.posterior.groups import sigma_scalars
-from threepo.posterior.noise import noise_key
-from threepo.posterior.operations import Perturb
+from threepo.posterior.perturbation import Noisy, sigma_scalars
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.types import Draw
 
@@ -35,11 +33,12 @@ def pushed(
     for name, parameter in sources.items():
         names.setdefault(called.get(parameter, parameter), []).append(name)
     tensors = {f"mean {name}": means[name] if name in means else saved[name] for name in names}
-    groups = posterior.groups if posterior and noisy else ()
-    for group in groups:
-        if group.noise_scale and group.noise_shape == "learned":
-            assert posterior is not None
-            tensors |= {f"hessian {name}": posterior.hessian[name] for name in group.parameters}
+    groups = []
+    for group in posterior.groups if posterior and noisy else ():
+        if group.noise_scale:
+            groups.append(group)
+            held = posterior.hessian if posterior and group.noise_shape == "learned" else {}
+            tensors |= {f"hessian {name}": held[name] for name in group.parameters if name in held}
     return tensors, {"names": json.dumps(names), "groups": json.dumps([asdict(group) for group in groups])}
 
 
@@ -58,10 +57,10 @@ def drawn(
         }
         for name, called in json.loads(metadata["names"]).items():
             value = file.get_tensor(f"mean {name}").to(device)
-            if draw is not None and name in scalars and scalars[name].noise_scale:
+            if draw is not None and name in scalars:
                 # Isotropic noise does not read it.
                 hessian = value if scalars[name].fixed_root else file.get_tensor(f"hessian {name}").to(device)
                 out = torch.empty_like(value, dtype=dtype)
-                kernels.run([Perturb(out, value, hessian, noise_key(draw, name), scalars[name])])
+                kernels.run([Noisy(name, value, value, hessian, scalars[name]).under(draw, out)])
                 value = out
             yield from ((alias, value) for alias in called)

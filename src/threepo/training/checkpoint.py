@@ -1,6 +1,6 @@
 """Checkpoints: a Hugging Face model directory that any tool can load, with what training needs to go on.
 
-    posterior.safetensors    the Hessian (IVON only), by parameter name; see posterior.gaussian
+    posterior.safetensors    the noise, and IVON's Hessian by parameter name; see posterior.gaussian
     optimizer.safetensors    the rest of the optimizer's state, as `state key/parameter name`
     train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
                              which IVON debiases (AdamW's are in its state), and skipped steps
@@ -53,16 +53,16 @@ def save_checkpoint(
         for key, value in entry.items()
         if key != "hessian"  # that is the posterior's, and has a file of its own
     }
-    posterior = Posterior.of(optimizer, gather=False) if isinstance(optimizer, IVON) else None
+    posterior = Posterior.of(optimizer, gather=False)
     with shared_folder(path, ranks) as folder:
         if ranks.size > 1:
             save_sharded(folder / "model.safetensors", policy.saved_tensors(), ranks, {"format": "pt"})
-            if posterior:
+            if not posterior.is_point:
                 save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
             save_sharded(folder / OPTIMIZER_FILE, tensors, ranks)
         else:
             policy.save(folder)
-            if posterior:
+            if not posterior.is_point:
                 posterior.save(folder)
             save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / OPTIMIZER_FILE)
         with ranks.together():

@@ -3,6 +3,7 @@
 An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
 """
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 
-from threepo.config import AdamWConfig, IVONConfig, ModelConfig, OptimizerConfig
+from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics, sigma_growth
+from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
-from threepo.posterior.policy_optimizer import PointAdamW, PolicyOptimizer
+from threepo.posterior.point import PointAdamW
+from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.posterior.sizes import by_size, sizes
 from threepo.run_folder import model_folder
 from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 
@@ -28,8 +31,10 @@ LOUD_PRIOR = 2.0
 class OptimizerKind:
     """How training makes an optimizer; each function gets the settings of its kind."""
 
-    build: Callable[[Any, torch.nn.Module, int], PolicyOptimizer]
-    """A new optimizer of all parameters of a model; the last argument is the noise seed."""
+    build: Callable[[Any, torch.nn.Module, dict[str, float], int], PolicyOptimizer]
+    """A new optimizer of all parameters of a model, with the noise_scale of each by name; last, the noise seed."""
+    noise_scale: Callable[[Any, NoiseConfig, float], float]
+    """noise_scale of a parameter whose size of noise in the unit of [noise] is the last argument."""
     memory: Callable[[Any, int], dict[str, int]]
     """What it holds besides weights and gradients: by label, how many float32 tensors of the size of the weights. The
     last argument is the number of draws at which the gradient is taken."""
@@ -37,13 +42,33 @@ class OptimizerKind:
     """Load into a new optimizer what a new run starts from."""
 
 
-def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, seed: int) -> PointAdamW:
-    return PointAdamW(model.named_parameters(), eps=settings.epsilon, **_all_but(settings, "kind", "epsilon"))
+def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> PointAdamW:
+    own = _all_but(settings, "kind", "epsilon")
+    return PointAdamW(_groups(model, scales), eps=settings.epsilon, seed=seed, model=model, **own)
 
 
-def _build_ivon(settings: IVONConfig, model: torch.nn.Module, seed: int) -> IVON:
+def _build_ivon(settings: IVONConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> IVON:
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
-    return IVON(model.named_parameters(), seed=seed, model=model, **own)
+    return IVON(_groups(model, scales), seed=seed, model=model, **own)
+
+
+def _groups(model: torch.nn.Module, scales: dict[str, float]) -> list[dict[str, Any]]:
+    """All parameters by name; those with the same noise form a group."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale}
+        for scale, names in by_size(scales).items()
+    ]
+
+
+def _point_scale(settings: Any, noise: NoiseConfig, size: float) -> float:
+    return 0.0 if noise.unit == "posterior" else size
+
+
+def _ivon_scale(settings: IVONConfig, noise: NoiseConfig, size: float) -> float:
+    """Sigma of the initial Hessian is to be `size`, if that is no factor already."""
+    root = math.sqrt(settings.ess * (settings.hess_init + settings.weight_decay))
+    return size if noise.unit == "posterior" else size * root
 
 
 def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
@@ -84,7 +109,24 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_build_adamw, lambda *_: {"AdamW's moments": 2}),
-    "ivon": OptimizerKind(_build_ivon, _ivon_memory, begin_ivon),
+    "adamw": OptimizerKind(_build_adamw, _point_scale, lambda *_: {"AdamW's moments": 2}),
+    "ivon": OptimizerKind(_build_ivon, _ivon_scale, _ivon_memory, begin_ivon),
 }
 """By the `kind` of their settings."""
+
+
+def build_optimizer(
+    settings: OptimizerConfig, noise: NoiseConfig, model: torch.nn.Module, seed: int, checkpoint: Path | None = None
+) -> PolicyOptimizer:
+    """A new optimizer with its noise, for a new run or for one that goes on from a checkpoint.
+
+    A checkpoint says how large the noise is, because that may depend on the weights with which the run began.
+    """
+    kind = OPTIMIZERS[settings.kind]
+    if checkpoint:
+        scales = {name: 0.0 for name, _ in model.named_parameters()}
+        scales |= {name: group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
+    else:
+        found = sizes(model.named_parameters(), noise)
+        scales = {name: kind.noise_scale(settings, noise, size) for name, size in found.items()}
+    return kind.build(settings, model, scales, seed)

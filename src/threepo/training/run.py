@@ -15,8 +15,7 @@ from rich.console import Console
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import posterior_metrics
-from threepo.posterior.ivon import IVON
+from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.group import Ranks
@@ -24,7 +23,7 @@ from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics
-from threepo.training.optimizers import OPTIMIZERS
+from threepo.training.optimizers import OPTIMIZERS, build_optimizer
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -88,13 +87,12 @@ class TrainingRun(Generic[Config]):
         settings: Any = self.config.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
-            if "ess" in group:
-                group["ess"] = settings.ess * self.state.ess.factor
+            group["ess"] = getattr(settings, "ess", 1.0) * self.state.ess.factor
 
     def optimizer_metrics(self, posterior: bool = True) -> Metrics:
         """Metrics of the optimizer, and of its posterior if it has one and they are asked for."""
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
-        if posterior and isinstance(self.optimizer, IVON):
+        if posterior and not Posterior.of(self.optimizer, gather=False).is_point:
             metrics |= posterior_metrics(self.optimizer)
         return metrics
 
@@ -150,7 +148,7 @@ def build_or_restore(
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
     source = replace(model, path=str(path), tokenizer="") if path else model
     policy = load_sharded(source, config.parallel, ranks, seed)
-    optimizer = OPTIMIZERS[settings.kind].build(settings, policy.model, seed)
+    optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)
     if path:
         restore_optimizer(path, optimizer)
         return policy, optimizer, load_train_state(path)

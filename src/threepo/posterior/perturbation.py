@@ -1,0 +1,185 @@
+"""Draws of the weights around a mean that a model holds.
+
+IVON, AdamW with noise of a given size, and a loaded model with its posterior share this: they say which parameters have
+noise, and how much; `at` puts a draw into the model and restores the mean bitwise, `weights` makes a draw beside it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from threepo.posterior import kernels
+from threepo.posterior.layout import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
+from threepo.posterior.noise import noise_key
+from threepo.posterior.operations import Perturb, Scalars
+from threepo.posterior.policy_optimizer import Weights
+from threepo.types import Draw
+
+Take = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """The noise of some parameters: sigma = noise_scale / sqrt(ess * (hessian + weight_decay))."""
+
+    ess: float
+    weight_decay: float
+    noise_scale: float
+    hess_init: float
+    parameters: tuple[str, ...]
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """`isotropic`: sigma is made of hess_init instead of the Hessian."""
+
+
+def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
+    """What turns a group's Hessians into standard deviations; `group` has the fields of `GroupSettings`."""
+    isotropic = group["noise_shape"] == "isotropic"
+    root = math.sqrt(group["ess"] * (group["hess_init"] + group["weight_decay"])) if isotropic else 0.0
+    return Scalars(group["weight_decay"], group["ess"], root, group["noise_scale"])
+
+
+class Noisy(NamedTuple):
+    """A parameter that draws perturb."""
+
+    name: str
+    p: torch.Tensor
+    mean: torch.Tensor
+    """`p` itself, or its master of higher precision."""
+    hessian: torch.Tensor
+    """In the parameter's shape; any tensor where noise is isotropic. It may be whole where the mean is sharded."""
+    scalars: Scalars
+
+    def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:
+        """The operation that writes the parameter's value under `draw` into `out`; `take` is `whole` to gather it."""
+        mean, scalars = take(self.mean), self.scalars
+        if scalars.fixed_root:
+            hessian = mean.float()  # is not read
+        elif is_spread(self.hessian):
+            hessian = take(self.hessian)
+        else:  # one that was read from a file is whole; it follows the mean, wherever that lies
+            hessian = like_parameter(self.hessian.to(mean.device), mean)
+        if draw.mirrored:
+            scalars = scalars._replace(noise_scale=-scalars.noise_scale)
+        return Perturb(out, mean, hessian, noise_key(draw, self.name), scalars)
+
+
+class Perturbable:
+    """Draws around the mean that a model's parameters hold. A class that inherits it says what `named` and `noisy` are.
+
+    A draw covers all shards of a sharded parameter, and replicas share it.
+    """
+
+    _model: torch.nn.Module | None = None
+    """FSDP2 modules in it are resharded whenever weights change: a copy gathered by an earlier pass would be stale."""
+    _perturbed = False
+    _means: dict[torch.Tensor, torch.Tensor] = {}  # noqa: RUF012 - replaced, never written into
+
+    def named(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Every parameter with its name."""
+        raise NotImplementedError
+
+    def noisy(self) -> list[Noisy]:
+        """The parameters that draws perturb."""
+        raise NotImplementedError
+
+    def at(self, draw: Draw | None) -> AbstractContextManager[None]:
+        """`perturbed(draw)`, or the mean as it stands when `draw` is None."""
+        return nullcontext() if draw is None else self.perturbed(draw)
+
+    @contextmanager
+    def perturbed(self, draw: Draw) -> Iterator[None]:
+        """Put mean + sigma * z(draw) into the parameters for the body; restore the mean bitwise in any case."""
+        self._refuse_while_perturbed("another draw is made")
+        noisy = self.noisy()
+        self._perturbed, self._means = True, {}
+        try:
+            self._reshard()
+            with torch.no_grad():
+                for entry in noisy:
+                    # All copies are made before anything is perturbed, so that an interrupt can always be undone.
+                    own = entry.mean is not entry.p
+                    self._means[entry.p] = entry.mean if own else entry.p.detach().clone()
+                kernels.run(entry.under(draw, entry.p) for entry in noisy)
+            yield
+        finally:
+            self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
+
+        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            self._reshard()
+        finally:
+            while self._means:
+                try:
+                    means = list(reversed(self._means.items()))
+                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
+                    self._means = {}
+                except KeyboardInterrupt as error:
+                    interrupt = error
+            self._perturbed = False
+        if interrupt is not None:
+            raise interrupt
+
+    @torch.no_grad()
+    def weights(
+        self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and value of every parameter under `draw` (None: the mean); see `WeightSource.weights`.
+
+        With `into`, values are made all at once, unless they are gathered; without it, one at a time, in the
+        parameter's dtype.
+        """
+        self._refuse_while_perturbed("weights are read")
+        noisy = [] if draw is None else self.noisy()
+        yield from weights_under(self.named(), noisy, draw, into, gather, self._refuse_while_perturbed)
+
+    def _reshard(self) -> None:
+        if self._model is not None:
+            drop_gathered_copies(self._model)
+
+    def _refuse_while_perturbed(self, what: str) -> None:
+        if self._perturbed:
+            fix = "leave the `with perturbed(...)` block first, or call restore() if an interrupt cut its end off"
+            raise RuntimeError(f"{what} while the weights are perturbed: {fix}")
+
+
+@torch.no_grad()
+def weights_under(
+    named: Iterable[tuple[str, torch.Tensor]],
+    noisy: Sequence[Noisy],
+    draw: Draw | None,
+    into: Weights | None = None,
+    gather: bool = False,
+    refuse: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `Perturbable.weights`. `refuse` is called before each value: a caller may perturb between two of them."""
+    take = whole if gather else torch.Tensor.detach
+    with_noise = {entry.name for entry in noisy}
+    for name, p in named:
+        refuse("weights are read")
+        if name not in with_noise:
+            yield name, take(p.detach())
+    if draw is None:
+        return
+    for some in [noisy] if into and not gather else [[entry] for entry in noisy]:
+        refuse("weights are read")
+        made = [_out(entry, into or {}, gather) for entry in some]
+        kernels.run(entry.under(draw, out, take) for entry, out in zip(some, made, strict=True))
+        yield from zip((entry.name for entry in some), made, strict=True)
+
+
+def _out(entry: Noisy, into: Weights, gather: bool) -> torch.Tensor:
+    """Where to write a parameter's value under a draw."""
+    p = entry.p
+    if entry.name in into:
+        return into[entry.name]
+    return torch.empty(p.shape, dtype=p.dtype, device=device_of(p)) if gather else torch.empty_like(p)

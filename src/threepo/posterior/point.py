@@ -1,0 +1,119 @@
+"""Optimizers of torch as policy optimizers: they learn a point, around which there may be noise of a given size."""
+
+import math
+from typing import Any
+
+import torch
+
+from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
+from threepo.posterior.policy_optimizer import named_in_groups, names_by_group, total_norm
+from threepo.types import Draw
+
+
+class Point(Perturbable, torch.optim.Optimizer):
+    """What a torch optimizer lacks as a policy optimizer; a class inherits this first, then the optimizer.
+
+    Args:
+        params: as of torch; a group may have its own `noise_scale`.
+        max_grad_norm: gradients are scaled down to that total norm; 0 leaves them.
+        noise_scale: sigma of the noise that draws add, at `ess` = 1: sigma = noise_scale / sqrt(ess), where the group's
+            `ess` is 1 until a schedule changes it. 0: there are no draws.
+        seed: noise seed of the posterior that checkpoints save.
+        model: the module that DTensor parameters belong to; only needed for them, and for draws.
+        settings: those of the torch optimizer.
+
+    A step whose gradient is not finite is skipped and counted.
+    """
+
+    _observed = 0
+    _norm = 0.0
+
+    def __init__(
+        self,
+        params: Any,
+        max_grad_norm: float = 1.0,
+        *,
+        noise_scale: float = 0.0,
+        seed: int = 0,
+        model: torch.nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(params, **settings)
+        self._model = model
+        own = {"max_grad_norm": max_grad_norm, "noise_scale": noise_scale, "ess": 1.0, "seed": seed}
+        for group in self.param_groups:
+            group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken, because a gradient was not finite or `discard` was called."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter with its name."""
+        return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
+
+    def noisy(self) -> list[Noisy]:
+        """The parameters that draws perturb. Refused if there are none: a draw would be the mean."""
+        parameters = dict(self.named())
+        found = []
+        for group in self.noise_groups():
+            scalars = sigma_scalars(vars(group))
+            some = [parameters[name] for name in group.parameters if group.noise_scale]
+            found += [Noisy(name, p, p, p, scalars) for name, p in zip(group.parameters, some, strict=False)]
+        if not found:
+            raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
+        return found
+
+    def noise_groups(self) -> tuple[GroupSettings, ...]:
+        """The noise of every group."""
+        return tuple(
+            GroupSettings(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic")
+            for group, names in names_by_group(self.param_groups)
+        )
+
+    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
+        """Leave the gradients where they are; they add up in the parameters until `step`, wherever they were taken."""
+        if cumulative:
+            raise RuntimeError("only IVON carries gradients over from draw to draw")
+        for grad in self._grads() if divisor != 1.0 else []:
+            grad.div_(divisor)
+        self._observed += 1
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:
+        """Divide the gradients, clip their norm, and step; then clear them. Takes no closure."""
+        assert closure is None
+        self._refuse_while_perturbed("the mean is updated")
+        grads, most = self._grads(), self.param_groups[0]["max_grad_norm"]
+        torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
+        norm = total_norm(grads)
+        if not math.isfinite(norm):
+            self.discard()
+            return
+        if 0 < most < norm:
+            torch._foreach_mul_(grads, most / norm)
+        self._reshard()
+        super().step()
+        self._observed, self._norm = 0, norm
+        for group in self.param_groups:
+            group["step"] += 1
+        self.zero_grad(set_to_none=True)
+
+    def discard(self) -> None:
+        """Clear the gradients, and count a skipped step."""
+        self._observed, self._norm = 0, 0.0
+        self.zero_grad(set_to_none=True)
+        self.param_groups[0]["skipped_steps"] += 1
+
+    def step_metrics(self) -> dict[str, float]:
+        """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""
+        return {"optimizer/grad_norm": self._norm, "optimizer/skipped_steps": float(self.skipped_steps)}
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+class PointAdamW(Point, torch.optim.AdamW):
+    """AdamW."""

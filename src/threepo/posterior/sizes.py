@@ -1,0 +1,63 @@
+"""Where noise goes and how large it is: the [noise] table as a number for every parameter."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from threepo.config import NoiseConfig
+from threepo.errors import UserError
+from threepo.posterior.layout import local, sum_over_shards
+
+KINDS = ("embedding", "head", "norm", "attention", "mlp", "other")
+_PARTS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
+
+
+def layer_kind(name: str) -> str:
+    """Which kind of layer a parameter belongs to, by the names that Hugging Face decoders share."""
+    return next((kind for part, kind in _PARTS if part in name), "other")
+
+
+def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> dict[str, float]:
+    """The noise of every parameter by name, 0 for none: sigma, or with unit = "posterior" a factor of sigma.
+
+    With unit = "rms" a collective where parameters are sharded. `UserError` if a key of `noise.where` fits none.
+    """
+    parameters = dict(named)
+    factors = {name: _factor(name, settings.where) for name in parameters}
+    for key in settings.where:
+        if not any(_fits(key, name) for name in parameters):
+            kinds = ", ".join(dict.fromkeys(map(layer_kind, parameters)))
+            raise UserError(
+                f"noise.where.{key}: no parameter of this model fits; it has the kinds {kinds} (a tied head is the "
+                f"embedding), and a pattern is compared with names such as {next(iter(parameters))!r}"
+            )
+    found = {name: settings.size * factor for name, factor in factors.items()}
+    if settings.unit == "rms":
+        return {name: size and size * root_mean_square(parameters[name]) for name, size in found.items()}
+    return found
+
+
+def root_mean_square(p: torch.Tensor) -> float:
+    """Of all elements, to seven digits: so it does not depend on how sums over shards are rounded."""
+    square = torch.linalg.vector_norm(local(p.detach()), dtype=torch.float64).square()
+    return float(f"{(sum_over_shards([(p, square)]) / p.numel()) ** 0.5:.7g}")
+
+
+def by_size(found: Mapping[str, float]) -> dict[float, list[str]]:
+    """The names of each size, in their order."""
+    groups: dict[float, list[str]] = {}
+    for name, size in found.items():
+        groups.setdefault(size, []).append(name)
+    return groups
+
+
+def _fits(key: str, name: str) -> bool:
+    return key in ("all", layer_kind(name)) or fnmatchcase(name, key)
+
+
+def _factor(name: str, where: dict[str, float]) -> float:
+    """A pattern counts more than a kind, a kind more than `all`; of several patterns the last counts."""
+    fitting = [key for key in reversed(where) if _fits(key, name)]
+    best = max(fitting, key=lambda key: 0 if key == "all" else 1 if key in KINDS else 2, default="")
+    return where.get(best, 0.0)

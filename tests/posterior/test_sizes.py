@@ -1,0 +1,167 @@
+"""Noise of a given size: where it goes, how large it is, and that it is the same for AdamW, IVON and a loaded model."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.requests import requests_for, trainer_logprobs
+from threepo.config import AdamWConfig, EngineConfig, IVONConfig, NoiseConfig, SamplingConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.noise import noise_key, normal_chunks
+from threepo.posterior.point import PointAdamW
+from threepo.posterior.sizes import sizes
+from threepo.rollout.local import LocalEngine
+from threepo.training.checkpoint import TrainState, save_checkpoint
+from threepo.training.optimizers import build_optimizer
+from threepo.types import Draw
+
+DRAW, MIRRORED = Draw(3, 1, 2), Draw(3, 1, 2, mirrored=True)
+EMBEDDING, NORM, GATE = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
+
+
+def normals(draw: Draw, name: str, like: torch.Tensor) -> torch.Tensor:
+    """The noise of a parameter, from its definition in torch."""
+    chunks = [z for _, z in normal_chunks(noise_key(draw, name), 0, like.numel(), like.device)]
+    return torch.cat(chunks).view_as(like)
+
+
+def test_a_pattern_counts_more_than_a_kind_and_a_kind_more_than_all(policy: Policy) -> None:
+    where = {"model.layers.1.*": 4.0, "mlp": 3.0, "all": 0.5, "norm": 0.0}
+    found = sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1, where=where))
+    assert found[GATE] == pytest.approx(0.4)
+    assert found["model.layers.0.mlp.gate_proj.weight"] == pytest.approx(0.3)
+    assert found["model.layers.0.self_attn.q_proj.weight"] == found[EMBEDDING] == pytest.approx(0.05)
+    assert found[NORM] == 0
+    only = sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", where={"embedding": 2.0}))
+    assert {name for name, size in only.items() if size} == {EMBEDDING}
+
+
+def test_rms_is_that_of_each_parameter(policy: Policy) -> None:
+    found = sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", size=0.5))
+    for name, p in policy.model.named_parameters():
+        expected = 0.5 * math.sqrt(sum(x * x for x in p.detach().double().flatten().tolist()) / p.numel())
+        assert found[name] == pytest.approx(expected, rel=1e-6)
+    assert found[NORM] == 0.5, "gains are 1"
+
+
+@pytest.mark.parametrize("key", ["head", "model.layers.7.*"])
+def test_a_place_that_the_model_lacks_is_refused_with_those_it_has(key: str, policy: Policy) -> None:
+    with pytest.raises(UserError, match=r"noise.where.*it has the kinds embedding, attention, mlp, norm \(a tied head"):
+        sizes(policy.model.named_parameters(), NoiseConfig(where={key: 1.0}))
+
+
+SETTINGS = {
+    "absolute": NoiseConfig(unit="absolute", size=0.02, where={"all": 1.0, "norm": 3.0}),
+    "rms": NoiseConfig(unit="rms", size=0.3, where={"mlp": 1.0, "embedding": 0.5}),
+}
+
+
+@pytest.mark.parametrize("unit", SETTINGS)
+def test_adamw_ivon_and_a_loaded_model_draw_mean_plus_sigma_times_noise(unit: str, policy: Policy) -> None:
+    noise = SETTINGS[unit]
+    sigma = sizes(policy.model.named_parameters(), noise)
+    means = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    posterior = Posterior.around(policy.model.named_parameters(), noise)
+    sources = {
+        "adamw": build_optimizer(AdamWConfig(), noise, policy.model, 0),
+        "ivon": build_optimizer(IVONConfig(ess=3e7), noise, policy.model, 0),
+        "loaded": FixedWeights(policy.model, posterior),
+    }
+    for what, source in sources.items():
+        for draw, sign in ((DRAW, 1.0), (MIRRORED, -1.0)):
+            drawn = dict(source.weights(draw))
+            for name, mean in means.items():
+                expected = mean + sign * sigma[name] * normals(DRAW, name, mean)
+                torch.testing.assert_close(drawn[name], expected, rtol=0, atol=3e-7, msg=f"{what} {name}")
+            with source.at(draw):
+                assert all(torch.equal(p, drawn[name]) for name, p in policy.model.named_parameters()), what
+            assert all(torch.equal(p, means[name]) for name, p in policy.model.named_parameters()), what
+
+
+def test_the_mean_is_restored_after_an_error(policy: Policy) -> None:
+    optimizer = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
+    means = [p.detach().clone() for p in policy.model.parameters()]
+    with pytest.raises(ZeroDivisionError), optimizer.at(DRAW):
+        1 / 0  # noqa: B018
+    assert all(torch.equal(p, mean) for p, mean in zip(policy.model.parameters(), means, strict=True))
+
+
+def test_ess_divides_fixed_noise_by_its_root(policy: Policy) -> None:
+    noise = NoiseConfig(unit="absolute", size=0.02)
+    optimizer = build_optimizer(AdamWConfig(), noise, policy.model, 0)
+    mean = policy.model.model.norm.weight.detach().clone()
+    once = dict(optimizer.weights(DRAW))[NORM] - mean
+    for group in optimizer.param_groups:
+        group["ess"] = 4.0
+    torch.testing.assert_close(dict(optimizer.weights(DRAW))[NORM] - mean, once / 2, rtol=1e-4, atol=1e-7)
+
+
+def test_engine_and_trainer_agree_under_fixed_and_mirrored_noise(policy: Policy) -> None:
+    optimizer = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(optimizer, [DRAW, MIRRORED], 0)
+    completions = engine.generate(requests_for(policy, [DRAW, MIRRORED]), SamplingConfig(max_new_tokens=8), seed=1)
+    assert len({c.tokens for c in completions}) > len(completions) / 2
+    for completion in completions:
+        with optimizer.at(completion.draw):
+            expected = trainer_logprobs(policy, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_of_adamw_has_the_noise_with_which_the_run_began(policy: Policy, tmp_path: Path) -> None:
+    """Weights that training has moved have another RMS; the noise stays."""
+    settings, noise = AdamWConfig(), SETTINGS["rms"]
+    optimizer = build_optimizer(settings, noise, policy.model, 5)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.5)
+    before = dict(optimizer.weights(DRAW))
+    save_checkpoint(tmp_path / "step-000001", policy, optimizer, TrainState(step=1))
+    resumed = build_optimizer(settings, noise, policy.model, 5, tmp_path / "step-000001")
+    assert all(torch.equal(before[name], value) for name, value in resumed.weights(DRAW))
+    posterior = Posterior.from_pretrained(tmp_path / "step-000001")
+    assert all(torch.equal(before[name], value) for name, value in FixedWeights(policy.model, posterior).weights(DRAW))
+    drawn = posterior.draw(0)  # by its own address, as `threepo sample` makes it
+    assert not torch.equal(drawn[GATE], dict(policy.model.named_parameters())[GATE])
+
+
+def test_a_posterior_can_be_scaled_by_kind(policy: Policy) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    scaled = FixedWeights(
+        policy.model, Posterior.of(optimizer).scaled(NoiseConfig(size=2.0, where={"mlp": 1.5, "norm": 1.0}))
+    )
+    means, plain, other = (dict(optimizer.weights(draw)) for draw in (None, DRAW, DRAW))
+    other = dict(scaled.weights(DRAW))
+    torch.testing.assert_close(other[GATE] - means[GATE], 3 * (plain[GATE] - means[GATE]), rtol=1e-4, atol=1e-6)
+    assert torch.equal(other[EMBEDDING], means[EMBEDDING])
+
+
+def test_a_point_has_no_posterior(policy: Policy) -> None:
+    assert Posterior.of(PointAdamW(policy.model.named_parameters())).is_point
+    with pytest.raises(UserError, match="so no sigma to scale; set noise.unit = 'absolute' or 'rms'"):
+        Posterior.around(policy.model.named_parameters(), NoiseConfig())
+
+
+def test_price_is_the_same_from_both_halves_of_a_pair() -> None:
+    """On a quadratic the gradient at m + s z is c (m + s z): z times it, with the sign of the half, estimates c > 0."""
+    curvature = 2.0
+    hessians = []
+    for draws in ([DRAW], [MIRRORED], [DRAW, MIRRORED], [MIRRORED, DRAW]):
+        p = torch.nn.Parameter(torch.zeros(4096))
+        optimizer = IVON([("w", p)], ess=100.0, hess_init=0.1, betas=(0.9, 0.5))
+        for draw in draws:
+            with optimizer.perturbed(draw):
+                (curvature / 2 * p.square()).sum().backward()
+            optimizer.observe(draw)
+        optimizer.step()
+        hessians.append(optimizer.state[p]["hessian"].clone())
+    assert torch.equal(hessians[0], hessians[1]), "at mean 0 the gradient changes its sign with the noise"
+    for hessian in hessians:
+        assert hessian.mean() > 0.5, "without the sign the estimates would cancel or be negative"
+    torch.testing.assert_close(hessians[2], hessians[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hessians[3], hessians[0], rtol=1e-5, atol=1e-6)
