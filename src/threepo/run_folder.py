@@ -232,7 +232,7 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "reference_answer": completion.problem.answer,
         "rollout": completion.rollout,
         "policy_step": completion.policy_step,
-        **{f"draw_{part}": getattr(completion.draw, part, None) for part in ("seed", "step", "index")},
+        **{f"draw_{part}": getattr(completion.draw, part, None) for part in ("seed", "step", "index", "mirrored")},
         "completion": completion.text,
         "tokens": list(completion.tokens),
         "num_tokens": len(completion.tokens),

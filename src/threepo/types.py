@@ -211,6 +211,9 @@ class TrainingBatch:
     """Divides the trainer's logits, as it divided the engine's."""
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
+    fitness: Mapping[Draw, float] = field(default_factory=dict)
+    """What each draw was worth, standardised. An evolution strategy makes the update of it if there are no parts, and
+    is compared with the update if there are; empty: neither."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 """
 
 import os
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -20,6 +20,7 @@ from threepo.config.method import IVONConfig as IVONConfig
 from threepo.config.method import Method as Method
 from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
+from threepo.config.method import SGDConfig as SGDConfig
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
@@ -266,6 +267,13 @@ class TrainConfig(Settings, table=""):
         )
         self.check("method.draws", noisy or not self.method.draws, f"{fix} method.draws = 0")
         self.check("eval.draws", noisy or not self.eval.draws, f"{fix} eval.draws = 0")
+        fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
+        evolves = self.method.gradient_at == "evolution"
+        for f in fields(ObjectiveConfig):
+            unread = evolves and getattr(self.objective, f.name) != getattr(ObjectiveConfig(), f.name)
+            self.check(f"objective.{f.name}", not unread, fix)
+        fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
+        self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
         drawn = bool(self.method.draws or self.eval.draws)
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
         self.check("noise.unit", drawn or kind == "ivon" or not noisy, fix)

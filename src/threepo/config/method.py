@@ -56,9 +56,14 @@ class Method(Settings, table="method"):
     """Draws of the weights that generate the rollouts, N or M; 0: the mean weights generate them."""
     advantages: Literal["prompt", "draw"] = "prompt"
     """One advantage group per prompt, pooled over draws, or one per prompt and draw."""
-    gradient_at: Literal["mean", "generator", "fresh"] = "mean"
+    antithetic: bool = False
+    """Draws come in pairs, with the same noise of opposite sign."""
+    gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw. With a single
-    draw, the first `fresh` one is that draw (method.md 3.2)."""
+    draw, the first `fresh` one is that draw (method.md 3.2). `evolution`: nowhere; an evolution strategy makes it of
+    the draws and their mean rewards, without a backward pass (method.md 3.6)."""
+    log_evolution: bool = False
+    """Log how the gradient compares with that of an evolution strategy on the same rollouts (method.md 3.6)."""
     gradient_draws: Count = 1
     """With gradient_at = "fresh": the number of gradient draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
@@ -67,7 +72,7 @@ class Method(Settings, table="method"):
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
-    optimizer: Literal["adamw", "ivon"] = "adamw"
+    optimizer: Literal["adamw", "ivon", "sgd"] = "adamw"
     """Optimizer of the preset, used when [optimizer] names no kind."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
@@ -93,6 +98,17 @@ class Method(Settings, table="method"):
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
         self.check("greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
+        self.check(
+            "antithetic", not self.antithetic or (n > 0 and n % 2 == 0), f"needs an even number of draws, not {n}"
+        )
+        evolves = self.gradient_at == "evolution"
+        fix = f"compares draws with each other; set method.draws to 2 or more (now {n})"
+        self.check("gradient_at", not evolves or n > 1, fix)
+        self.check("log_evolution", not self.log_evolution or n > 1, fix)
+        fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
+        self.check("correction.kind", not evolves or self.correction.kind == "none", fix)
+        self.check("advantages", not evolves or self.advantages == "prompt", fix)
+        self.check("log_evolution", not (evolves and self.log_evolution), fix)
 
     @property
     def group_size(self) -> int:
@@ -200,4 +216,16 @@ class NoiseConfig(Settings, table="noise"):
     has no noise."""
 
 
-OptimizerConfig = Annotated[AdamWConfig | IVONConfig, Field(discriminator="kind")]
+class SGDConfig(Settings, table="optimizer"):
+    """[optimizer] with kind = "sgd": the plain step of an evolution strategy."""
+
+    kind: Literal["sgd"] = "sgd"
+    """Learning rate times gradient: no state, no posterior."""
+    lr: Positive = 5e-7
+    """Learning rate. An evolution strategy that adds alpha * mean(fitness * z) has lr = alpha * sigma (default: sigma =
+    1e-3 and alpha = sigma / 2)."""
+    max_grad_norm: NotNegative = 0.0
+    """Gradients are scaled down to this total norm; 0: never. Of no effect on an evolution strategy."""
+
+
+OptimizerConfig = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]

@@ -4,6 +4,7 @@ These are functions of a `config.Method`; nothing here, or anywhere, branches on
 the lattice with its equations.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from threepo.types import Completion, Draw, GradientPart, Group, Problem, Reques
 
 def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
     """The weights that generate this step's rollouts; [None] is the mean."""
+    if method.antithetic:
+        return [Draw(seed, step, index // 2, mirrored=bool(index % 2)) for index in range(method.draws)]
     return [Draw(seed, step, index) for index in range(method.draws)] or [None]
 
 
@@ -24,6 +27,8 @@ def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
     Fresh draws have addresses that no generator of this step has. Except with one generator: then it is the first of
     them, so that C3PO with one draw is B3PO (paper section 5.3).
     """
+    if method.gradient_at == "evolution":
+        return []
     if method.gradient_at != "fresh":
         return rollout_draws(method, seed, step) if method.gradient_at == "generator" else [None]
     first = 0 if method.draws == 1 else method.draws
@@ -68,6 +73,17 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
     return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)
 
 
+def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
+    """What each draw is worth among the draws of the step: its mean reward, standardised by [method.advantage]."""
+    rewards: dict[Draw, list[float]] = {}
+    for completion in (completion for group in groups for completion in group.completions):
+        assert completion.draw, "only draws have a fitness"
+        assert completion.verdict, "only graded completions have rewards"
+        rewards.setdefault(completion.draw, []).append(completion.verdict.reward)
+    means = torch.tensor([math.fsum(values) / len(values) for values in rewards.values()], dtype=torch.float64)
+    return dict(zip(rewards, group_advantages(means, method.advantage).tolist(), strict=True))
+
+
 def training_batch(
     method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int
 ) -> TrainingBatch:
@@ -98,7 +114,8 @@ def training_batch(
         correction = None
     # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
     temperature = 1.0 if method.greedy else sampling.temperature
-    return TrainingBatch(parts, normalize, correction, temperature, method.cumulative)
+    compared = fitness(method, groups) if method.log_evolution or not parts else {}
+    return TrainingBatch(parts, normalize, correction, temperature, method.cumulative, compared)
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:

@@ -201,6 +201,10 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self._observed.add(zip(entries, grads, strict=True), draw, cumulative)
         return True
 
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Of every parameter, observed since the last step, as a sum over draws."""
+        return dict(self._observed.grad)
+
     def discard(self) -> None:
         """Forget the gradients observed since the last step, and count a skipped step."""
         self._observed = Observations()  # the count of draws is kept: this step's draws must not be made again

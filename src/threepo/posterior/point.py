@@ -1,10 +1,12 @@
 """Optimizers of torch as policy optimizers: they learn a point, around which there may be noise of a given size."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from threepo.posterior.layout import local, sum_over_shards
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
 from threepo.posterior.policy_optimizer import named_in_groups, names_by_group, total_norm
 from threepo.types import Draw
@@ -101,6 +103,10 @@ class Point(Perturbable, torch.optim.Optimizer):
             group["step"] += 1
         self.zero_grad(set_to_none=True)
 
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Of every parameter, observed since the last step, as a sum."""
+        return {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+
     def discard(self) -> None:
         """Clear the gradients, and count a skipped step."""
         self._observed, self._norm = 0, 0.0
@@ -117,3 +123,21 @@ class Point(Perturbable, torch.optim.Optimizer):
 
 class PointAdamW(Point, torch.optim.AdamW):
     """AdamW."""
+
+
+class PointSGD(Point, torch.optim.SGD):
+    """Plain steps: learning rate times gradient."""
+
+    @torch.no_grad()
+    def move(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Step along gradients that come one at a time, each with its parameter."""
+        self._refuse_while_perturbed("the mean is updated")
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        squares = []
+        for p, grad in gradients:
+            p.add_(grad, alpha=-rates[p])
+            squares.append((p, torch.linalg.vector_norm(local(grad))))
+        self._reshard()
+        self._norm = math.sqrt(sum_over_shards(squares, squared=True))
+        for group in self.param_groups:
+            group["step"] += 1

@@ -47,6 +47,9 @@ class PolicyOptimizer(WeightSource, Protocol):
     def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
         """Take the gradient of the model, divided by `divisor`, as measured at `draw`; False if it is not finite."""
 
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Of every parameter, observed since the last step, as a sum."""
+
     def step(self, *, divisor: float | None = None) -> Any:
         """Update from the observed gradients: their sum over `divisor` (default: their number)."""
 

@@ -47,7 +47,7 @@ class InferenceServer:
 
     async def tell(self, path: Path, draw: Draw | None, version: str, probe: Sequence[int]) -> list[float]:
         """Let the server make a draw from a file (posterior/pushed.py). Returns the log-probs of the probe under it."""
-        address = None if draw is None else [draw.seed, draw.step, draw.index]
+        address = None if draw is None else [draw.seed, draw.step, draw.index, draw.mirrored]
         try:
             await self._request("POST", "/start_weight_update", {})
         except UserError as error:

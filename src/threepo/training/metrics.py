@@ -77,7 +77,7 @@ def update_metrics(record: UpdateRecord) -> Metrics:
     """The loss, and the ratios of the gradient's policy to the old one and to the rollouts' generators."""
     if not record.rows:
         return {}
-    metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0}
+    metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
     if record.correction is None:
         return metrics

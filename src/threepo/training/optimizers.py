@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig
+from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointAdamW
+from threepo.posterior.point import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.sizes import by_size, sizes
 from threepo.run_folder import model_folder
@@ -50,6 +50,10 @@ def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, scales: dict[str
 def _build_ivon(settings: IVONConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> IVON:
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
     return IVON(_groups(model, scales), seed=seed, model=model, **own)
+
+
+def _build_sgd(settings: SGDConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> PointSGD:
+    return PointSGD(_groups(model, scales), seed=seed, model=model, **_all_but(settings, "kind"))
 
 
 def _groups(model: torch.nn.Module, scales: dict[str, float]) -> list[dict[str, Any]]:
@@ -110,6 +114,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(_build_adamw, _point_scale, lambda *_: {"AdamW's moments": 2}),
+    "sgd": OptimizerKind(_build_sgd, _point_scale, lambda *_: {}),
     "ivon": OptimizerKind(_build_ivon, _ivon_scale, _ivon_memory, begin_ivon),
 }
 """By the `kind` of their settings."""

@@ -70,7 +70,7 @@ def _reinforcement(
 ) -> Plan:
     data, method, engine = config.data, config.method, config.engine
     draws = max(method.draws, 1)
-    gradient_draws = {"generator": draws, "fresh": method.gradient_draws, "mean": 1}[method.gradient_at]
+    gradient_draws = {"generator": draws, "fresh": method.gradient_draws}.get(method.gradient_at, 1)
     longest_prompt, longest = data.max_prompt_tokens or UNKNOWN, config.sampling.max_new_tokens
     prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt

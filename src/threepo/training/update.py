@@ -17,6 +17,7 @@ from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
 from threepo.objectives.policy_loss import LossInputs
+from threepo.posterior.evolution import compare, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
@@ -119,6 +120,8 @@ class UpdateRecord:
     policy: dict[str, float] = field(default_factory=dict)
     """Metrics `policy/<name>`, as sums over tokens."""
     rows: list[RowRecord] = field(default_factory=list)
+    compared: dict[str, float] = field(default_factory=dict)
+    """Metrics of the comparison with an evolution strategy."""
 
     def unite(self, ranks: Ranks) -> None:
         """Add up what the ranks have recorded, each of its own rows."""
@@ -153,6 +156,9 @@ def update_policy(
     ranks: Ranks = ALONE,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
+    if not batch.parts:
+        evolve(optimizer, batch.fitness)
+        return UpdateRecord(None)
     update = _Update(policy, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
     record = update.record
     if objective.mini_batches > 1:
@@ -170,6 +176,8 @@ def update_policy(
             if divisor > 0:
                 optimizer.observe(part.draw, divisor, cumulative=batch.cumulative)
         losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
+        if batch.fitness and counts:
+            record.compared = compare(optimizer, batch.fitness)
         record.loss += losses
         record.normalizer += counts
         if counts == 0:

@@ -1,0 +1,120 @@
+"""Evolution strategies: a gradient made of draws and their fitness, without a backward pass (Salimans et al., 2017).
+
+The gradient of the expected fitness E[F(m + sigma z)] with respect to m is E[F z / sigma]. With N draws it is estimated
+by the mean of F_n z_n / sigma. The noise is made again from its addresses, one parameter at a time.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from threepo.posterior import kernels
+from threepo.posterior.layout import local, sum_over_shards
+from threepo.posterior.noise import noise_key
+from threepo.posterior.operations import Perturb, Scalars
+from threepo.posterior.perturbation import Noisy
+from threepo.posterior.point import PointSGD
+from threepo.types import Draw
+
+Fitness = Mapping[Draw, float]
+"""What each draw of a step was worth, centred; the larger, the better."""
+
+
+def evolve(optimizer: Any, fitness: Fitness) -> None:
+    """Take a step of the optimizer along the gradient of minus the fitness; skip it if all draws were worth the same.
+
+    IVON keeps its Hessian. With SGD, a parameter is moved before the next one's gradient is made: the step needs no
+    more memory than the largest parameter.
+    """
+    if not any(fitness.values()):
+        optimizer.discard()
+        return
+    found = gradients(optimizer.noisy(), fitness)
+    if isinstance(optimizer, PointSGD):
+        optimizer.move((entry.p, grad) for entry, grad in found)
+        return
+    for entry, grad in found:
+        entry.p.grad = grad.to(entry.p.dtype)
+    optimizer.observe(None)
+    optimizer.step()
+
+
+@torch.no_grad()
+def gradients(noisy: Sequence[Noisy], fitness: Fitness) -> Iterator[tuple[Noisy, torch.Tensor]]:
+    """Minus the mean over draws of fitness times z / sigma: float32, in each parameter's shape and on its shards."""
+    weights = _by_noise(fitness)
+    for entry in noisy:
+        total = _zeros(entry)
+        for draw, weight in weights.items():
+            _add_noise(total, draw, entry.name, -weight / len(fitness))
+        yield entry, _divide(total, entry)
+
+
+def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
+    """The observed gradient beside the one that an evolution strategy makes of the same rollouts.
+
+    `evolution/cosine`: between the two, over all parameters with noise. `evolution/correlation`: over the draws,
+    between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. A collective
+    where parameters are sharded.
+    """
+    weights, observed = _by_noise(fitness), optimizer.gradients()
+    products: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def add(key: Any, p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        products.setdefault(key, []).append((p, (local(a).double() * local(b).double()).sum()))
+
+    for entry in (entry for entry in optimizer.noisy() if entry.p in observed):
+        grad, total = observed[entry.p].float(), _zeros(entry)
+        for draw, weight in weights.items():
+            z = _zeros(entry)
+            _add_noise(z, draw, entry.name, 1.0)
+            add(draw, entry.p, z, _multiplied(grad, entry))
+            total.add_(z, alpha=-weight)
+        evolved = _divide(total, entry)
+        for key, a, b in (("both", evolved, grad), ("evolved", evolved, evolved), ("observed", grad, grad)):
+            add(key, entry.p, a, b)
+    sums = {key: sum_over_shards(values) for key, values in products.items()}
+    norms = math.sqrt(sums["evolved"] * sums["observed"])
+    predicted = [-sums[_base(draw)] * (-1 if draw.mirrored else 1) for draw in fitness]
+    correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
+    cosine = sums["both"] / norms if norms else math.nan
+    return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
+
+
+def _base(draw: Draw) -> Draw:
+    return replace(draw, mirrored=False)
+
+
+def _by_noise(fitness: Fitness) -> dict[Draw, float]:
+    """The fitness of each noise: that of a mirrored draw counts against it."""
+    found: dict[Draw, float] = {}
+    for draw, value in fitness.items():
+        found[_base(draw)] = found.get(_base(draw), 0.0) + (-value if draw.mirrored else value)
+    return found
+
+
+def _zeros(entry: Noisy) -> torch.Tensor:
+    return torch.zeros_like(entry.p, dtype=torch.float32, requires_grad=False)
+
+
+def _add_noise(total: torch.Tensor, draw: Draw, name: str, weight: float) -> None:
+    unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=weight)
+    kernels.run([Perturb(total, total, total, noise_key(draw, name), unit)])
+
+
+def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:
+    """By sigma, in place."""
+    local(total).div_(_sigma(entry))
+    return total
+
+
+def _multiplied(grad: torch.Tensor, entry: Noisy) -> torch.Tensor:
+    return local(grad) * _sigma(entry)
+
+
+def _sigma(entry: Noisy) -> torch.Tensor | float:
+    scalars = entry.scalars
+    return scalars.noise_scale / scalars.fixed_root if scalars.fixed_root else scalars.sigma(local(entry.hessian))

@@ -1,0 +1,138 @@
+"""Evolution strategies: the gradient by hand and of a smooth fitness, in place, in pairs, and beside another one."""
+
+import math
+
+import pytest
+import torch
+
+from posterior.test_sizes import normals
+from threepo.config import AdamWConfig, IVONConfig, NoiseConfig, SGDConfig
+from threepo.models.policy import Policy
+from threepo.posterior.evolution import compare, evolve, gradients
+from threepo.posterior.ivon import IVON
+from threepo.posterior.perturbation import Noisy
+from threepo.posterior.point import PointSGD
+from threepo.training.optimizers import build_optimizer
+from threepo.types import Draw
+
+NOISE = NoiseConfig(unit="absolute", size=0.02, where={"mlp": 1.0, "norm": 5.0})
+DRAWS = [Draw(0, 4, i) for i in range(3)]
+FITNESS = {DRAWS[0]: 1.2, DRAWS[1]: -0.7, DRAWS[2]: -0.5}
+
+
+def expected(entry: Noisy, fitness: dict[Draw, float], sigma: float | torch.Tensor) -> torch.Tensor:
+    """From the definition, in float64."""
+    total = torch.zeros(entry.p.shape, dtype=torch.float64)
+    for draw, value in fitness.items():
+        sign = -1.0 if draw.mirrored else 1.0
+        total -= value * sign * normals(draw, entry.name, entry.p).double() / len(fitness)
+    return total / sigma
+
+
+def test_the_gradient_is_the_mean_of_fitness_times_noise_over_sigma(policy: Policy) -> None:
+    optimizer = build_optimizer(SGDConfig(), NOISE, policy.model, 0)
+    found = {entry.name: (entry, grad) for entry, grad in gradients(optimizer.noisy(), FITNESS)}
+    assert {entry.name.split(".")[-2] for entry, _ in found.values()} >= {"gate_proj", "norm"}
+    assert not any("embed" in name or "attn.q_proj" in name for name in found), "they have no noise"
+    for name, (entry, grad) in found.items():
+        sigma = 0.1 if "norm" in name else 0.02
+        torch.testing.assert_close(grad.double(), expected(entry, FITNESS, sigma), rtol=1e-4, atol=1e-4)
+
+
+def test_sigma_of_a_learned_posterior_divides_each_weight(policy: Policy) -> None:
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4)
+    for p in policy.model.parameters():
+        optimizer.state[p]["hessian"].mul_(torch.linspace(0.5, 2.0, p.numel()).view_as(p))
+    for entry, grad in gradients(optimizer.noisy(), FITNESS):
+        sigma = 1 / (1e4 * (entry.hessian.double() + 1e-8)).sqrt()
+        torch.testing.assert_close(grad.double(), expected(entry, FITNESS, sigma), rtol=1e-4, atol=1e-4)
+
+
+def test_a_mirrored_draw_counts_against_the_noise_that_it_shares(policy: Policy) -> None:
+    optimizer = build_optimizer(SGDConfig(), NOISE, policy.model, 0)
+    pairs = {Draw(0, 4, i, mirrored): value for i, mirrored, value in
+             ((0, False, 1.0), (0, True, -0.5), (1, False, 0.25), (1, True, 0.25))}  # fmt: skip
+    for entry, grad in gradients(optimizer.noisy(), pairs):
+        z = normals(Draw(0, 4, 0), entry.name, entry.p)
+        sigma = 0.1 if "norm" in entry.name else 0.02
+        torch.testing.assert_close(grad, -1.5 / 4 * z / sigma, rtol=1e-4, atol=1e-4)  # of the second, nothing is left
+
+
+def test_pairs_recover_the_gradient_of_a_linear_fitness() -> None:
+    """F(theta) = a theta: every pair measures its own projection of a, so their mean tends to a."""
+    p = torch.nn.Parameter(torch.zeros(8))
+    a = torch.linspace(-1, 1, 8)
+    optimizer = PointSGD([{"params": [("w", p)], "noise_scale": 0.3}], lr=1.0, max_grad_norm=0.0)
+    draws = [Draw(7, 0, i // 2, mirrored=bool(i % 2)) for i in range(4000)]
+    fitness = {}
+    for draw in draws:
+        with optimizer.at(draw), torch.no_grad():
+            fitness[draw] = float(a @ p)
+    evolve(optimizer, fitness)
+    torch.testing.assert_close(p.detach(), a, rtol=0, atol=0.15)  # 2000 pairs: 1 / sqrt(2000) = 0.02 times |a| sqrt(2)
+    assert torch.nn.functional.cosine_similarity(p.detach(), a, dim=0) > 0.99
+
+
+def test_es_at_scale_adds_half_of_sigma_times_fitness_times_noise(policy: Policy) -> None:
+    """alpha = sigma / 2 = 5e-4 in front of mean(fitness z) is the default learning rate of sigma = 1e-3."""
+    noise = NoiseConfig(unit="absolute", size=1e-3)
+    optimizer = build_optimizer(SGDConfig(), noise, policy.model, 0)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    evolve(optimizer, FITNESS)
+    for name, p in policy.model.named_parameters():
+        step = 5e-4 * sum(value * normals(draw, name, p) for draw, value in FITNESS.items()) / 3
+        torch.testing.assert_close(p.detach(), before[name] + step, rtol=0, atol=1e-6)
+    assert all(p.grad is None for p in policy.model.parameters()), "the step holds no gradient"
+    metrics = optimizer.step_metrics()
+    total = math.sqrt(sum(((p - before[n]) / 5e-7).square().sum().item() for n, p in policy.model.named_parameters()))
+    assert metrics["optimizer/grad_norm"] == pytest.approx(total, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [AdamWConfig(lr=1e-3), IVONConfig(lr=1e3)], ids=lambda s: s.kind)
+def test_other_optimizers_take_the_same_gradient(settings: AdamWConfig | IVONConfig, policy: Policy) -> None:
+    ours, theirs = (build_optimizer(settings, NOISE, policy.model, 0) for _ in range(2))
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    evolve(ours, FITNESS)
+    moved = [p.detach().clone() for p in policy.model.parameters()]
+    with torch.no_grad():
+        for p, value in zip(policy.model.parameters(), before, strict=True):
+            p.copy_(value)
+    for entry, grad in gradients(theirs.noisy(), FITNESS):
+        entry.p.grad = grad
+    theirs.observe(None)
+    theirs.step()
+    assert all(torch.equal(p, value) for p, value in zip(policy.model.parameters(), moved, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+
+
+def test_draws_that_are_worth_the_same_move_nothing(policy: Policy) -> None:
+    optimizer = build_optimizer(SGDConfig(lr=1.0), NOISE, policy.model, 0)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    evolve(optimizer, dict.fromkeys(DRAWS, 0.0))
+    assert all(torch.equal(p, value) for p, value in zip(policy.model.parameters(), before, strict=True))
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("kind", ["sgd", "ivon"])
+def test_the_comparison_is_of_whole_vectors(kind: str, policy: Policy) -> None:
+    """Cosine and correlation again, from all parameters as one vector in float64."""
+    optimizer = build_optimizer(SGDConfig() if kind == "sgd" else IVONConfig(), NOISE, policy.model, 0)
+    draws = {**FITNESS, Draw(0, 4, 1, mirrored=True): 2.0}
+    torch.manual_seed(0)
+    for p in policy.model.parameters():
+        p.grad = torch.randn_like(p)
+    grads = {name: p.grad.double() for name, p in policy.model.named_parameters() if p.grad is not None}
+    optimizer.observe(None)
+    entries = optimizer.noisy()
+    g = torch.cat([grads[entry.name].flatten() for entry in entries])
+    sigma = {entry.name: 0.1 if "norm" in entry.name else 0.02 for entry in entries}
+    e = torch.cat([expected(entry, draws, sigma[entry.name]).flatten() for entry in entries])
+    predicted = []
+    for draw in draws:
+        sign = -1.0 if draw.mirrored else 1.0
+        moves = [sigma[n.name] * sign * normals(draw, n.name, n.p).double().flatten() for n in entries]
+        predicted.append(-float(torch.cat(moves) @ g))
+    values = torch.tensor([list(draws.values()), predicted], dtype=torch.float64)
+    found = compare(optimizer, draws)
+    assert found["evolution/cosine"] == pytest.approx(float(e @ g / e.norm() / g.norm()), abs=1e-6)
+    assert found["evolution/correlation"] == pytest.approx(float(torch.corrcoef(values)[0, 1]), abs=1e-5)
