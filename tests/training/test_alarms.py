@@ -16,6 +16,7 @@ from threepo.errors import ThreepoWarning
 from threepo.run_folder import RunFolder, checkpoints
 from threepo.training.checkpoint import load_train_state
 from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
+from threepo.training.rollouts import Rollouts
 from threepo.training.update import RowRecord, UpdateRecord
 from threepo.types import Completion, Group
 
@@ -32,7 +33,7 @@ def warned(steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORR
     for step, completions in enumerate(steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            streaks = watch(CONFIG, streaks, step, [Group(WRONG.problem, tuple(completions))], record)
+            streaks = watch(CONFIG, streaks, step, Rollouts([Group(WRONG.problem, tuple(completions))]), record)
         found += [(step, str(warning.message)) for warning in caught]
     return found
 
