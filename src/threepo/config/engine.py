@@ -18,7 +18,7 @@ class SamplingConfig(Settings, table="sampling"):
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
     raised_temperature: NotNegative = 0.0
     """The temperature from the step after the policy's entropy fell below `raise_below`, for the rest of the run (the
-    paper's baseline Polaris: 1.4; method.md 2.4). 0: never raised."""
+    paper's baseline Polaris: 1.4; method.md 3.7). 0: never raised."""
     raise_below: PositiveShare = 0.85
     """raised_temperature: the share of the first step's entropy below which entropy counts as fallen."""
     top_p: PositiveShare = 1.0
@@ -28,7 +28,7 @@ class SamplingConfig(Settings, table="sampling"):
     max_new_tokens: Count = 512
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
     dynamic_rounds: CountOrZero = 0
-    """Dynamic sampling (DAPO: 10; method.md 2.5): prompts whose rollouts all earn the same are replaced by new ones, in
+    """Dynamic sampling (DAPO: 10; method.md 3.8): prompts whose rollouts all earn the same are replaced by new ones, in
     at most this many rounds of generation a step. 0: off."""
     prompts_per_round: CountOrZero = 0
     """dynamic_rounds: prompts of each round (DAPO: three times data.prompts_per_step); groups beyond a full batch are

@@ -33,7 +33,7 @@ _STATE_FILE = "train_state.json"
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where training stands. Every random address follows from the step, and so does the data position, but for `drawn`."""
+    """Where training stands. Random addresses follow from the step; so does the data position, except with `drawn`."""
 
     step: int = 0
     """Training steps done."""
@@ -82,9 +82,8 @@ def load_train_state(path: Path) -> TrainState:
     quiet = {"correction": saved.get("quiet_steps", 0)}  # what older versions saved
     if "schedules" not in saved:  # they saved what ess_schedule remembers, and nothing of other schedules
         saved["schedules"] = {"ess_factor" if name == "factor" else name: x for name, x in saved["ess"].items()}
-    return TrainState(
-        saved["step"], saved.get("streaks", quiet), ScheduleState(**saved["schedules"]), saved.get("drawn", 0)
-    )
+    schedules = ScheduleState(**saved["schedules"])
+    return TrainState(saved["step"], saved.get("streaks", quiet), schedules, saved.get("drawn", 0))
 
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:

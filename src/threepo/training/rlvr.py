@@ -106,7 +106,10 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
 
 
 def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update saw of it: nothing if it was left out. `groups`: see Rollouts."""
+    """Every completion of the step with what the update saw of it: nothing if it was left out.
+
+    `groups`: those that were learnt from come first.
+    """
     found = {row.index: row for row in record.rows}
     rows = []
     for index, completion in enumerate(c for group in groups for c in group.completions):
