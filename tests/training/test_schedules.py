@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import Correction, DataConfig, EssScheduleConfig, IVONConfig, ModelConfig, RunConfig, TrainConfig
+from threepo.config import (
+    Correction,
+    DataConfig,
+    EssScheduleConfig,
+    IVONConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from threepo.config.method import C3PO
-from threepo.training.schedules import ScheduleState, _divergence, next_state
+from threepo.training.schedules import ScheduleState, _divergence, next_state, step_sampling
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -53,6 +62,19 @@ def test_low_entropy_switches_to_more_noise_and_back() -> None:
 def test_ess_goes_with_the_entropys_ratio() -> None:
     ratio = EssScheduleConfig(kind="entropy_ratio", lowest=2e8)
     assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
+
+
+def test_the_temperature_rises_once_and_from_the_next_step() -> None:
+    """0.85 times the first entropy, 0.8, is 0.68: the fourth step is the first below it, and the fifth is hotter."""
+    sampling = SamplingConfig(temperature=0.9, raised_temperature=1.4, raise_below=0.85)
+    run, state, used = replace(config(EssScheduleConfig()), sampling=sampling), ScheduleState(), []
+    for done, entropy in enumerate([0.8, 1.0, 0.68, 0.67, 2.0, 0.5], start=1):
+        used.append(step_sampling(run, state).temperature)
+        state = next_state(run, state, done, {"policy/entropy": entropy})
+    assert used == [0.9, 0.9, 0.9, 0.9, 1.4, 1.4]
+    assert (state.first_entropy, state.temperature_raised) == (0.8, True)
+    unmeasured = next_state(run, ScheduleState(), 1, {})
+    assert next_state(run, unmeasured, 2, {"policy/entropy": 0.1}).first_entropy == 0.1
 
 
 def test_a_step_without_update_changes_nothing() -> None:

@@ -24,7 +24,7 @@ class ScheduleState:
     temperature_raised: bool = False
     """Whether the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
-    """Nats per token, of the first step that measured it; 0 before it."""
+    """Nats per token, of the first step that measured it; 0 before it, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Over all steps."""
 
@@ -34,11 +34,11 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
 
     A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
-    entropy = metrics.get("policy/entropy", math.nan)
-    if math.isfinite(entropy):
+    entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
+    if math.isfinite(entropy) and (raised or config.ess_schedule.kind in ("entropy_switch", "entropy_ratio")):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
-    fallen = bool(config.sampling.raised_temperature) and entropy < config.sampling.raise_below * state.first_entropy
+    fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
