@@ -106,7 +106,7 @@ def step(run: rlvr.Run, number: int, ranks: Ranks) -> Timing:
     """One step of a run on these ranks."""
     with counted() as parts:
         wall, cpu = time.perf_counter(), time.process_time()
-        groups = rlvr.rollout(run, number, Clock())
+        groups = rlvr.rollout(run, number, Clock()).generated
         between = time.perf_counter()
         rlvr.learn(run, groups, number, Clock())
         end, cpu = time.perf_counter(), time.process_time() - cpu

@@ -146,7 +146,7 @@ class Ours:
     def step(self) -> Timing:
         """One step: generate, grade, update."""
         begin = self._now()
-        groups = rlvr.rollout(self._run, self._step, Clock())
+        groups = rlvr.rollout(self._run, self._step, Clock()).generated
         between = self._now()
         rlvr.learn(self._run, groups, self._step, Clock())
         end = self._now()

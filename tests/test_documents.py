@@ -109,7 +109,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     logged: set[str] = set()
     settings = ["run.steps=1", "eval.every=1"]
     for name, config in (
-        ("grpo", train_config(tmp_path / "grpo", *settings)),
+        ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "model.tiny.tied=false")),
     ):
         api.train(config)

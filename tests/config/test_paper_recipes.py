@@ -1,5 +1,8 @@
 """The paper's recipes have its settings."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from threepo.config import AdamWConfig, Correction, IVONConfig, SFTConfig, TrainConfig
@@ -7,6 +10,7 @@ from threepo.config.recipes import load
 from threepo.config.records import differences, to_dict
 from threepo.errors import UserError
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "paper_index.md"
 MODELS = {"olmo3_7b": ("allenai/Olmo-3-1025-7B", 1e9), "qwen25_math_7b": ("Qwen/Qwen2.5-Math-7B", 1e10)}
 METHODS = {
     "grpo": (0, 16, "mean", "none"),
@@ -56,12 +60,76 @@ def test_code_is_the_papers(method: str) -> None:
     assert config.reward.sandbox.backend == "sandbox_fusion"
 
 
+BASELINES = {
+    "entreg": {"objective.entropy_coefficient": 1e-3},
+    "polaris": {"sampling.raised_temperature": 1.4},  # below 0.85 of the entropy, the default
+    "clip_higher": {"objective.clip_high": 0.28, "objective.mini_batches": 4},
+    "dynamic_sampling": {"sampling.dynamic_rounds": 10, "sampling.prompts_per_round": 3 * 32},
+}
+"""All in which a baseline differs from GRPO."""
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_the_entropy_bonus_is_all_that_its_baseline_adds(model: str) -> None:
-    grpo, bonus = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/entreg")
-    changed = {name for name, _, _ in differences(to_dict(grpo), to_dict(bonus))}
-    assert changed == {"objective.entropy_coefficient", "run.folder"}
-    assert bonus.objective.entropy_coefficient == 1e-3
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_is_grpo_with_these_settings(name: str, model: str) -> None:
+    grpo, baseline = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/{name}")
+    changed = {key: value for key, _, value in differences(to_dict(grpo), to_dict(baseline))}
+    assert changed == {**BASELINES[name], "run.folder": f"runs/paper/{model}/{name}"}
+    assert baseline.sampling.raise_below == 0.85
+
+
+def sweeps() -> dict[str, list[tuple[str, list[str]]]]:
+    """Each row of the page's table of sweeps: recipes with the settings that go on top of them."""
+    section = PAGE.read_text(encoding="utf-8").split("## Sweeps and ablations")[1].split("\n## ")[0]
+    found = {}
+    for line in section.splitlines():
+        if line.startswith("| ") and "`" in line:
+            study, recipes, settings = line.strip("| ").split(" | ")
+            found[study] = [
+                (recipe.replace("MODEL", model), text.replace("MODEL", model).split())
+                for model in MODELS
+                for recipe in re.findall("`(.*?)`", recipes)
+                for text in re.findall("`(.*?)`", settings)
+            ]
+    return found
+
+
+SWEEPS = sweeps()
+
+
+@pytest.mark.parametrize("study", SWEEPS)
+def test_every_run_of_a_sweep_is_one_of_its_recipe_with_other_settings(study: str) -> None:
+    runs = []
+    for recipe, settings in SWEEPS[study]:
+        config, base = (to_dict(load(TrainConfig, recipe, more)) for more in (settings, []))
+        named = {text.partition("=")[0] for text in settings} - {"method.preset"}
+        changed = {key for key, _, _ in differences(base, config)}
+        allowed = {"method"} if any(text.startswith("method.preset") for text in settings) else named
+        assert all(key in named or key.partition(".")[0] in allowed for key in changed), (recipe, settings)
+        runs.append(config)
+    assert all(one != other for i, one in enumerate(runs) for other in runs[:i]), "no run stands there twice"
+
+
+def sizes(study: str) -> set[tuple[int, int, int]]:
+    """Draws, completions of a prompt, and of an advantage group, of the runs of one model."""
+    methods = [load(TrainConfig, recipe, more).method for recipe, more in SWEEPS[study] if "olmo" in recipe]
+    return {(method.draws, method.rollouts_per_prompt, method.group_size) for method in methods}
+
+
+def test_the_sweeps_are_the_papers() -> None:
+    """Lambda on Qwen, too, where the paper uses 5e9 and 1e10; M and N as in figure 4."""
+    assert {float(text.partition("=")[2]) for _, (text,) in SWEEPS["$\\lambda$ (5.1, appendix)"]} >= {1e8, 1e9, 1e10}
+    assert sizes("M at $G = 16 / M$ (5.2)") == {(m, 16, 16 // m) for m in (1, 2, 4, 8)}
+    assert sizes("M at $G = 16$ (5.2)") == {(m, 16 * m, 16) for m in (1, 2, 4, 8)}
+    assert sizes("N (5.3); with one draw, C3PO is B3PO") == {(n, 16, 16) for n in (1, 2, 4, 8, 16)}
+    assert sizes("Thompson limit (appendix)") == {(16, 16, 16)}
+
+
+def test_the_pages_example_of_a_sweep_is_one_of_its_runs() -> None:
+    (command,) = re.findall(r"^threepo train (.*run\.folder.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    recipe, setting, folder = command.split()
+    assert (recipe, [setting]) in SWEEPS["N (5.3); with one draw, C3PO is B3PO"]
+    assert load(TrainConfig, recipe, [setting, folder]).run.folder == folder.partition("=")[2]
 
 
 def test_recipes_of_the_other_command_are_refused() -> None:

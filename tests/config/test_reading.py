@@ -134,6 +134,9 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("sampling.temperature=0", "method.preset = 'thompson'"),
         ("sampling.top_p=0.9", "importance ratios are wrong"),
         ("sampling.top_p=0", "sampling.top_p = 0: must be greater than 0"),
+        ("sampling.raised_temperature=1", "must exceed sampling.temperature = 1.0, or be 0"),
+        ("sampling.dynamic_rounds=1", "one round replaces nothing; set 2 or more, or set sampling.prompts_per_round"),
+        ("sampling.prompts_per_round=64", "is read by dynamic sampling only; set sampling.dynamic_rounds = 10"),
         ("objective.mini_batches=33", "must not exceed data.prompts_per_step = 32"),
         ("objective.dual_clip=0.5", "must be 0 .off. or above 1"),
         ("eval.draws=3", "must divide eval.samples = 8"),
@@ -210,6 +213,7 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         ),
         ([*SERVERS, "engine.vllm.replicas=2"], "engine.vllm.replicas = 2: is an option of replicas, and with"),
         (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
+        (["engine.kind=vllm", "sampling.raised_temperature=3"], "sampling.raised_temperature = 3.0: engine.kind = 'v"),
         (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
     ],
 )

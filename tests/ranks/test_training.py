@@ -44,7 +44,7 @@ METHODS = {
     "b3po": IVON,
     "m3po": (*IVON, "model.gradient_checkpointing=true"),
     "c3po": IVON,
-    "c3po_replay": IVON,
+    "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
 }
 COMMON = (
     *RLVR,

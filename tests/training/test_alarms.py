@@ -14,8 +14,10 @@ from threepo import api
 from threepo.config import Correction
 from threepo.errors import ThreepoWarning
 from threepo.run_folder import RunFolder, checkpoints
-from threepo.training.checkpoint import load_train_state
+from threepo.training.checkpoint import TrainState, load_train_state
 from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
+from threepo.training.rollouts import Rollouts
+from threepo.training.schedules import ScheduleState
 from threepo.training.update import RowRecord, UpdateRecord
 from threepo.types import Completion, Group
 
@@ -32,7 +34,7 @@ def warned(steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORR
     for step, completions in enumerate(steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            streaks = watch(CONFIG, streaks, step, [Group(WRONG.problem, tuple(completions))], record)
+            streaks = watch(CONFIG, streaks, step, Rollouts([Group(WRONG.problem, tuple(completions))]), record)
         found += [(step, str(warning.message)) for warning in caught]
     return found
 
@@ -115,7 +117,8 @@ def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
     checkpoint = checkpoints(tmp_path / "run")[-1][1]
     file = checkpoint / "train_state.json"
     saved = json.loads(file.read_text())
-    del saved["streaks"]
-    file.write_text(json.dumps({**saved, "quiet_steps": 4}))
-    assert load_train_state(checkpoint).streaks == {"correction": 4}
-    assert load_train_state(checkpoint).step == 1
+    old = {name: saved[name] for name in saved.keys() - {"streaks", "schedules", "drawn"}}
+    ess = {"factor": 0.5, "first_entropy": 2.0, "highest_entropy": 3.0}
+    file.write_text(json.dumps({**old, "quiet_steps": 4, "ess": ess}))
+    schedules = ScheduleState(ess_factor=0.5, first_entropy=2.0, highest_entropy=3.0)
+    assert load_train_state(checkpoint) == TrainState(1, {"correction": 4}, schedules)

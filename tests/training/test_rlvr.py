@@ -27,7 +27,9 @@ from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import rlvr
+from threepo.training.checkpoint import TrainState
 from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.training.schedules import ScheduleState
 
 LOWER_HALF = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 """Paid for the first character only: a random policy earns about a third of it, and can learn it in a few steps."""
@@ -102,6 +104,10 @@ def test_rollouts_cut_by_top_p_or_top_k_have_no_ratios(cut: str, tmp_path: Path)
         assert completion["correction_weight"] == 1
 
 
+PAIRS = ("method.rollouts_per_prompt=2", "method.draws=2")
+"""Groups of two, of which many have no spread."""
+
+
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a SIGTERM in the middle of training step `step`."""
     inner = rlvr.rollout
@@ -120,6 +126,8 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
         ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
+        ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
+        ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
     ],
 )
 def test_stopping_and_resuming_equals_never_stopping_bitwise(
@@ -139,6 +147,33 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key
+    # The temperature rises in the first step after the interruption.
+    rows = [row for row in whole["metrics"] if row["step"] >= 0]
+    raised = "sampling.raised_temperature=1.4" in settings
+    assert [row["sampling/temperature"] for row in rows] == ([1.0] * 3 + [1.4] * 3 if raised else [1.0] * 6)
+    refilled = any(row.get("sampling/rounds", 0) > 1 for row in rows)
+    assert refilled is ("sampling.dynamic_rounds=3" in settings)
+
+
+def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path: Path, learnable: list[str]) -> None:
+    """A step after the latch is, bitwise, a step of a run that has always had that temperature."""
+    raised = TrainState(schedules=ScheduleState(temperature_raised=True, first_entropy=3.0, highest_entropy=3.0))
+    found = {}
+    for name, state, settings in (
+        ("raised", raised, ["sampling.raised_temperature=1.4"]),
+        ("hot", TrainState(), ["sampling.temperature=1.4"]),
+        ("cold", TrainState(), ["sampling.raised_temperature=1.4"]),
+    ):
+        run = rlvr.assemble(train_config(tmp_path / name, *learnable, *settings, "run.steps=1", "optimizer.lr=1e-2"))
+        run.state = state
+        with run.folder:
+            rlvr.train(run)
+        found[name] = outcome(tmp_path / name)
+    for key in ("tensors", "completions", "metrics"):
+        assert found["raised"][key] == found["hot"][key]
+        assert found["cold"][key] != found["hot"][key]
+    for row in found["raised"]["completions"]["step-000000.parquet"]:
+        assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
 
 
 def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:

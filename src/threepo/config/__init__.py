@@ -285,15 +285,27 @@ class TrainConfig(Settings, table=""):
         fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
         measured = schedule.metric == "kl" or correction.endswith("mis")
         self.check("ess_schedule.metric", not controlled or measured, fix)
-        for key in ("sampling.temperature", "eval.temperature"):
+        for key in ("sampling.temperature", "sampling.raised_temperature", "eval.temperature"):
             self.engine.check_temperature(self, key)
-        fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
-        self.check("sampling.temperature", self.sampling.temperature > 0 or self.method.greedy, fix)
+        self._check_sampling()
         fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
         whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
         self.check("method.correction.kind", whole or correction == "none", fix)
         fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
         self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+
+    def _check_sampling(self) -> None:
+        sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step
+        fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
+        self.check("sampling.temperature", sampling.temperature > 0 or greedy, fix)
+        fix = f"must exceed sampling.temperature = {sampling.temperature}, or be 0, which never raises it"
+        raised = sampling.raised_temperature
+        self.check("sampling.raised_temperature", not raised or raised > sampling.temperature, fix)
+        fix = "greedy rollouts (method.greedy) have no temperature; set it to 0"
+        self.check("sampling.raised_temperature", not (raised and greedy), fix)
+        fix = f"must hold a batch, data.prompts_per_step = {batch}, or be 0"
+        per_round = sampling.prompts_per_round
+        self.check("sampling.prompts_per_round", not per_round or per_round >= batch, fix)
 
 
 class SFTConfig(Settings, table=""):

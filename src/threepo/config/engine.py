@@ -12,16 +12,33 @@ from threepo.config.records import Count, CountOrZero, NotNegative, PositiveShar
 
 
 class SamplingConfig(Settings, table="sampling"):
-    """[sampling]: how rollouts are decoded."""
+    """[sampling]: how rollouts are decoded, and which of them make a batch."""
 
     temperature: NotNegative = 1.0
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
+    raised_temperature: NotNegative = 0.0
+    """The temperature from the step after the policy's entropy fell below `raise_below`, for the rest of the run (the
+    paper's baseline Polaris: 1.4; method.md 3.7). 0: never raised."""
+    raise_below: PositiveShare = 0.85
+    """raised_temperature: the share of the first step's entropy below which entropy counts as fallen."""
     top_p: PositiveShare = 1.0
     """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
     top_k: CountOrZero = 0
     """Keep this many most probable tokens; 0 keeps all."""
     max_new_tokens: Count = 512
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
+    dynamic_rounds: CountOrZero = 0
+    """Dynamic sampling (DAPO: 10; method.md 3.8): prompts whose rollouts all earn the same are replaced by new ones, in
+    at most this many rounds of generation a step. 0: off."""
+    prompts_per_round: CountOrZero = 0
+    """dynamic_rounds: prompts of each round (DAPO: three times data.prompts_per_step); groups beyond a full batch are
+    discarded. 0: as many as the batch still lacks."""
+
+    def __post_init__(self) -> None:
+        fix = "one round replaces nothing; set 2 or more, or set sampling.prompts_per_round to generate more at once"
+        self.check("dynamic_rounds", self.dynamic_rounds != 1 or self.prompts_per_round > 0, fix)
+        fix = "is read by dynamic sampling only; set sampling.dynamic_rounds = 10, or remove it"
+        self.check("prompts_per_round", self.dynamic_rounds > 0 or not self.prompts_per_round, fix)
 
 
 _WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")

@@ -4,7 +4,7 @@ import json
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,22 @@ class FiniteProblems:
         if n < size:
             raise UserError(f"{self.source}: holds {n} problems, fewer than data.prompts_per_step = {size}; lower it")
         return [self.problems[i] for i in epoch_batch(n, size, self.seed, step)]
+
+    def untried(self, drawn: int, count: int, tried: Collection[str]) -> tuple[list[Problem], int]:
+        """The next `count` problems after the first `drawn` of all epochs in turn, and the new `drawn`.
+
+        Problems whose ids were `tried` are passed over, and no problem comes twice; fewer once all have been tried.
+        """
+        n, seen = len(self.problems), set(tried)
+        problems: list[Problem] = []
+        while len(problems) < count and len(seen) < n:
+            epoch, place = divmod(drawn, n)
+            problem = self.problems[_epoch_order(n, self.seed, epoch)[place]]
+            drawn += 1
+            if problem.id not in seen:
+                seen.add(problem.id)
+                problems.append(problem)
+        return problems, drawn
 
     def first(self, count: int) -> Sequence[Problem]:
         """The first `count` problems, in the order of the source."""

@@ -8,7 +8,7 @@ To add a task: a file in `tasks/`, and a line in its `TASKS`.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
@@ -68,6 +68,10 @@ class Endless(ABC):
     def batch(self, step: int, size: int) -> list[Problem]:
         """The problems of one training step: the next `size` of the sequence."""
         return [self.problem(step * size + i) for i in range(size)]
+
+    def untried(self, drawn: int, count: int, _: Collection[str]) -> tuple[list[Problem], int]:
+        """The next `count` problems after the first `drawn`, and the new `drawn`; no problem comes twice."""
+        return [self.problem(drawn + i) for i in range(count)], drawn + count
 
     def first(self, count: int) -> Sequence[Problem]:
         """The first `count` problems, for evaluation."""

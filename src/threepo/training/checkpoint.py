@@ -25,7 +25,7 @@ from threepo.posterior.layout import like_parameter
 from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
 from threepo.ranks.files import save_sharded, shared_folder
 from threepo.ranks.group import ALONE, Ranks
-from threepo.training.ess import EssState
+from threepo.training.schedules import ScheduleState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "train_state.json"
@@ -33,13 +33,15 @@ _STATE_FILE = "train_state.json"
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where training stands. The data position and every random address follow from the step."""
+    """Where training stands. Random addresses follow from the step; so does the data position, except with `drawn`."""
 
     step: int = 0
     """Training steps done."""
     streaks: Mapping[str, int] = field(default_factory=dict)
     """See `metrics.watch`."""
-    ess: EssState = field(default_factory=EssState)
+    schedules: ScheduleState = field(default_factory=ScheduleState)
+    drawn: int = 0
+    """Problems that dynamic sampling has taken from their source; 0 without it."""
 
 
 def save_checkpoint(
@@ -77,8 +79,11 @@ def save_checkpoint(
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint."""
     saved = read_json(path / _STATE_FILE)
-    quiet = {"correction": saved.get("quiet_steps", 0)}  # what versions before `streaks` saved
-    return TrainState(saved["step"], saved.get("streaks", quiet), EssState(**saved["ess"]))
+    quiet = {"correction": saved.get("quiet_steps", 0)}  # what older versions saved
+    if "schedules" not in saved:  # they saved what ess_schedule remembers, and nothing of other schedules
+        saved["schedules"] = {"ess_factor" if name == "factor" else name: x for name, x in saved["ess"].items()}
+    schedules = ScheduleState(**saved["schedules"])
+    return TrainState(saved["step"], saved.get("streaks", quiet), schedules, saved.get("drawn", 0))
 
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:

@@ -17,6 +17,7 @@ from threepo.config import Method, TrainConfig
 from threepo.errors import ThreepoWarning
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
+from threepo.training.rollouts import Rollouts
 from threepo.training.update import UpdateRecord
 from threepo.types import Group
 
@@ -31,13 +32,13 @@ class Clock:
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
+        """Add the time since the last lap to that of `name`."""
         now = time.perf_counter()
-        self.times[name], self._last = now - self._last, now
+        self.times[name], self._last = self.times.get(name, 0.0) + now - self._last, now
 
 
-def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
-    """Rewards, lengths, and how many prompts give no gradient."""
+def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
+    """Rewards, lengths, and how many prompts give no gradient, of these groups."""
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     _, flat = advantages(method, groups)
@@ -66,7 +67,20 @@ def rollout_metrics(method: Method, groups: list[Group]) -> Metrics:
     }
 
 
-def time_metrics(clock: Clock, groups: list[Group]) -> Metrics:
+def dynamic_metrics(rollouts: Rollouts) -> Metrics:
+    """What dynamic sampling cost, and what it did not reach; empty without it."""
+    if not rollouts.rounds:
+        return {}
+    return {
+        "sampling/rounds": rollouts.rounds,
+        "groups/generated": len(rollouts.generated),
+        "groups/discarded_share": len(rollouts.discarded) / len(rollouts.generated),
+        "groups/missing": rollouts.missing,
+        "completions/discarded_tokens": sum(len(c.tokens) for group in rollouts.discarded for c in group.completions),
+    }
+
+
+def time_metrics(clock: Clock, groups: Sequence[Group]) -> Metrics:
     """Seconds of the parts of a step, and what follows from them."""
     parts, tokens = clock.times, sum(len(c.tokens) for group in groups for c in group.completions)
     step = sum(parts[name] for name in ("time/rollout", "time/reward", "time/update"))
@@ -128,6 +142,11 @@ _CUT = (
     "every completion was cut at sampling.max_new_tokens = {} and graded unfinished: raise sampling.max_new_tokens, or "
     "see in completions/ of the run folder whether the policy repeats itself"
 )
+_NOT_FULL = (
+    "sampling.dynamic_rounds = {} rounds have not found enough prompts whose completions earn different rewards, and "
+    "prompts without a learning signal have filled the batch: the problems are too hard or too easy for this policy; "
+    "change them, or raise sampling.dynamic_rounds or sampling.prompts_per_round"
+)
 _UNCHANGED = (
     "the {} correction has masked or truncated nothing: the draws may be too close together to matter (lower "
     "optimizer.ess), or the log-probs of the rollouts are wrong"
@@ -135,14 +154,14 @@ _UNCHANGED = (
 
 
 def watch(
-    config: TrainConfig, streaks: Mapping[str, int], step: int, groups: Sequence[Group], record: UpdateRecord
+    config: TrainConfig, streaks: Mapping[str, int], step: int, rollouts: Rollouts, record: UpdateRecord
 ) -> dict[str, int]:
     """Warn if training step `step` made a streak long enough. Returns all streaks after it, by alarm.
 
     A streak is the number of steps in a row in which something happened. It stays as it is in a step that says nothing
     about it, and after its warning.
     """
-    completions = [completion for group in groups for completion in group.completions]
+    completions = [completion for group in rollouts.generated for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     failed = all(verdict.status == "error" for verdict in verdicts)
     constant = len({verdict.reward for verdict in verdicts}) == 1
@@ -155,6 +174,8 @@ def watch(
         ("reward", None if failed else constant, CONSTANT_STEPS, _CONSTANT.format(verdicts[0].reward)),
         ("length", cut, FAILED_STEPS, (_ENDLESS if endless else _CUT).format(config.sampling.max_new_tokens)),
     ]
+    if rounds := config.sampling.dynamic_rounds:
+        alarms.append(("dynamic", rollouts.missing > 0, FAILED_STEPS, _NOT_FULL.format(rounds)))
     if correction:
         unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
         alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))

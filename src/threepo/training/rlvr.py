@@ -7,8 +7,9 @@ Every step is a function of the recipe and of what the last step left (weights a
 was stopped at any moment goes on from its last checkpoint as if nothing had happened.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from threepo.config import TrainConfig
@@ -23,11 +24,12 @@ from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.checkpoint import TrainState
-from threepo.training.ess import next_ess, refuse_unmeasured
-from threepo.training.metrics import Clock, rollout_metrics, time_metrics, update_metrics, watch
+from threepo.training.metrics import Clock, dynamic_metrics, rollout_metrics, time_metrics, update_metrics, watch
+from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
+from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
 from threepo.training.update import UpdateRecord, update_policy
-from threepo.types import Group
+from threepo.types import Group, Problem
 
 
 @dataclass
@@ -54,49 +56,60 @@ def train(run: Run) -> None:
             clock = Clock()
             run.set_rates(step, steps)
             try:
-                groups = rollout(run, step, clock)
+                rollouts = rollout(run, step, clock)
             except UserError:  # from a reward function or a problem: keep what was learnt until here
                 run.save()
                 raise
-            record = learn(run, groups, step, clock)
-            metrics = rollout_metrics(run.config.method, groups) | update_metrics(record) | run.optimizer_metrics()
-            streaks = watch(run.config, run.state.streaks, step, groups, record)
-            run.state = TrainState(step + 1, streaks, next_ess(run.config, run.state.ess, step + 1, metrics))
+            record = learn(run, rollouts.groups, step, clock)
+            metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
+            metrics |= update_metrics(record) | run.optimizer_metrics()
+            metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
+            streaks = watch(run.config, run.state.streaks, step, rollouts, record)
+            schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
+            run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
             if run.examination and due(step + 1, run.config.eval.every, steps):
                 metrics |= run.examination.metrics(run.engine, run.optimizer, step + 1)
                 clock.lap("time/eval")
             with run.ranks.together():
-                run.folder.write_completions(step, completion_rows(step, groups, record))
+                run.folder.write_completions(step, completion_rows(step, rollouts.generated, record))
             clock.lap("time/log")
-            end_step(metrics | time_metrics(clock, groups))
+            end_step(metrics | time_metrics(clock, rollouts.generated))
 
 
-def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
+def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
     """Generate and grade the step's completions, under the draws that the method names."""
     config, method, seed = run.config, run.config.method, run.config.run.seed
-    sampling = replace(config.sampling, temperature=0.0) if method.greedy else config.sampling
-    problems = run.source.batch(step, config.data.prompts_per_step)
-    prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
+    sampling = step_sampling(config, run.state.schedules)
     draws = lattice.rollout_draws(method, seed, step)
     run.engine.load(run.optimizer, draws, step)
-    completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
-    clock.lap("time/rollout")
-    completions = graded(run.grader, completions)
-    clock.lap("time/reward")
-    return lattice.group_by_prompt(completions)
+
+    def answer(problems: Sequence[Problem]) -> list[Group]:
+        prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
+        completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
+        clock.lap("time/rollout")
+        completions = graded(run.grader, completions)
+        clock.lap("time/reward")
+        return lattice.group_by_prompt(completions)
+
+    if sampling.dynamic_rounds:
+        return until_full(config, run.source, run.state.drawn, answer)
+    return Rollouts(answer(run.source.batch(step, config.data.prompts_per_step)))
 
 
-def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
+def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
-    config = run.config
-    batch = lattice.training_batch(config.method, config.sampling, groups, config.run.seed, step)
+    config, sampling = run.config, step_sampling(run.config, run.state.schedules)
+    batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
     record = update_policy(run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.ranks)
     clock.lap("time/update")
     return record
 
 
-def completion_rows(step: int, groups: list[Group], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update saw of it: nothing where `zero_variance` dropped its group."""
+def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:
+    """Every completion of the step with what the update saw of it: nothing if it was left out.
+
+    `groups`: those that were learnt from come first.
+    """
     found = {row.index: row for row in record.rows}
     rows = []
     for index, completion in enumerate(c for group in groups for c in group.completions):

@@ -87,7 +87,7 @@ class TrainingRun(Generic[Config]):
         settings: Any = self.config.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
-            group["ess"] = getattr(settings, "ess", 1.0) * self.state.ess.factor
+            group["ess"] = getattr(settings, "ess", 1.0) * self.state.schedules.ess_factor
 
     def optimizer_metrics(self, posterior: bool = True) -> Metrics:
         """Metrics of the optimizer, and of its posterior if it has one and they are asked for."""

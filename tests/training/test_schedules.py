@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import Correction, DataConfig, EssScheduleConfig, IVONConfig, ModelConfig, RunConfig, TrainConfig
+from threepo.config import (
+    Correction,
+    DataConfig,
+    EssScheduleConfig,
+    IVONConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from threepo.config.method import C3PO
-from threepo.training.ess import EssState, _divergence, next_ess
+from threepo.training.schedules import ScheduleState, _divergence, next_state, step_sampling
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -27,10 +36,10 @@ def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **cor
 
 def factors(settings: EssScheduleConfig, entropies: list[float]) -> list[float]:
     """Factor after each step, for these entropies."""
-    state, found = EssState(), []
+    state, found = ScheduleState(), []
     for done, entropy in enumerate(entropies, start=1):
-        state = next_ess(config(settings), state, done, {"policy/entropy": entropy})
-        found.append(state.factor)
+        state = next_state(config(settings), state, done, {"policy/entropy": entropy})
+        found.append(state.ess_factor)
     return found
 
 
@@ -55,12 +64,25 @@ def test_ess_goes_with_the_entropys_ratio() -> None:
     assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
 
 
+def test_the_temperature_rises_once_and_from_the_next_step() -> None:
+    """0.85 times the first entropy, 0.8, is 0.68: the fourth step is the first below it, and the fifth is hotter."""
+    sampling = SamplingConfig(temperature=0.9, raised_temperature=1.4, raise_below=0.85)
+    run, state, used = replace(config(EssScheduleConfig()), sampling=sampling), ScheduleState(), []
+    for done, entropy in enumerate([0.8, 1.0, 0.68, 0.67, 2.0, 0.5], start=1):
+        used.append(step_sampling(run, state).temperature)
+        state = next_state(run, state, done, {"policy/entropy": entropy})
+    assert used == [0.9, 0.9, 0.9, 0.9, 1.4, 1.4]
+    assert (state.first_entropy, state.temperature_raised) == (0.8, True)
+    unmeasured = next_state(run, ScheduleState(), 1, {})
+    assert next_state(run, unmeasured, 2, {"policy/entropy": 0.1}).first_entropy == 0.1
+
+
 def test_a_step_without_update_changes_nothing() -> None:
     for kind in ("constant", "entropy_switch", "entropy_ratio", "controller"):
-        state = EssState(0.4, 1.0, 0.5)
+        state = ScheduleState(0.4, False, 1.0, 0.5)
         nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan}
         for metrics in ({}, nothing):
-            assert next_ess(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
+            assert next_state(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
 
 
 def test_a_kept_share_is_translated_by_the_corrections_own_bounds() -> None:
@@ -82,9 +104,9 @@ def test_the_controller_reaches_its_target_from_far_away(
 ) -> None:
     """A policy whose KL per token is 1e6 / ess, and whose answers have 100 tokens."""
     settings = EssScheduleConfig(kind="controller", metric=metric, target=target)
-    run, state = config(settings, start, 100, low=bounds[0], high=bounds[1]), EssState()
+    run, state = config(settings, start, 100, low=bounds[0], high=bounds[1]), ScheduleState()
     for done in range(1, 101):
-        kl = 1e6 / (start * state.factor)
+        kl = 1e6 / (start * state.ess_factor)
         spread = math.sqrt(2 * 100 * kl)
         low, high = ((math.log(bound) + 100 * kl) / spread / math.sqrt(2) for bound in bounds)
         metrics = {
@@ -92,7 +114,7 @@ def test_the_controller_reaches_its_target_from_far_away(
             "correction/kl": kl,
             "correction/kept_share": 0.5 * (math.erf(high) - math.erf(low)),
         }
-        state = next_ess(run, state, done, metrics)
+        state = next_state(run, state, done, metrics)
     assert metrics[f"correction/{metric}"] == pytest.approx(target, rel=0.05)
 
 
@@ -106,8 +128,8 @@ def test_ess_stays_within_its_bounds_whatever_is_measured(
     kind: str, metric: str, base: float, seen: list[tuple[float, float, float]]
 ) -> None:
     run = config(EssScheduleConfig(kind=kind, metric=metric, lowest=1e6, highest=1e10), base, 30)
-    state = EssState()
+    state = ScheduleState()
     for done, (entropy, kl, kept) in enumerate(seen, start=1):
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}
-        state = next_ess(run, state, done, metrics)
-        assert 1e6 * 0.999 <= base * state.factor <= 1e10 * 1.001
+        state = next_state(run, state, done, metrics)
+        assert 1e6 * 0.999 <= base * state.ess_factor <= 1e10 * 1.001

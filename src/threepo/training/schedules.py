@@ -1,4 +1,4 @@
-"""The effective sample size over a run: fixed schedules, two that follow entropy, and a controller (method.md 1.8).
+"""What steps of training set for later ones: the effective sample size (method.md 1.8) and the temperature (3.7).
 
 Everything here is a function of numbers that the log has, and of a small state that the checkpoint keeps.
 """
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from threepo.config import Correction, TrainConfig
+from threepo.config import Correction, SamplingConfig, TrainConfig
 from threepo.errors import UserError
 from threepo.methods.method import rollouts_are_filtered
 
@@ -16,32 +16,56 @@ MOST_AT_ONCE = 2.0
 
 
 @dataclass(frozen=True)
-class EssState:
-    """What a schedule remembers of the steps done."""
+class ScheduleState:
+    """What all schedules together remember of the steps done."""
 
-    factor: float = 1.0
+    ess_factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""
+    temperature_raised: bool = False
+    """Whether the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
-    """Nats per token, of the first step; 0 before it."""
+    """Nats per token, of the first step that measured it; 0 before it, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Over all steps."""
 
 
-def next_ess(config: TrainConfig, state: EssState, done: int, metrics: Mapping[str, float]) -> EssState:
+def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
     """The state after `done` training steps; `metrics` are of the last one.
 
     A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
+    entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
+    if math.isfinite(entropy) and (raised or config.ess_schedule.kind in ("entropy_switch", "entropy_ratio")):
+        first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
+        state = replace(state, first_entropy=first, highest_entropy=highest)
+    fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
+    return replace(
+        state,
+        ess_factor=_ess_factor(config, state, done, metrics),
+        temperature_raised=state.temperature_raised or fallen,
+    )
+
+
+def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
+    """How the coming step's rollouts are decoded; their log-probs are scored at the same temperature."""
+    if config.method.greedy:
+        return replace(config.sampling, temperature=0.0)
+    sampling = config.sampling
+    return replace(sampling, temperature=sampling.raised_temperature) if state.temperature_raised else sampling
+
+
+def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> float:
+    """ess of the coming step, as a multiple of optimizer.ess; `state` has seen the last step's entropy."""
     settings = config.ess_schedule
     progress, low = min(done / config.run.steps, 1.0), settings.floor
     if settings.kind == "cosine":
-        return replace(state, factor=(1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2)
+        return (1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2
     if settings.kind == "linear":
-        return replace(state, factor=1 - (1 - low) * progress)
+        return 1 - (1 - low) * progress
     measured = f"correction/{settings.metric}" if settings.kind == "controller" else "policy/entropy"
     value = metrics.get(measured, math.nan)
     if settings.kind == "constant" or not math.isfinite(value):
-        return state
+        return state.ess_factor
     if settings.kind == "controller":
         # The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; the exponent `gain`
         # damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
@@ -49,14 +73,11 @@ def next_ess(config: TrainConfig, state: EssState, done: int, metrics: Mapping[s
         if settings.metric == "kept_share":
             value, target = (_divergence(share, config.method.correction) for share in (value, target))
         change = math.exp(settings.gain * math.log(max(value, 1e-12) / target))
-        return replace(state, factor=_within(config, state.factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE)))
-    first, highest = state.first_entropy or value, max(value, state.highest_entropy)
+        return _within(config, state.ess_factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE))
     if settings.kind == "entropy_switch":
-        factor = low if value <= settings.entropy_share * highest else 1.0
-    else:
-        # The product of all steps' ratios, so that a bound that was met once leaves no trace.
-        factor = _within(config, value / first if first else 1.0)
-    return EssState(factor, first, highest)
+        return low if value <= settings.entropy_share * state.highest_entropy else 1.0
+    # The product of all steps' ratios, so that a bound that was met once leaves no trace.
+    return _within(config, value / state.first_entropy if state.first_entropy else 1.0)
 
 
 def refuse_unmeasured(config: TrainConfig) -> None:

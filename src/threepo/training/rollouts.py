@@ -1,0 +1,58 @@
+"""The rollouts of a step, and dynamic sampling as in DAPO (arXiv 2503.14476; method.md 3.8)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from threepo.config import TrainConfig
+from threepo.data.source import ProblemSource
+from threepo.methods.method import advantages
+from threepo.types import Group, Problem
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a step generated."""
+
+    groups: Sequence[Group]
+    """The groups to learn from."""
+    discarded: Sequence[Group] = ()
+    """Groups that the update leaves out."""
+    rounds: int = 0
+    """Rounds of dynamic sampling; 0 without it."""
+    missing: int = 0
+    """Number of `groups` without spread that are there because none with spread was found."""
+    drawn: int = 0
+    """Number of problems that dynamic sampling has taken from the source since the run began."""
+
+    @property
+    def generated(self) -> Sequence[Group]:
+        """All groups, those to learn from first."""
+        return (*self.groups, *self.discarded)
+
+
+def until_full(
+    config: TrainConfig, source: ProblemSource, drawn: int, answer: Callable[[Sequence[Problem]], Sequence[Group]]
+) -> Rollouts:
+    """Groups with spread for a whole batch: those without are replaced by `answer`s to the source's next problems.
+
+    Ends after sampling.dynamic_rounds rounds, or once every problem of a finite source was tried. Groups without spread
+    then fill the batch, the first ones first.
+    """
+    settings, wanted = config.sampling, config.data.prompts_per_step
+    kept: list[Group] = []
+    flat: list[Group] = []
+    tried: set[str] = set()
+    rounds = 0
+    while len(kept) < wanted and rounds < settings.dynamic_rounds:
+        problems, drawn = source.untried(drawn, settings.prompts_per_round or wanted - len(kept), tried)
+        if not problems:
+            break
+        groups = answer(problems)
+        tried.update(problem.id for problem in problems)
+        rounds += 1
+        # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
+        silent = advantages(config.method, groups)[1].all(dim=1).tolist()
+        kept += [group for group, is_silent in zip(groups, silent, strict=True) if not is_silent]
+        flat += [group for group, is_silent in zip(groups, silent, strict=True) if is_silent]
+    missing = max(wanted - len(kept), 0)
+    return Rollouts(kept[:wanted] + flat[:missing], kept[wanted:] + flat[missing:], rounds, missing, drawn)
