@@ -107,10 +107,10 @@ def test_every_field_that_a_page_names_exists() -> None:
 
 def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: set[str] = set()
-    settings = ["run.steps=1", "eval.every=1"]
+    settings, compared = ["run.steps=1", "eval.every=1"], ["model.tiny.tied=false", "method.log_evolution=true"]
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
-        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", "model.tiny.tied=false")),
+        ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),
     ):
         api.train(config)
         logged |= {key for row in read_metrics(tmp_path / name) for key in row}
