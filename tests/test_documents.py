@@ -107,7 +107,10 @@ def test_every_field_that_a_page_names_exists() -> None:
 
 def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: set[str] = set()
-    settings, compared = ["run.steps=1", "eval.every=1"], ["model.tiny.tied=false", "method.log_evolution=true"]
+    settings, compared = (
+        ["run.steps=1", "eval.every=1"],
+        ["model.tiny.tied=false", "method.log_evolution=true", "ess_schedule.kind=similarity"],
+    )
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),

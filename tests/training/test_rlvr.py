@@ -315,7 +315,7 @@ def test_the_controller_turns_the_noise_down_until_the_correction_keeps_enough(
 ) -> None:
     """A recipe far too loud; the weights stay, so that only the controller changes what is kept."""
     settings = ["method.preset=c3po", "run.steps=12", "optimizer.lr=1e-9", "optimizer.ess=1e5", *learnable]
-    steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=1e4"]
+    steered = [*settings, "ess_schedule.kind=controller", "ess_schedule.target=0.8", "ess_schedule.lowest=0.1"]
     api.train(train_config(tmp_path / "fixed", *settings))
     api.train(train_config(tmp_path / "steered", *steered))
     fixed, rows = read_metrics(tmp_path / "fixed"), read_metrics(tmp_path / "steered")

@@ -19,7 +19,8 @@ from threepo.config import (
     TrainConfig,
 )
 from threepo.config.method import C3PO
-from threepo.training.schedules import ScheduleState, _divergence, next_state, step_sampling
+from threepo.training.metrics import _similarity
+from threepo.training.schedules import NO_NOISE, ScheduleState, _divergence, first_state, next_state, step_sampling
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -54,13 +55,51 @@ def test_schedules_by_hand() -> None:
     assert cosine[1] == pytest.approx(0.4 * math.cos(0.2 * math.pi) + 0.6)
 
 
+def test_stages_are_those_of_qerls_code() -> None:
+    """Its values for 10 stages from 1e-2 to 1e-4 over 20 steps: none for two steps, then 9 sigmas, each for two."""
+    schedule = EssScheduleConfig(kind="stages", stages=10, last=0.01)
+    assert first_state(config(schedule, steps=20)).ess_factor == NO_NOISE
+    run = config(schedule, steps=20)
+    sigmas = [1e-2 * next_state(run, ScheduleState(), done, {}).ess_factor ** -0.5 for done in range(20)]
+    expected = [1e-2 * (1e-4 / 1e-2) ** (i / 8) for i in range(9)]
+    assert sigmas[:2] == pytest.approx([0, 0], abs=1e-16)
+    assert sigmas[2:] == pytest.approx([sigma for sigma in expected for _ in range(2)])
+
+
+def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
+    """With a dead zone of 1.1 around the target, as PSN's code has it."""
+    run, state = config(EssScheduleConfig(kind="kl_steps", target=0.003)), ScheduleState()
+    sigmas = []
+    for kl in (0.001, 0.0029, 0.0032, 0.0034, math.nan, 0.0026):
+        state = next_state(run, state, 1, {"correction/kl": kl})
+        sigmas.append(state.ess_factor**-0.5)
+    assert sigmas == pytest.approx([1.01, 1.01, 1.01, 1.0, 1.0, 1.01])
+
+
+def test_sigma_rises_while_completions_are_alike_and_certain() -> None:
+    settings = EssScheduleConfig(kind="similarity", target=0.5, weight=0.25, ratio=1.1)
+    run, state = config(settings), ScheduleState()
+    sigmas = []
+    # 0.25 similarity + 0.75 (1 - entropy / highest): 0.2, 0.575, 0.7, 0.45
+    for similarity, entropy in ((0.8, 2.0), (0.8, 1.0), (1.0, 0.8), (0.6, 1.2)):
+        state = next_state(run, state, 1, {"groups/similarity": similarity, "policy/entropy": entropy})
+        sigmas.append(state.ess_factor**-0.5)
+    assert sigmas == pytest.approx([1 / 1.1, 1.0, 1.1, 1.0])
+
+
+def test_similarity_is_the_mean_cosine_of_token_counts() -> None:
+    """Pairs of (1, 1), (1, 1), (2, 0) by counts of two tokens: cosines 1, 1 / sqrt 2, 1 / sqrt 2."""
+    assert _similarity([(5, 9), (9, 5), (5, 5)]) == pytest.approx((1 + math.sqrt(2)) / 3)
+    assert _similarity([(1,), (2,)]) == 0
+
+
 def test_low_entropy_switches_to_more_noise_and_back() -> None:
     switch = EssScheduleConfig(kind="entropy_switch")
     assert factors(switch, [0.8, 1.0, 0.76, 0.75, 0.5, 0.9]) == [1.0, 1.0, 1.0, 0.1, 0.1, 1.0]
 
 
 def test_ess_goes_with_the_entropys_ratio() -> None:
-    ratio = EssScheduleConfig(kind="entropy_ratio", lowest=2e8)
+    ratio = EssScheduleConfig(kind="entropy_ratio", lowest=0.2)
     assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
 
 
@@ -127,9 +166,9 @@ def test_the_controller_reaches_its_target_from_far_away(
 def test_ess_stays_within_its_bounds_whatever_is_measured(
     kind: str, metric: str, base: float, seen: list[tuple[float, float, float]]
 ) -> None:
-    run = config(EssScheduleConfig(kind=kind, metric=metric, lowest=1e6, highest=1e10), base, 30)
+    run = config(EssScheduleConfig(kind=kind, metric=metric, lowest=0.1, highest=10), base, 30)
     state = ScheduleState()
     for done, (entropy, kl, kept) in enumerate(seen, start=1):
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}
         state = next_state(run, state, done, metrics)
-        assert 1e6 * 0.999 <= base * state.ess_factor <= 1e10 * 1.001
+        assert 0.1 <= state.ess_factor <= 10

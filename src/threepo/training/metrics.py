@@ -67,6 +67,20 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     }
 
 
+def similarity(groups: Sequence[Group]) -> float:
+    """How much completions of a prompt are alike: mean cosine of their token counts over pairs, then over prompts."""
+    return _mean([_similarity([c.tokens for c in group.completions]) for group in groups])
+
+
+def _similarity(texts: Sequence[Sequence[int]]) -> float:
+    """Of at least two texts, each with at least one token."""
+    tokens = {token: i for i, token in enumerate(sorted({token for text in texts for token in text}))}
+    found = [torch.tensor([tokens[token] for token in text]).bincount(minlength=len(tokens)) for text in texts]
+    units = torch.nn.functional.normalize(torch.stack(found).double(), dim=1)
+    pairs = len(texts) * (len(texts) - 1)
+    return float(((units @ units.T).sum() - len(texts)) / pairs)
+
+
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:
     """What dynamic sampling cost, and what it did not reach; empty without it."""
     if not rollouts.rounds:

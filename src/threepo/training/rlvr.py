@@ -24,7 +24,15 @@ from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.checkpoint import TrainState
-from threepo.training.metrics import Clock, dynamic_metrics, rollout_metrics, time_metrics, update_metrics, watch
+from threepo.training.metrics import (
+    Clock,
+    dynamic_metrics,
+    rollout_metrics,
+    similarity,
+    time_metrics,
+    update_metrics,
+    watch,
+)
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
@@ -63,6 +71,8 @@ def train(run: Run) -> None:
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= update_metrics(record) | run.optimizer_metrics()
+            if run.config.ess_schedule.kind == "similarity":
+                metrics["groups/similarity"] = similarity(rollouts.generated)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
             schedules = next_state(run.config, run.state.schedules, step + 1, metrics)

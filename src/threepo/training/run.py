@@ -24,6 +24,7 @@ from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_ta
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
+from threepo.training.schedules import ScheduleState, first_state
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
@@ -153,7 +154,8 @@ def build_or_restore(
         restore_optimizer(path, optimizer)
         return policy, optimizer, load_train_state(path)
     OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
-    return policy, optimizer, TrainState()
+    schedules = first_state(config) if isinstance(config, TrainConfig) else ScheduleState()
+    return policy, optimizer, TrainState(schedules=schedules)
 
 
 def open_folder(

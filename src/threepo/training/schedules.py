@@ -11,8 +11,15 @@ from threepo.config import Correction, SamplingConfig, TrainConfig
 from threepo.errors import UserError
 from threepo.methods.method import rollouts_are_filtered
 
+NO_NOISE = 1e30
+"""A factor of ess that leaves no noise in float32."""
+DEAD_ZONE = 1.1
+"""kl_steps leaves sigma as it is while the KL is within this factor of its target."""
 MOST_AT_ONCE = 2.0
 """The controller changes ess by no more than this factor in one step."""
+
+
+FOLLOW_ENTROPY = ("entropy_switch", "entropy_ratio", "similarity")
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,18 @@ class ScheduleState:
     """Over all steps."""
 
 
+def first_state(config: TrainConfig) -> ScheduleState:
+    """The state before the first step."""
+    return ScheduleState(ess_factor=_ess_factor(config, ScheduleState(), 0, {}))
+
+
 def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
     """The state after `done` training steps; `metrics` are of the last one.
 
     A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
     entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
-    if math.isfinite(entropy) and (raised or config.ess_schedule.kind in ("entropy_switch", "entropy_ratio")):
+    if math.isfinite(entropy) and (raised or config.ess_schedule.kind in FOLLOW_ENTROPY):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
@@ -62,7 +74,12 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
         return (1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2
     if settings.kind == "linear":
         return 1 - (1 - low) * progress
-    measured = f"correction/{settings.metric}" if settings.kind == "controller" else "policy/entropy"
+    if settings.kind == "stages":  # as in QeRL's code: after one without noise, sigma falls from each to the next alike
+        stage = min(int(progress * settings.stages), settings.stages - 1)
+        share = settings.last ** ((stage - 1) / (settings.stages - 2))
+        return share**-2 if stage else NO_NOISE
+    by_kl = {"controller": f"correction/{settings.metric}", "kl_steps": "correction/kl"}
+    measured = "groups/similarity" if settings.kind == "similarity" else by_kl.get(settings.kind, "policy/entropy")
     value = metrics.get(measured, math.nan)
     if settings.kind == "constant" or not math.isfinite(value):
         return state.ess_factor
@@ -74,6 +91,14 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
             value, target = (_divergence(share, config.method.correction) for share in (value, target))
         change = math.exp(settings.gain * math.log(max(value, 1e-12) / target))
         return _within(config, state.ess_factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE))
+    if settings.kind == "kl_steps":  # PSN's code, variant I
+        louder = (value < settings.target / DEAD_ZONE) - (value > settings.target * DEAD_ZONE)
+        return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
+    if settings.kind == "similarity":  # PSN's variant II, with other measures
+        certainty = 1 - metrics["policy/entropy"] / state.highest_entropy if state.highest_entropy else 1.0
+        indicator = settings.weight * value + (1 - settings.weight) * certainty
+        louder = 1 if indicator > settings.target else -1
+        return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
     if settings.kind == "entropy_switch":
         return low if value <= settings.entropy_share * state.highest_entropy else 1.0
     # The product of all steps' ratios, so that a bound that was met once leaves no trace.
@@ -88,14 +113,15 @@ def refuse_unmeasured(config: TrainConfig) -> None:
             f"is not computed for rollouts that are cut by sampling.top_p = {sampling.top_p:g} or sampling.top_k = "
             f"{sampling.top_k}; set sampling.top_p = 1 and sampling.top_k = 0"
         )
-    elif method.draws == method.gradient_draws == 1:
+    elif method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh":
         why = (
             "is constant with method.draws = 1, where the gradient is taken at the draw that generated the rollouts; "
             "set method.draws = 2 or more"
         )
-    if why and config.ess_schedule.kind == "controller":
-        measured = f"steers by correction/{config.ess_schedule.metric}, which {why}"
-        raise UserError(f"ess_schedule.kind = 'controller': {measured}, or another ess_schedule.kind")
+    kind, metric = config.ess_schedule.kind, config.ess_schedule.metric
+    if why and kind in ("controller", "kl_steps"):
+        measured = f"steers by correction/{metric if kind == 'controller' else 'kl'}, which {why}"
+        raise UserError(f"ess_schedule.kind = {kind!r}: {measured}, or another ess_schedule.kind")
 
 
 def _divergence(kept: float, correction: Correction) -> float:
@@ -111,5 +137,4 @@ def _divergence(kept: float, correction: Correction) -> float:
 
 
 def _within(config: TrainConfig, factor: float) -> float:
-    settings, base = config.ess_schedule, getattr(config.optimizer, "ess", 1.0)
-    return min(max(base * factor, settings.lowest), settings.highest) / base
+    return min(max(factor, config.ess_schedule.lowest), config.ess_schedule.highest)
