@@ -109,7 +109,9 @@ def training_batch(
         correction = None
     # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
     temperature = 1.0 if method.greedy else sampling.temperature
-    return TrainingBatch(parts, normalize, correction, temperature, method.cumulative)
+    return TrainingBatch(
+        parts, normalize, correction, temperature, sampling.max_new_tokens, seed, step, method.cumulative
+    )
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:

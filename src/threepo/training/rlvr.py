@@ -22,9 +22,10 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
-from threepo.training.checkpoint import TrainState
+from threepo.training.checkpoint import Files, TrainState
 from threepo.training.ess import next_ess, refuse_unmeasured
 from threepo.training.metrics import Clock, rollout_metrics, time_metrics, update_metrics, watch
+from threepo.training.reference import Reference, open_reference
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group
@@ -38,6 +39,11 @@ class Run(TrainingRun[TrainConfig]):
     source: ProblemSource
     grader: Grader
     examination: Examination | None
+    reference: Reference | None
+
+    def more_tensors(self) -> Files:
+        """The reference, if it changes."""
+        return self.reference.saved() if self.reference else {}
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
@@ -89,8 +95,11 @@ def rollout(run: Run, step: int, clock: Clock) -> list[Group]:
 def learn(run: Run, groups: list[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config = run.config
+    if run.reference:
+        run.reference.begin(step)
     batch = lattice.training_batch(config.method, config.sampling, groups, config.run.seed, step)
-    record = update_policy(run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.ranks)
+    settings = (config.objective, config.batching.tokens)
+    record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
     clock.lap("time/update")
     return record
 
@@ -120,6 +129,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, ranks)
+    reference = open_reference(config, policy, folder, ranks)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
@@ -144,4 +154,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         folder, tensorboard = open_folder(config, folder, state.step, ranks, problems)
         on_failure.pop_all()
     grader = dealt_grader(grader, ranks)
-    return Run(config, folder, tensorboard, policy, optimizer, state, ranks, engine, source, grader, examination)
+    return Run(
+        config, folder, tensorboard, policy, optimizer, state, ranks, engine, source, grader, examination, reference
+    )
