@@ -35,9 +35,15 @@ Select = Callable[[TokenScores, ObjectiveConfig], torch.Tensor]
 """A choice: bool [K]."""
 
 
+ENTROPY_STEP = 1e-3
+"""Nats to which entropies are rounded before they are compared. Tokens with the same past, such as the first ones of a
+prompt's completions, are equal but for how a micro-batch is added up; the order of rows must decide between them."""
+
+
 def highest_entropy(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:
     """The share of tokens of the highest entropy (arXiv 2506.01939)."""
-    return _first(scores.entropy, scores.kept, _number(scores, settings.entropy_mask_share))
+    rounded = (scores.entropy.double() / ENTROPY_STEP).round()
+    return _first(rounded, scores.kept, _number(scores, settings.entropy_mask_share))
 
 
 def largest_covariance(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:

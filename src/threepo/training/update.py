@@ -188,6 +188,7 @@ def update_policy(
             means = [loss / count for loss, count in sums if count > 0]
             record.minimised.append(sum(means) / len(means))
             optimizer.step()
+        update.moved = True
     record.unite(ranks)
     return record
 
@@ -219,6 +220,8 @@ class _Update:
     """By row index; empty without a reference."""
     choices: dict[str, dict[Address, torch.Tensor]] = field(default_factory=dict)
     """By the field of `LossInputs`: which tokens were chosen."""
+    moved: bool = False
+    """Whether the policy may not be the old policy any more."""
 
     def score_first(self, optimizer: PolicyOptimizer) -> None:
         """Fill `first_scores` at the weights where each row's gradient will be taken (method.md 2.3)."""
@@ -307,8 +310,9 @@ class _Update:
         def joined(by_row: Iterable[torch.Tensor]) -> torch.Tensor:
             return torch.cat(list(by_row)).to(logprobs.device)
 
+        # Before anything has moved, a pass in other micro-batches would give the same but for rounding.
         first, reference = logprobs.detach(), None
-        if self.objective.mini_batches > 1:
+        if self.moved:
             first = joined(self.first_scores[draw, row.index].logprobs for row in micro.rows)
         if self.reference_scores:
             reference = joined(self.reference_scores[row.index].logprobs for row in micro.rows)
