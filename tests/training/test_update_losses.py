@@ -19,7 +19,7 @@ from threepo.types import Completion, Group
 from updates import SAMPLING, gradient_of, rollouts, solved
 
 SEVERAL: dict[str, Any] = {"mini_batches": 3}
-GSPO: dict[str, Any] = {"aggregation": "sequence", **SEVERAL, "clip_low": 3e-4, "clip_high": 4e-4}
+GSPO: dict[str, Any] = {"aggregation": "sequence", **SEVERAL, "clip_low": 0.05, "clip_high": 0.05}
 OBJECTIVES = {
     "gspo": ObjectiveConfig(loss="gspo", **GSPO),
     "cispo": ObjectiveConfig(loss="cispo", **SEVERAL),
@@ -59,7 +59,7 @@ def gradient(policy: Policy, method: Method, objective: ObjectiveConfig, **setti
     """With steps that are large enough for ratios to move, where there are several."""
     reference = another(policy) if objective.reference_kl else None
     noise = 1.0 if method.draws else 0.0
-    settings = {"lr": 3e3, "noise_scale": noise, "ess": 1e6, "reference": reference} | settings
+    settings = {"lr": 3e3, "noise_scale": noise, "ess": 1e7, "reference": reference} | settings
     record, grads, _ = gradient_of(policy, method, objective=objective, **settings)
     return record, grads
 
@@ -75,7 +75,7 @@ def distance(a: Grads, b: Grads) -> float:
 def test_it_changes_the_gradient(policy: Policy, method: Method, name: str) -> None:
     _, with_it = gradient(policy, method, OBJECTIVES[name])
     _, without = gradient(policy, method, WITHOUT.get(name, ObjectiveConfig()))
-    assert distance(with_it, without) > 1e-3
+    assert distance(with_it, without) > 0.1
 
 
 @every_objective
@@ -87,7 +87,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, metho
     assert again.normalizer == pytest.approx(record.normalizer, rel=1e-9)
     for key in ("chosen_share", "reference_kl"):
         assert again.policy.get(key, 0) == pytest.approx(record.policy.get(key, 0), rel=1e-4)
-    assert distance(others, grads) < 1e-4
+    assert distance(others, grads) < 1e-3
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "grpo"])
