@@ -209,6 +209,11 @@ class TrainingBatch:
     log-probs cannot be compared with the trainer's: no correction, and no ratios in the log."""
     temperature: float
     """Divides the trainer's logits, as it divided the engine's."""
+    max_new_tokens: int
+    """Most tokens of a completion."""
+    seed: int
+    """The run's, and the training step: the address of what the update draws at random."""
+    step: int
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
     fitness: Mapping[Draw, float] = field(default_factory=dict)

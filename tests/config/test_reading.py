@@ -164,7 +164,7 @@ def test_mistakes_are_refused_with_field_value_and_fix(override: str, message: s
     [
         ["method.rollouts_per_prompt=1"],
         ["method.preset=m3po", "method.draws=16"],
-        ["method.rollouts_per_prompt=1", "method.advantage.scale=none"],
+        ["method.rollouts_per_prompt=1", "method.advantage.rule=dr_grpo"],
     ],
 )
 def test_groups_of_one_teach_nothing(overrides: list[str]) -> None:

@@ -1,48 +1,93 @@
-"""Group-relative advantages, by hand and by their invariants."""
+"""Credit rules, by hand and by their invariants."""
 
 import math
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import Advantage
-from threepo.methods.method import group_advantages, zero_variance
+from factories import completion
+from threepo.config import Advantage, SamplingConfig
+from threepo.config.method import GRPO, M3PO
+from threepo.errors import UserError
+from threepo.methods.credit import RULES, group_advantages, unlikely_first
+from threepo.methods.method import advantages, group_by_prompt, rollout_draws, training_batch
+from threepo.training.metrics import rollout_metrics
+from threepo.types import Group
 
 
-def test_by_hand() -> None:
+def credited(rewards: list[Any], **settings: Any) -> torch.Tensor:
+    return group_advantages(torch.tensor(rewards, dtype=torch.float64), Advantage(**settings))
+
+
+def test_a_recipe_can_name_every_rule() -> None:
+    assert set(RULES) == set(get_args(get_type_hints(Advantage)["rule"]))
+
+
+def test_grpo_by_hand() -> None:
     """Rewards 1, 0, 0, 1, 0: mean 0.4, sum of squares 1.2; ddof 1 gives sqrt(0.3), ddof 0 sqrt(0.24)."""
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
-    bessel = group_advantages(rewards, Advantage(epsilon=1e-6))
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
+    bessel = credited(rewards)
     assert bessel[0].item() == pytest.approx(0.6 / (math.sqrt(0.3) + 1e-6))
     assert bessel[1].item() == pytest.approx(-0.4 / (math.sqrt(0.3) + 1e-6))
-    population = group_advantages(rewards, Advantage(ddof=0, epsilon=1e-4))
+    population = credited(rewards, ddof=0, epsilon=1e-4)
     assert population[0].item() == pytest.approx(0.6 / (math.sqrt(0.24) + 1e-4))
-    centred = group_advantages(rewards, Advantage(scale="none"))
-    assert centred.tolist() == pytest.approx([0.6, -0.4, -0.4, 0.6, -0.4])
+
+
+@pytest.mark.parametrize(
+    ("rule", "right", "wrong"),
+    [
+        ("dr_grpo", 0.6, -0.4),
+        ("rloo", 1 - 1 / 4, 0 - 2 / 4),  # minus the mean of the other four
+        ("maxrl", 0.6 / 0.4, -1.0),
+        # Of the C(5, 2) = 10 pairs, 3 have none right: mean 0.7, variance 0.21. A right one is always paid 1; a wrong
+        # one in 2 of its 4 pairs.
+        ("pass_at_k", 0.3 / math.sqrt(0.21), (0.5 - 0.7) / math.sqrt(0.21)),
+    ],
+)
+def test_the_other_rules_by_hand(rule: str, right: float, wrong: float) -> None:
+    found = credited([1.0, 0.0, 0.0, 1.0, 0.0], rule=rule, k=2, epsilon=1e-12)
+    assert found.tolist() == pytest.approx([right, wrong, wrong, right, wrong])
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=8), st.integers(1, 7))
+def test_pass_at_k_is_the_mean_over_all_sets(right: list[bool], k: int) -> None:
+    """Enumerated: each set of k is paid 1 if any of it is right; a completion's advantage is the mean of its sets'."""
+    k = min(k, len(right) - 1)
+    sets = list(combinations(range(len(right)), k))
+    paid = torch.tensor([float(any(right[i] for i in some)) for some in sets], dtype=torch.float64)
+    scale = paid.std(correction=0) + 1e-6
+    expected = [
+        float((torch.stack([p for p, some in zip(paid, sets, strict=True) if i in some]).mean() - paid.mean()) / scale)
+        for i in range(len(right))
+    ]
+    assert credited([float(r) for r in right], rule="pass_at_k", k=k).tolist() == pytest.approx(expected, abs=1e-8)
+
+
+def test_pass_at_1_is_grpo_with_the_population_deviation() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
+    torch.testing.assert_close(credited(rewards, rule="pass_at_k", k=1), credited(rewards, ddof=0))
 
 
 @given(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16), st.floats(-3, 3, width=32))
-def test_they_sum_to_nothing_and_do_not_see_a_shift(values: list[float], shift: float) -> None:
+@pytest.mark.parametrize("rule", ["grpo", "dr_grpo", "rloo"])
+def test_they_sum_to_nothing_and_do_not_see_a_shift(rule: str, values: list[float], shift: float) -> None:
     rewards = torch.tensor(values, dtype=torch.float64)
-    result = group_advantages(rewards, Advantage(epsilon=1e-2))
+    settings = Advantage(rule=rule, epsilon=1e-2)
+    result = group_advantages(rewards, settings)
     assert abs(float(result.sum())) < 1e-9 * (1 + float(result.abs().max()))
-    torch.testing.assert_close(group_advantages(rewards + shift, Advantage(epsilon=1e-2)), result, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(group_advantages(rewards + shift, settings), result, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])
-@pytest.mark.parametrize("scale", ["std", "none"])
-def test_equal_rewards_give_exactly_nothing(value: float, scale: str) -> None:
-    assert group_advantages(torch.full((3, 7), value), Advantage(scale=scale)).eq(0).all()
-
-
-def test_a_group_of_one_is_silent_only_without_reward() -> None:
-    assert zero_variance(torch.tensor([[0.0], [1.0]])).tolist() == [True, False]
-
-
-def test_a_group_of_one_keeps_its_reward() -> None:
-    assert group_advantages(torch.tensor([[2.0]]), Advantage()).item() == pytest.approx(2.0, rel=1e-5)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_rewards_give_exactly_nothing(rule: str, value: float) -> None:
+    if rule != "pass_at_k" or value in (0, 1):
+        assert group_advantages(torch.full((3, 7), value), Advantage(rule=rule)).eq(0).all()
 
 
 def test_groups_are_independent() -> None:
@@ -50,4 +95,69 @@ def test_groups_are_independent() -> None:
     together = group_advantages(rewards, Advantage())
     for i in range(3):
         assert torch.equal(together[i], group_advantages(rewards[i], Advantage()))
-    assert zero_variance(rewards).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("rule", "reward"), [("maxrl", -1.0), ("pass_at_k", 0.5)])
+def test_a_reward_that_a_rule_is_not_defined_for_is_refused(rule: str, reward: float) -> None:
+    with pytest.raises(UserError, match=f"method.advantage.rule = '{rule}'.* has earned {reward:g};"):
+        credited([1.0, reward, 0.0, 0.0, 0.0], rule=rule)
+
+
+def test_the_unlikely_of_the_right_ones_keep_most_of_their_reward() -> None:
+    """Of four: ranks 1 (wrong), 0, 3, 2, so the factors of the right ones are 1 - 0.25 * 4 / 4, * 1 / 4 and * 2 / 4."""
+    found = unlikely_first(
+        torch.tensor([0.0, 1.0, 1.0, 1.0]),
+        torch.tensor([False, True, True, True]),
+        torch.tensor([-2.0, -1.0, -9.0, -3.0]),
+        Advantage(unlikeliness=0.25),
+    )
+    assert found.tolist() == [0, 0.75, 0.9375, 0.875]
+
+
+def test_completions_that_are_as_likely_are_cut_alike() -> None:
+    settings, right = Advantage(unlikeliness=0.5), torch.tensor([True, True])
+    assert unlikely_first(torch.ones(2), right, torch.tensor([-1.0, -1.0]), settings).tolist() == [0.5, 0.5]
+
+
+def one_group(rewards: list[float], **settings: Any) -> list[Group]:
+    """The group of a prompt; the later a completion, the less likely."""
+    rows = [completion(rollout=i, reward=r, logprobs=[-float(i), 0.0, 0.0], **settings) for i, r in enumerate(rewards)]
+    return group_by_prompt(rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "silent"),
+    [
+        ({}, [1.0, 1.0, 1.0, 1.0], True),
+        ({}, [1.0, 0.0, 0.0, 0.0], False),
+        ({"rule": "maxrl"}, [0.0, 0.0, 0.0, 0.0], True),
+        ({"rule": "maxrl"}, [1.0, 1.0, 1.0, 1.0], True),
+        ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 0.0, 0.0], False),
+        ({"rule": "pass_at_k", "k": 2}, [1.0, 1.0, 1.0, 0.0], True),  # no two are both wrong
+        ({"unlikeliness": 0.25}, [1.0, 1.0, 1.0, 1.0], False),  # all right, and some more likely than others
+        ({"unlikeliness": 0.25}, [0.0, 0.0, 0.0, 0.0], True),
+    ],
+)
+def test_a_group_is_silent_where_all_advantages_are_0(
+    settings: dict[str, Any], rewards: list[float], silent: bool
+) -> None:
+    """In the advantages, in the rows that are dropped, and in what is logged."""
+    method = replace(GRPO, rollouts_per_prompt=4, advantage=Advantage(zero_variance="drop", **settings))
+    groups = one_group(rewards)
+    values, flat = advantages(method, groups)
+    assert flat.tolist() == [[silent]]
+    assert values.eq(0).all() == silent
+    (part,) = training_batch(method, SamplingConfig(), groups, 0, 0).parts
+    assert len(part.rows) == (0 if silent else 4)
+    assert rollout_metrics(method, groups)["groups/zero_advantage_share"] == silent
+
+
+def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
+    """M3PO: the likeliest of each draw's two completions, not of all four."""
+    method = replace(M3PO, rollouts_per_prompt=4, draws=2, advantage=Advantage(rule="dr_grpo", unlikeliness=0.5))
+    first, second = rollout_draws(method, 0, 0)
+    (group,) = one_group([1.0, 1.0, 1.0, 1.0])
+    draws = (first, first, second, second)
+    group = replace(group, completions=tuple(replace(c, draw=d) for c, d in zip(group.completions, draws, strict=True)))
+    values, _ = advantages(method, [group])
+    assert values.tolist() == [[-0.125, 0.125, -0.125, 0.125]]  # rewards 0.5 and 0.75

@@ -1,7 +1,6 @@
 """One policy update: contracts 1, 6 and 8, and what the optimizer is given."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,85 +9,18 @@ import torch
 
 from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
-from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
+from threepo.methods.method import rollout_draws, training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.training.update import UpdateRecord, flatten, pack, update_policy
-from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
+from threepo.training.update import flatten, pack, update_policy
+from threepo.types import Group, TrainingRow, Verdict
+from updates import PLAIN, PROMPTS, SAMPLING, Spy, gradient_of, rollouts, solved
 
-SAMPLING = SamplingConfig()
-PLAIN = ObjectiveConfig()
-PROMPTS = 3
 every_aggregation = pytest.mark.parametrize(
     "objective",
     [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
     ids=lambda o: o.aggregation,
 )
-
-
-def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: bool = True) -> list[Group]:
-    """Made-up completions of three prompts, of uneven lengths, with log-probs of the very weights they belong to.
-
-    The text of a completion depends on its prompt and rollout number only, so methods can be compared on equal rows.
-    """
-    made = []
-    problems = [(Problem(id=f"p{i}", prompt=f"p{i}"), (4 + i, 9, 17 + i)) for i in range(PROMPTS)]
-    for request in requests(method, problems, rollout_draws(method, 0, 0)):
-        generator = torch.Generator().manual_seed(100 * int(request.problem.id[1:]) + request.rollout)
-        length = int(torch.randint(2, 9, (1,), generator=generator))
-        tokens = tuple(torch.randint(5, 200, (length,), generator=generator).tolist())
-        correct = bool(torch.rand(1, generator=generator) < 0.4)
-        completion = Completion(
-            problem=request.problem,
-            prompt_tokens=request.prompt_tokens,
-            tokens=tokens,
-            logprobs=(0.0,) * length,
-            text="",
-            finish_reason="stop",
-            draw=request.draw,
-            rollout=request.rollout,
-            policy_step=0,
-            verdict=Verdict(correct, "right" if correct else "wrong", "x"),
-        )
-        if by_trainer:
-            packed = flatten([TrainingRow(completion, 0, 0.0)], policy.device)
-            with optimizer.at(request.draw), torch.no_grad():
-                completion = replace(completion, logprobs=tuple(policy.logprobs(packed)[0].tolist()))
-        made.append(completion)
-    return group_by_prompt(made)
-
-
-class Spy(IVON):
-    """IVON that keeps what it is given: the gradient statistics that the step is made from."""
-
-    def step(self, closure: Callable[[], float] | None = None, *, divisor: float | None = None) -> object:
-        """Record the mean gradient, then step."""
-        count = divisor or len(self._observed.draws)
-        self.mean_grad = {name: self._observed.grad[p].clone() / count for name, p, _ in self.trainable()}
-        return super().step(closure, divisor=divisor)
-
-
-def gradient_of(
-    policy: Policy,
-    method: Method,
-    groups: list[Group] | None = None,
-    *,
-    objective: ObjectiveConfig = PLAIN,
-    sampling: SamplingConfig = SAMPLING,
-    token_budget: int = 10_000,
-    noise_scale: float = 0.0,
-    ess: float = 1e6,
-) -> tuple[UpdateRecord, dict[str, torch.Tensor], IVON]:
-    """Run one update; returns its record and the mean gradient that the optimizer was given."""
-    optimizer = Spy(policy.model.named_parameters(), noise_scale=noise_scale, ess=ess)
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    groups = groups or rollouts(policy, method, optimizer)
-    batch = training_batch(method, sampling, groups, 0, 0)
-    record = update_policy(policy, optimizer, batch, objective, token_budget)
-    with torch.no_grad():
-        for name, p in policy.model.named_parameters():
-            p.copy_(before[name])
-    return record, optimizer.mean_grad, optimizer
 
 
 def assert_bitwise(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -205,12 +137,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
         assert record.tokens == results[0][0].tokens
         for name in grad:
             torch.testing.assert_close(grad[name], results[0][1][name], rtol=1e-3, atol=1e-6)
-
-
-def solved(group: Group) -> Group:
-    """The group with every completion right, so that it has nothing to teach."""
-    right = tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in group.completions)
-    return replace(group, completions=right)
 
 
 @pytest.mark.parametrize("teaching", [3, 1])

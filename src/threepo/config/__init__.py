@@ -21,6 +21,7 @@ from threepo.config.method import Method as Method
 from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import SGDConfig as SGDConfig
+from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
@@ -157,23 +158,6 @@ class EvalConfig(Settings, table="eval"):
     def __post_init__(self) -> None:
         fix = f"must divide eval.samples = {self.samples} evenly"
         self.check("draws", not self.draws or self.samples % self.draws == 0, fix)
-
-
-class ObjectiveConfig(Settings, table="objective"):
-    """[objective]: the policy loss (method.md 2)."""
-
-    clip_low: Share = 0.2
-    """The ratio to the old policy is clipped from below at 1 - clip_low."""
-    clip_high: NotNegative = 0.2
-    """And from above at 1 + clip_high (clip-higher: 0.28). Neither has an effect with mini_batches = 1."""
-    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
-    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
-    entropy_coefficient: NotNegative = 0.0
-    """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
-    aggregation: Literal["token", "group", "sequence"] = "token"
-    """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions."""
-    mini_batches: Count = 1
-    """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
 
 
 class ScheduleConfig(Settings, table="schedule"):
@@ -313,6 +297,10 @@ class TrainConfig(Settings, table=""):
         fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
         whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
         self.check("method.correction.kind", whole or correction == "none", fix)
+        rule, scoring = self.method.advantage.rule, self.reward.scoring
+        fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
+        refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
+        self.check("method.advantage.rule", scoring not in refused.get(rule, ()), fix)
         fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
         self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
 

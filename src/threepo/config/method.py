@@ -5,21 +5,31 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Settings, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Settings, Share, must
 from threepo.config.sources import LocalPath
 
 
 class Advantage(Settings, table="method.advantage"):
     """[method.advantage]: how the rewards of a group become advantages (method.md 2.1)."""
 
-    scale: Literal["std", "none"] = "std"
-    """`std`: divide the centred rewards by their standard deviation; `none`: only centre them."""
+    rule: Literal["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"] = "grpo"
+    """`grpo`: rewards minus their mean, over their standard deviation. `dr_grpo`: minus their mean. `rloo`: minus the
+    mean of the others. `maxrl`: minus their mean, over their mean. `pass_at_k`: what a completion adds to pass@k."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """Delta degrees of freedom of that deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
+    """grpo: delta degrees of freedom of the deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
     epsilon: Positive = 1e-6
-    """Added to the deviation."""
+    """Added to what advantages are divided by."""
+    k: Count = 4
+    """pass_at_k: that k; below the number of completions of a group."""
+    unlikeliness: Share = 0.0
+    """The reward of a right completion is cut by up to this share, the more, the more probable it is among those of its
+    group (method.md 2.2; 0.25 in the paper); 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups in which all rewards are equal: `keep` their rows (advantage 0, tokens counted) or `drop` them."""
+    """Groups in which all advantages are 0: `keep` their rows (tokens counted) or `drop` them."""
+
+    def __post_init__(self) -> None:
+        fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
+        self.check("unlikeliness", not self.unlikeliness or self.rule != "pass_at_k", fix)
 
 
 class Correction(Settings, table="method.correction"):
@@ -91,6 +101,11 @@ class Method(Settings, table="method"):
             f"nothing to compare it to; set at least {2 * g}"
         )
         self.check("rollouts_per_prompt", self.group_size > 1, fix)
+        fix = (
+            f"with the {self.group_size} completions of an advantage group, there is only one set of k to compare; set "
+            f"it lower"
+        )
+        self.check("advantage.k", self.advantage.rule != "pass_at_k" or self.advantage.k < self.group_size, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
         self.check("gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
         fix = (

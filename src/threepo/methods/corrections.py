@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from threepo.config import Correction
-from threepo.objectives.policy_loss import LOG_RATIO_BOUND
+from threepo.objectives.inputs import LOG_RATIO_BOUND, sum_by_row
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ def correct(
         touched = (ratio > settings.high) & (settings.kind != "none")
         weights = torch.where(touched, settings.high, ratio)
     return Corrected(weights, kept, _exp(log_rho), sum_by_row(touched, row_of, rows) == 0)
-
-
-def sum_by_row(values: torch.Tensor, row_of: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sums [R] of values [K] over the tokens of each row, in float64."""
-    return torch.zeros(rows, dtype=torch.float64, device=values.device).index_add_(0, row_of, values.double())
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Advantage, Correction, Method, SamplingConfig
+from threepo.config import Correction, Method, SamplingConfig
+from threepo.methods.credit import group_advantages, unlikely_first
 from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
 
 
@@ -60,17 +61,26 @@ def group_by_prompt(completions: Sequence[Completion]) -> list[Group]:
 
 
 def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages [P, rollouts_per_prompt] in float64, and which advantage groups [P, groups per prompt] had no spread.
+    """Advantages [P, rollouts_per_prompt] in float64, and which advantage groups [P, groups per prompt] have only 0.
 
     Under `advantages = "draw"` the completions of one draw form a group: they stand together, draws in order.
+    `UserError` for rewards that the rule is not defined for.
     """
-    verdicts = [completion.verdict for group in groups for completion in group.completions]
-    assert all(verdicts), "training_batch needs graded completions"
-    rewards = torch.tensor([verdict.reward for verdict in verdicts if verdict], dtype=torch.float64)
+    completions = [completion for group in groups for completion in group.completions]
+    verdicts = [completion.verdict for completion in completions if completion.verdict]
+    assert len(verdicts) == len(completions), "training_batch needs graded completions"
     assert len({len(group.completions) for group in groups}) == 1, "groups of one size"
-    rewards = rewards.view(len(groups), -1)
-    shaped = rewards.view(len(groups), -1, method.group_size)
-    return group_advantages(shaped, method.advantage).view_as(rewards), zero_variance(shaped)
+
+    def shaped(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(len(groups), -1, method.group_size)
+
+    rewards = shaped([verdict.reward for verdict in verdicts])
+    if method.advantage.unlikeliness:
+        right = shaped([verdict.correct for verdict in verdicts]).bool()
+        logprobs = shaped([math.fsum(completion.logprobs) for completion in completions])
+        rewards = unlikely_first(rewards, right, logprobs, method.advantage)
+    values = group_advantages(rewards, method.advantage)
+    return values.flatten(1), values.eq(0).all(dim=-1)
 
 
 def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
@@ -115,7 +125,8 @@ def training_batch(
     # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
     temperature = 1.0 if method.greedy else sampling.temperature
     compared = fitness(method, groups) if method.log_evolution or not parts else {}
-    return TrainingBatch(parts, normalize, correction, temperature, method.cumulative, compared)
+    more = (sampling.max_new_tokens, seed, step, method.cumulative, compared)
+    return TrainingBatch(parts, normalize, correction, temperature, *more)
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
@@ -134,32 +145,3 @@ def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
         return replace(part, rows=tuple(row for row in part.rows if piece_of[row.completion.problem.id] == piece))
 
     return [replace(batch, parts=tuple(cut(part, piece) for part in batch.parts)) for piece in range(pieces)]
-
-
-def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
-    """Advantages of completions that compete with each other (paper section 2.1; method.md 2.1).
-
-    Args:
-        rewards: [..., G], one group along the last dimension.
-        settings: scale, ddof, epsilon. (`zero_variance` is obeyed where rows are chosen.)
-
-    Returns:
-        [..., G] of the same dtype: (r - mean) / (std + epsilon). Equal rewards give exactly 0. A group of one has
-        nothing to compare with: its mean counts as 0 and its deviation as 1, so A = r / (1 + epsilon), as in verl.
-    """
-    size = rewards.shape[-1]
-    if size == 1:
-        return rewards / (1.0 + settings.epsilon) if settings.scale == "std" else rewards.clone()
-    centred = rewards - rewards.mean(dim=-1, keepdim=True)
-    # A float mean of equal numbers may be off by a rounding; equal rewards must give exactly nothing.
-    centred = torch.where(zero_variance(rewards).unsqueeze(-1), torch.zeros_like(centred), centred)
-    if settings.scale == "none":
-        return centred
-    return centred / (rewards.std(dim=-1, correction=settings.ddof, keepdim=True) + settings.epsilon)
-
-
-def zero_variance(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups have advantages of 0 throughout: bool of shape [...] for rewards of shape [..., G]."""
-    if rewards.shape[-1] == 1:
-        return rewards[..., 0] == 0
-    return (rewards == rewards[..., :1]).all(dim=-1)

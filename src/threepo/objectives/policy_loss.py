@@ -1,64 +1,20 @@
-"""The objective of a policy update: the clipped surrogate of GRPO, and terms added to it (method.md 2.2).
+"""The objective of a policy update: the loss of `objective.loss`, and terms added to it (method.md 2.3 to 2.6).
 
-Each term is an entry of `TERMS`, which also says which rows it has a gradient for. Token losses become one number by
-the weights of their rows: a sum over tokens, divided once by a global sum of the same weights. So the result does not
-depend on how rows are batched or dealt to ranks (method.md 2.3). Legend: K tokens of a micro-batch.
+Each term is an entry of a table, which also says which rows it has a gradient for and whether it chooses tokens before
+the update. Token losses become one number by the weights of their rows: a sum over tokens, divided once by a global
+number. So the result does not depend on how rows are batched or dealt to ranks. Legend: K tokens of a micro-batch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
 from threepo.config import ObjectiveConfig
+from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
+from threepo.objectives.selection import Select, highest_entropy
+from threepo.objectives.token_losses import LOSSES
 from threepo.types import TrainingRow
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus and minus this before exponentiation."""
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What a term may read of the tokens; all tensors are [K]."""
-
-    logprobs: torch.Tensor
-    """Of the policy, with gradient."""
-    old_logprobs: torch.Tensor
-    """Of the policy before this batch's first update, at the same draw; detached."""
-    entropy: torch.Tensor
-    """Of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
-    advantages: torch.Tensor
-    correction_weights: torch.Tensor
-    """Importance weights, detached; 0 masks a token."""
-    counted: torch.Tensor
-    """Bool: the tokens whose number divides the loss."""
-
-    def ratio(self) -> torch.Tensor:
-        """Of the policy to the old policy."""
-        return (self.logprobs - self.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-@dataclass(frozen=True)
-class Term:
-    """A summand of the objective."""
-
-    losses: Callable[[LossInputs, ObjectiveConfig], torch.Tensor]
-    """[K], to be minimised."""
-    in_use: Callable[[ObjectiveConfig], bool]
-    has_gradient: Callable[[TrainingRow], bool]
-    """Whether the gradient of a row can differ from 0; a row without any needs no backward pass."""
-    of_entropy: bool = False
-    """Whether gradients flow through the entropy."""
-
-
-def clipped_surrogate(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
-    """max(-A R, -A clip(R)) with the dual clip, times the correction (paper equation 1)."""
-    a, ratio = inputs.advantages, inputs.ratio()
-    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high))
-    if settings.dual_clip:
-        loss = torch.where(a < 0, torch.minimum(loss, -a * settings.dual_clip), loss)
-    return loss * inputs.correction_weights
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
@@ -66,27 +22,55 @@ def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor
     return -settings.entropy_coefficient * inputs.entropy * inputs.counted
 
 
-TERMS = {
-    "clipped surrogate": Term(clipped_surrogate, lambda _: True, lambda row: row.advantage != 0),
-    "entropy bonus": Term(entropy_bonus, lambda s: s.entropy_coefficient > 0, lambda _: True, of_entropy=True),
+def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
+    """[K]: of each token, exp(d) - d - 1 with d = log reference - log policy, whose mean is the KL (Schulman's k3)."""
+    assert inputs.reference_logprobs is not None, "scored before the update"
+    d = inputs.reference_logprobs - inputs.logprobs
+    return d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - d
+
+
+def reference_penalty(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+    """The coefficient times the KL; corrected, because tokens are those of their generators."""
+    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction_weights
+
+
+ADDED = {
+    "entropy bonus": Term(
+        entropy_bonus, lambda row, chosen: True, in_use=lambda s: s.entropy_coefficient > 0, of_entropy=True
+    ),
+    "KL to the reference": Term(reference_penalty, lambda row, chosen: True, in_use=lambda s: s.reference_kl > 0),
 }
+"""What can be added to the policy loss."""
 
 
 def terms_of(settings: ObjectiveConfig) -> list[Term]:
     """The terms that the settings use."""
-    return [term for term in TERMS.values() if term.in_use(settings)]
+    return [LOSSES[settings.loss], *(term for term in ADDED.values() if term.in_use(settings))]
+
+
+def selections(settings: ObjectiveConfig) -> dict[str, Select]:
+    """The choices of tokens to make before an update: `chosen` and `in_mask` of `LossInputs`."""
+    masked = settings.entropy_mask_share < 1
+    found = {"chosen": LOSSES[settings.loss].select, "in_mask": highest_entropy if masked else None}
+    return {name: select for name, select in found.items() if select}
+
+
+def scored_first(settings: ObjectiveConfig) -> bool:
+    """Whether all rows go through the model once more, before the update: for old log-probs, or for a choice."""
+    return settings.mini_batches > 1 or bool(selections(settings))
 
 
 def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """[K]: the sum of all terms, before row weights."""
-    return torch.stack([term.losses(inputs, settings) for term in terms_of(settings)]).sum(dim=0)
+    policy, *added = (term.losses(inputs, settings) for term in terms_of(settings))
+    return torch.stack([policy * inputs.correction_weights * inputs.in_mask, *added]).sum(dim=0)
 
 
 def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, float]:
     """The factor of the token losses of each row, by row index; `rows` are all that share a divisor.
 
-    `token`: 1, a mean over all tokens. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as
-    the paper's equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
+    `token`, `constant`: 1. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as the paper's
+    equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
     """
 
     def unit(row: TrainingRow) -> Hashable:
@@ -95,24 +79,41 @@ def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, floa
     tokens: Counter[Hashable] = Counter()
     for row in rows:
         tokens[unit(row)] += len(row.completion.tokens)
-    return {row.index: 1.0 if aggregation == "token" else 1.0 / tokens[unit(row)] for row in rows}
+    weighted = aggregation in ("group", "sequence")
+    return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
 
 
-def clip_statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float]:
-    """Sums over tokens: the ratio to the old policy, and how often the clip acted from below and from above."""
-    a, ratio = inputs.advantages, inputs.ratio().detach()
-    low, high = (a < 0) & (ratio < 1 - settings.clip_low), (a > 0) & (ratio > 1 + settings.clip_high)
-    sums = {"ratio_mean": ratio, "clipped_low_share": low, "clipped_high_share": high}
+def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:
+    """What the summed loss of so many rows is divided by; 0 if nothing counts.
+
+    `counted`: the sum of the row weights of the tokens that count. With `constant` their number does not matter.
+    """
+    return float(rows * max_new_tokens) if aggregation == "constant" and counted else counted
+
+
+def statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float]:
+    """Sums over tokens: the ratio to the old policy, how often the clip acted, what was chosen, the KL."""
+    a, loss = inputs.advantages, LOSSES[settings.loss]
+    ratio = loss.ratio(inputs).detach()
+    low, high = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
+    low, high = (low & (a != 0), high & (a != 0)) if loss.both_signs else (low & (a < 0), high & (a > 0))
+    sums = {"ratio_mean": ratio, "clipped_low_share": low & loss.clips, "clipped_high_share": high & loss.clips}
+    if loss.select:
+        sums["chosen_share"] = inputs.chosen
+    if inputs.reference_logprobs is not None:
+        sums["reference_kl"] = kl_to_reference(inputs).detach()
     return {name: float(values.sum()) for name, values in sums.items()}
 
 
 def split_by_gradient(
-    rows: Sequence[TrainingRow], settings: ObjectiveConfig
+    rows: Sequence[TrainingRow], settings: ObjectiveConfig, chosen: Collection[int] = ()
 ) -> tuple[list[TrainingRow], list[TrainingRow]]:
     """Rows that need a backward pass, and rows whose gradient is 0, which are only scored and counted.
 
-    At least one row is among the first, because the optimizer needs a gradient to observe, even one of zeros.
+    `chosen`: indices of the rows with a token that the loss has chosen. At least one row is among the first, because
+    the optimizer needs a gradient to observe, even one of zeros.
     """
     terms = terms_of(settings)
-    needed = {row.index for row in rows if any(term.has_gradient(row) for term in terms)} or {rows[0].index}
+    needed = {row.index for row in rows if any(term.has_gradient(row, row.index in chosen) for term in terms)}
+    needed = needed or {rows[0].index}
     return [row for row in rows if row.index in needed], [row for row in rows if row.index not in needed]

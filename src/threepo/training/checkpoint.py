@@ -2,6 +2,7 @@
 
     posterior.safetensors    the noise, and IVON's Hessian by parameter name; see posterior.gaussian
     optimizer.safetensors    the rest of the optimizer's state, as `state key/parameter name`
+    reference.safetensors    the reference model, if it changes (training/reference.py)
     train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
                              which IVON debiases (AdamW's are in its state), and skipped steps
 
@@ -11,6 +12,7 @@ A checkpoint appears under its name only when all of it is on disk.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,13 +24,16 @@ from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter
-from threepo.posterior.policy_optimizer import PolicyOptimizer, named_in_groups
+from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
 from threepo.ranks.files import save_sharded, shared_folder
 from threepo.ranks.group import ALONE, Ranks
 from threepo.training.schedules import ScheduleState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "train_state.json"
+
+Files = Mapping[str, Weights]
+"""Tensors by their names, by the file that holds them."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,17 @@ class TrainState:
 
 
 def save_checkpoint(
-    path: Path, policy: Policy, optimizer: PolicyOptimizer, state: TrainState, ranks: Ranks = ALONE
+    path: Path,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    state: TrainState,
+    ranks: Ranks = ALONE,
+    more: Files = MappingProxyType({}),
 ) -> None:
-    """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks."""
+    """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
+
+    `more`: what else it has to hold.
+    """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
     tensors = {
         f"{key}/{names[index]}": value.detach()
@@ -55,18 +68,21 @@ def save_checkpoint(
         for key, value in entry.items()
         if key != "hessian"  # that is the posterior's, and has a file of its own
     }
+    files = {OPTIMIZER_FILE: tensors, **more}
     posterior = Posterior.of(optimizer, gather=False)
     with shared_folder(path, ranks) as folder:
         if ranks.size > 1:
             save_sharded(folder / "model.safetensors", policy.saved_tensors(), ranks, {"format": "pt"})
             if not posterior.is_point:
                 save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
-            save_sharded(folder / OPTIMIZER_FILE, tensors, ranks)
+            for file, found in files.items():
+                save_sharded(folder / file, found, ranks)
         else:
             policy.save(folder)
             if not posterior.is_point:
                 posterior.save(folder)
-            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / OPTIMIZER_FILE)
+            for file, found in files.items():
+                save_file({name: value.cpu().contiguous() for name, value in found.items()}, folder / file)
         with ranks.together():
             if ranks.first:
                 first = optimizer.param_groups[0]

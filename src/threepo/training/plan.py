@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from threepo.config import OptimizerConfig, SFTConfig, TrainConfig
+from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.errors import UserError
 from threepo.models.loading import model_shape
+from threepo.objectives.policy_loss import scored_first
 from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.optimizers import OPTIMIZERS
@@ -79,7 +80,7 @@ def _reinforcement(
     copied = draws * weights * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         memory = {
-            "trainer": _trainer_memory(weights, config.optimizer, gradient_draws),
+            "trainer": _trainer_memory(weights, config, gradient_draws),
             "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + longest),
         }
     else:
@@ -118,7 +119,7 @@ def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int, ranks
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
     tokens = tokens or most
-    memory = {"trainer": _trainer_memory(weights, config.optimizer, gradient_draws=1)}
+    memory = {"trainer": _trainer_memory(weights, config, gradient_draws=1)}
     if ranks > 1:
         memory = {"each GPU": _each_rank(config, shape, weights, 1, (rows * tokens, most), ranks)[0]}
     return {
@@ -129,14 +130,17 @@ def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int, ranks
     }
 
 
-def _tensors(optimizer: OptimizerConfig, gradient_draws: int) -> dict[str, int]:
+def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, int]:
     """What training holds of every weight: by label, how many float32 tensors of their size."""
-    return {"weights": 1, "gradients": 1, **OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)}
+    optimizer = config.optimizer
+    compared = isinstance(config, TrainConfig) and config.objective.reference_kl
+    held = {"weights": 1, "gradients": 1} | ({"weights of the reference": 1} if compared else {})
+    return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 
-def _trainer_memory(weights: int, optimizer: OptimizerConfig, gradient_draws: int) -> list[str]:
+def _trainer_memory(weights: int, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
     """Tensors of the size of the weights, all float32."""
-    tensors = _tensors(optimizer, gradient_draws)
+    tensors = _tensors(config, gradient_draws)
     size = weights * 4 / GIB
     total = f"{sum(tensors.values()) * size:.4g} GiB in all, float32; activations come on top"
     return [*(f"{count * size:.4g} GiB {name}" for name, count in tensors.items()), total]
@@ -158,7 +162,7 @@ def _each_rank(
     micro = max(min(config.batching.tokens or GPU_TOKENS, -(-everything // ranks)), longest)
     recomputed, shards = config.model.gradient_checkpointing, config.parallel.shards(ranks)
     dtype = getattr(torch, config.model.compute_dtype)
-    found = rank_memory(shape, weights, _tensors(config.optimizer, gradient_draws), shards, micro, dtype)
+    found = rank_memory(shape, weights, _tensors(config, gradient_draws), shards, micro, dtype)
     memory = found[recomputed]
     most, otherwise = ((sum(m.worst.values()) if offload else m.peak) / GIB for m in (memory, found[not recomputed]))
     where = "in the memory of its CPU" if offload else "float32"
@@ -214,7 +218,7 @@ def _time(
 ) -> list[str]:
     """A step's time by a model."""
     method, draws = config.method, max(config.method.draws, 1)
-    passes = 3 + config.model.gradient_checkpointing + (config.objective.mini_batches > 1)
+    passes = 3 + config.model.gradient_checkpointing + scored_first(config.objective)
     work = Work(
         weights=weights,
         cache=bytes_per_token(shape, torch.bfloat16),
@@ -224,7 +228,7 @@ def _time(
         prompt=prompt_tokens,
         response=response_tokens,
         longest=config.sampling.max_new_tokens,
-        operations=2.0 * passes * method.gradient_draws,
+        operations=2.0 * (passes * method.gradient_draws + (config.objective.reference_kl > 0)),
         gpus=config.engine.vllm.tensor_parallel,
     )
     times = step_times(work, ranks)
@@ -255,16 +259,20 @@ def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: 
     """The compute that the paper's count leaves out, for rows of `length` tokens."""
     text = shape.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    rollouts, draws, old = 0, 1, False
+    rollouts, draws, old, compared = 0, 1, False, False
     if isinstance(config, TrainConfig):
-        rollouts, draws, old = 1, config.method.gradient_draws, config.objective.mini_batches > 1
+        rollouts, draws, old = 1, config.method.gradient_draws, scored_first(config.objective)
+        compared = config.objective.reference_kl > 0
     recomputed = config.model.gradient_checkpointing
     # Each token attends to all before it, half a square of tokens. A backward pass costs as much as two forward passes.
-    attention = 2 * length**2 * width * text.num_hidden_layers * rows * (rollouts + draws * (3 + old + recomputed))
-    forward = _tera(2 * weights * rows * length * draws)
+    passes = rollouts + compared + draws * (3 + old + recomputed)
+    attention = 2 * length**2 * width * text.num_hidden_layers * rows * passes
+    once = 2 * weights * rows * length
+    forward = _tera(once * draws)
     return [
         f"{_tera(attention)} TFLOP of attention between tokens, if no window bounds it",
-        *([f"{forward} TFLOP for log-probs before the first of several updates"] if old else []),
+        *([f"{forward} TFLOP for log-probs before the update"] if old else []),
+        *([f"{_tera(once)} TFLOP for log-probs of the reference"] if compared else []),
         *([f"{forward} TFLOP to recompute activations"] if recomputed else []),
     ]
 

@@ -23,7 +23,7 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
-from threepo.training.checkpoint import TrainState
+from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
     dynamic_metrics,
@@ -33,6 +33,7 @@ from threepo.training.metrics import (
     update_metrics,
     watch,
 )
+from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
@@ -48,6 +49,11 @@ class Run(TrainingRun[TrainConfig]):
     source: ProblemSource
     grader: Grader
     examination: Examination | None
+    reference: Reference | None
+
+    def more_tensors(self) -> Files:
+        """The reference, if it changes."""
+        return self.reference.saved() if self.reference else {}
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
@@ -109,8 +115,11 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
 def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config, sampling = run.config, step_sampling(run.config, run.state.schedules)
+    if run.reference:
+        run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
-    record = update_policy(run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.ranks)
+    settings = (config.objective, config.batching.tokens)
+    record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
     clock.lap("time/update")
     return record
 
@@ -143,6 +152,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, ranks)
+    reference = open_reference(config, policy, folder, ranks)
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
@@ -167,4 +177,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         folder, tensorboard = open_folder(config, folder, state.step, ranks, problems)
         on_failure.pop_all()
     grader = dealt_grader(grader, ranks)
-    return Run(config, folder, tensorboard, policy, optimizer, state, ranks, engine, source, grader, examination)
+    return Run(
+        config, folder, tensorboard, policy, optimizer, state, ranks, engine, source, grader, examination, reference
+    )

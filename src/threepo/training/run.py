@@ -21,7 +21,7 @@ from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
-from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
+from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
@@ -97,11 +97,15 @@ class TrainingRun(Generic[Config]):
             metrics |= posterior_metrics(self.optimizer)
         return metrics
 
+    def more_tensors(self) -> Files:
+        """What a checkpoint has to hold besides the policy and its optimizer."""
+        return {}
+
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.folder.checkpoint_path(self.state.step)
         if self.state.step and not any(self.ranks.gather(path.exists())):
-            save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks)
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks, self.more_tensors())
         with self.ranks.together():
             self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
 

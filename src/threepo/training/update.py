@@ -5,22 +5,25 @@ once, in the optimizer, by the count that the batch names: the result does not d
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
-from threepo.methods.corrections import Corrected, correct, sum_by_row
+from threepo.methods.corrections import Corrected, correct
 from threepo.methods.method import split_batch
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
-from threepo.objectives.policy_loss import LossInputs
+from threepo.objectives.inputs import LossInputs, sum_by_row
+from threepo.objectives.selection import TokenScores
 from threepo.posterior.evolution import compare, evolve
+from threepo.posterior.noise import address_key, uniforms
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
+from threepo.training.reference import Reference
 from threepo.types import Draw, GradientPart, MicroBatch, PackedTokens, SupervisedRow, TrainingBatch, TrainingRow
 
 Row = TypeVar("Row", TrainingRow, SupervisedRow)
@@ -154,6 +157,7 @@ def update_policy(
     objective: ObjectiveConfig,
     token_budget: int = 0,
     ranks: Ranks = ALONE,
+    reference: Reference | None = None,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
     if not batch.parts:
@@ -161,20 +165,23 @@ def update_policy(
         return UpdateRecord(None)
     update = _Update(policy, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
     record = update.record
-    if objective.mini_batches > 1:
+    if policy_loss.scored_first(objective):
         update.score_first(optimizer)
+    if reference:
+        update.score_reference(reference)
     for mini_batch in split_batch(batch, objective.mini_batches):
         parts = [part for part in mini_batch.parts if part.rows]
         sums = []
-        for part in parts:
-            sharing = parts if batch.normalize == "step" else [part]
+        for sharing in [parts] if batch.normalize == "step" else [[part] for part in parts]:
+            update.choose(sharing)
             weights = policy_loss.row_weights([row for p in sharing for row in p.rows], objective.aggregation)
-            with optimizer.at(part.draw):
-                loss, count = update.backward(part, weights)
-            sums.append((loss, count))
-            divisor = 1.0 if batch.normalize == "step" else count
-            if divisor > 0:
-                optimizer.observe(part.draw, divisor, cumulative=batch.cumulative)
+            for part in sharing:
+                with optimizer.at(part.draw):
+                    loss, count = update.backward(part, weights)
+                sums.append((loss, count))
+                divisor = 1.0 if batch.normalize == "step" else count
+                if divisor > 0:
+                    optimizer.observe(part.draw, divisor, cumulative=batch.cumulative)
         losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
         if batch.fitness and counts:
             record.compared = compare(optimizer, batch.fitness)
@@ -189,8 +196,20 @@ def update_policy(
             means = [loss / count for loss, count in sums if count > 0]
             record.minimised.append(sum(means) / len(means))
             optimizer.step()
+        update.moved = True
     record.unite(ranks)
     return record
+
+
+class Scores(NamedTuple):
+    """Of the tokens of a row, on the CPU."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+Address = tuple[Draw | None, int]
+"""Of a row in an update: the draw of its gradient, and its index."""
 
 
 @dataclass
@@ -203,36 +222,75 @@ class _Update:
     token_budget: int
     ranks: Ranks
     record: UpdateRecord
-    first_logprobs: dict[tuple[Draw | None, int], torch.Tensor] = field(default_factory=dict)
-    """By draw and row index: log-probs of the row's tokens before the first of several updates; else empty."""
+    first_scores: dict[Address, Scores] = field(default_factory=dict)
+    """Before the first of several updates, or for `choose`; else empty."""
+    reference_scores: dict[int, Scores] = field(default_factory=dict)
+    """By row index; empty without a reference."""
+    choices: dict[str, dict[Address, torch.Tensor]] = field(default_factory=dict)
+    """By the field of `LossInputs`: which tokens were chosen."""
+    moved: bool = False
+    """Whether the policy may not be the old policy any more."""
 
-    @torch.no_grad()
     def score_first(self, optimizer: PolicyOptimizer) -> None:
-        """Fill `first_logprobs` at the weights where each row's gradient will be taken (method.md 2.2)."""
+        """Fill `first_scores` at the weights where each row's gradient will be taken (method.md 2.3)."""
         for part in self.batch.parts:
             with optimizer.at(part.draw):
-                for bundle in self.bundles(part.rows):
-                    if not bundle:
-                        self.policy.idle()
-                        continue
-                    packed = flatten(bundle, self.policy.device)
-                    logprobs, _ = self.policy.logprobs(packed, self.batch.temperature)
-                    by_row = torch.split(logprobs, [len(row.completion.tokens) for row in bundle])
-                    for row, own in zip(bundle, by_row, strict=True):
-                        self.first_logprobs[part.draw, row.index] = own.cpu()
-        for found in self.ranks.gather(self.first_logprobs):  # a later update may deal a row to another rank
-            self.first_logprobs |= found
+                found = self.score(part.rows)
+            self.first_scores |= {(part.draw, index): scores for index, scores in found.items()}
+
+    def score_reference(self, reference: Reference) -> None:
+        """Fill `reference_scores`."""
+        rows = {row.index: row for part in self.batch.parts for row in part.rows}
+        with reference.in_place():
+            self.reference_scores = self.score(list(rows.values()))
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[TrainingRow]) -> dict[int, Scores]:
+        """Scores by row index at the weights that the model holds now, of all ranks' rows on every rank."""
+        found: dict[int, Scores] = {}
+        for bundle in self.bundles(rows):
+            if not bundle:
+                self.policy.idle()
+                continue
+            scores = self.policy.logprobs(flatten(bundle, self.policy.device), self.batch.temperature)
+            lengths = [len(row.completion.tokens) for row in bundle]
+            # Copies, because to send a part of a tensor is to send all of it.
+            logprobs, entropy = ([own.clone() for own in torch.split(x.cpu(), lengths)] for x in scores)
+            found |= {row.index: Scores(*own) for row, *own in zip(bundle, logprobs, entropy, strict=True)}
+        return {index: scores for here in self.ranks.gather(found) for index, scores in here.items()}
+
+    def choose(self, parts: Sequence[GradientPart]) -> None:
+        """Fill `choices` for these parts, from the scores of all their tokens."""
+        selects = policy_loss.selections(self.objective)
+        entries = [(part.draw, row) for part in parts for row in sorted(part.rows, key=lambda row: row.index)]
+        if not selects or not entries:
+            return
+        rows = [row for _, row in entries]
+        lengths = [len(row.completion.tokens) for row in rows]
+        row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        logprobs, entropy = map(torch.cat, zip(*(self.first_scores[d, row.index] for d, row in entries), strict=True))
+        behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs])
+        corrected = correct(logprobs, behaviour, row_of, len(rows), self.batch.correction or Correction())
+        address = (self.batch.seed, self.batch.step)
+        random = [
+            uniforms([address_key("threepo-choice", *address, row.index)], 0, length)[0]
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        advantages = torch.tensor([row.advantage for row in rows])[row_of]
+        scores = TokenScores(logprobs, entropy, advantages, corrected.kept, torch.cat(random))
+        for name, select in selects.items():
+            chosen = torch.split(select(scores, self.objective), lengths)
+            found = self.choices.setdefault(name, {})
+            found |= {(draw, row.index): own for (draw, row), own in zip(entries, chosen, strict=True)}
 
     def backward(self, part: GradientPart, weights: Mapping[int, float]) -> tuple[float, float]:
         """Accumulate the gradient of the part's summed loss at the weights that the model holds now.
 
-        `weights`: of rows, by index. Returns the summed loss, and the count to divide it by.
+        `weights`: of rows, by index. Returns the summed loss, and the number to divide it by.
         """
         total = count = 0.0
         of_entropy = any(term.of_entropy for term in policy_loss.terms_of(self.objective))
-        correction, temperature = self.batch.correction or Correction(), self.batch.temperature
-        with_gradient, without = policy_loss.split_by_gradient(part.rows, self.objective)
-        for rows, enabled in ((with_gradient, True), (without, False)):
+        for rows, enabled in zip(self.split(part), (True, False), strict=True):
             for bundle in self.bundles(rows):
                 if not bundle:
                     with torch.set_grad_enabled(enabled):
@@ -240,22 +298,57 @@ class _Update:
                     continue
                 micro = collate(bundle, weights, self.policy.device)
                 with torch.set_grad_enabled(enabled):
-                    logprobs, entropy = self.policy.logprobs(micro, temperature, with_entropy_gradient=of_entropy)
-                    first = logprobs.detach()
-                    if self.first_logprobs:
-                        saved = [self.first_logprobs[part.draw, row.index] for row in bundle]
-                        first = torch.cat(saved).to(first.device)
-                    corrected = correct(first, micro.behaviour_logprobs, micro.row_of, len(bundle), correction)
-                    counted = corrected.kept if correction.normalizer == "kept" else torch.ones_like(corrected.kept)
-                    inputs = LossInputs(logprobs, first, entropy, micro.advantages, corrected.weights, counted)
+                    scores = self.policy.logprobs(micro, self.batch.temperature, with_entropy_gradient=of_entropy)
+                    inputs, corrected = self.inputs(part.draw, micro, *scores)
                     loss = (policy_loss.token_losses(inputs, self.objective) * micro.weights).sum(dtype=torch.float64)
                 if enabled:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
-                count += float((counted * micro.weights).sum(dtype=torch.float64))
-                self.record.add(micro, inputs, corrected, policy_loss.clip_statistics(inputs, self.objective))
-        totals, counts = zip(*self.ranks.gather((total, count)), strict=True)
-        return math.fsum(totals), math.fsum(counts)
+                count += float((inputs.counted * micro.weights).sum(dtype=torch.float64))
+                self.record.add(micro, inputs, corrected, policy_loss.statistics(inputs, self.objective))
+        totals, counts = (math.fsum(column) for column in zip(*self.ranks.gather((total, count)), strict=True))
+        longest = self.batch.max_new_tokens
+        return totals, policy_loss.divisor(counts, len(part.rows), self.objective.aggregation, longest)
+
+    def inputs(
+        self, draw: Draw | None, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[LossInputs, Corrected]:
+        """What the loss reads of a micro-batch, and its correction."""
+
+        def joined(by_row: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(list(by_row)).to(logprobs.device)
+
+        # Before anything has moved, a pass in other micro-batches would give the same but for rounding.
+        first, reference = logprobs.detach(), None
+        if self.moved:
+            first = joined(self.first_scores[draw, row.index].logprobs for row in micro.rows)
+        if self.reference_scores:
+            reference = joined(self.reference_scores[row.index].logprobs for row in micro.rows)
+        correction = self.batch.correction or Correction()
+        corrected = correct(first, micro.behaviour_logprobs, micro.row_of, len(micro.rows), correction)
+        everywhere = torch.ones_like(corrected.kept)
+        choices = {"chosen": ~everywhere, "in_mask": everywhere}
+        for name, found in self.choices.items():
+            choices[name] = joined(found[draw, row.index] for row in micro.rows)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=first,
+            entropy=entropy,
+            advantages=micro.advantages,
+            correction_weights=corrected.weights,
+            counted=corrected.kept if correction.normalizer == "kept" else everywhere,
+            row_of=micro.row_of,
+            rows=len(micro.rows),
+            reference_logprobs=reference,
+            **choices,
+        )
+        return inputs, corrected
+
+    def split(self, part: GradientPart) -> tuple[list[TrainingRow], list[TrainingRow]]:
+        """The part's rows with a gradient, and those without (`policy_loss.split_by_gradient`)."""
+        found = self.choices.get("chosen", {})
+        chosen = {row.index for row in part.rows if found and found[part.draw, row.index].any()}
+        return policy_loss.split_by_gradient(part.rows, self.objective, chosen)
 
     def bundles(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
         """This rank's rows that go through the model together; empty where only other ranks have any left."""

@@ -1,0 +1,107 @@
+"""Credit rules: how the rewards of completions that compete with each other become advantages (method.md 2.1, 2.2).
+
+A rule is an entry of `RULES`. Legend: G completions of a group, along the last dimension.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from threepo.config import Advantage
+from threepo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a group is credited."""
+
+    advantages: Callable[[torch.Tensor, Advantage], torch.Tensor]
+    """Of rewards [..., G], G > 1; groups of equal rewards need no care."""
+    takes: Callable[[torch.Tensor], torch.Tensor] = torch.isfinite
+    """Which rewards it is defined for: bool of their shape."""
+    needs: str = "finite rewards"
+    """That in words."""
+
+
+def _centred(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.mean(dim=-1, keepdim=True)
+
+
+def _grpo(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """(r - mean) / (std + epsilon) (arXiv 2402.03300)."""
+    return _centred(rewards) / (rewards.std(dim=-1, correction=settings.ddof, keepdim=True) + settings.epsilon)
+
+
+def _dr_grpo(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """r - mean (arXiv 2503.20783)."""
+    return _centred(rewards)
+
+
+def _rloo(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """r - mean of the other rewards, which is G / (G - 1) (r - mean) (arXiv 2402.14740)."""
+    size = rewards.shape[-1]
+    return _centred(rewards) * (size / (size - 1))
+
+
+def _maxrl(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """(r - mean) / (mean + epsilon) (arXiv 2602.02710)."""
+    return _centred(rewards) / (rewards.mean(dim=-1, keepdim=True) + settings.epsilon)
+
+
+def _pass_at_k(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """The mean advantage of a completion over all subsets of k that hold it, each paid 1 if any of it is right.
+
+    R = 1 - C(wrong, k) / C(G, k) is the mean over subsets, and R (1 - R) their variance (arXiv 2508.10751).
+    """
+    size, k = rewards.shape[-1], settings.k
+    right = rewards.sum(dim=-1, keepdim=True).long()
+    # By the number of right completions: the share of all subsets, and of those with a certain wrong one, without any.
+    wrong = range(size, -1, -1)
+    shares = [
+        [math.comb(n, k) / math.comb(size, k) for n in wrong],
+        [math.comb(max(n - 1, 0), k - 1) / math.comb(size - 1, k - 1) for n in wrong],
+    ]
+    of_all, with_this = torch.tensor(shares, dtype=rewards.dtype, device=rewards.device)[:, right].unbind()
+    gain = torch.where(rewards > 0, of_all, of_all - with_this)
+    return gain / ((of_all * (1 - of_all)).sqrt() + settings.epsilon)
+
+
+RULES = {
+    "grpo": Rule(_grpo),
+    "dr_grpo": Rule(_dr_grpo),
+    "rloo": Rule(_rloo),
+    "maxrl": Rule(_maxrl, lambda rewards: rewards >= 0, "rewards of 0 or more"),
+    "pass_at_k": Rule(_pass_at_k, lambda rewards: (rewards == 0) | (rewards == 1), "rewards of 0 and 1"),
+}
+"""By `method.advantage.rule`."""
+
+
+def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+    """Advantages [..., G] of groups with these rewards, of the same dtype; equal rewards give exactly 0.
+
+    `UserError` for a reward that the rule is not defined for.
+    """
+    rule = RULES[settings.rule]
+    if not (taken := rule.takes(rewards)).all():
+        raise UserError(
+            f"method.advantage.rule = {settings.rule!r}: needs {rule.needs}, and a completion has earned "
+            f"{rewards[~taken][0].item():g}; choose another rule, or change reward.function"
+        )
+    # A float mean of equal numbers may be off by a rounding.
+    equal = (rewards == rewards[..., :1]).all(dim=-1, keepdim=True)
+    return rule.advantages(rewards, settings).masked_fill(equal, 0.0)
+
+
+def unlikely_first(
+    rewards: torch.Tensor, right: torch.Tensor, logprobs: torch.Tensor, settings: Advantage
+) -> torch.Tensor:
+    """Rewards [..., G], cut for the right completions that are likely: r (1 - unlikeliness (G - rank) / G).
+
+    The rank is the number of completions of the group that are more probable, 0 for the most probable one (arXiv
+    2506.02355). `right` is bool, `logprobs` the log-probs of whole completions; both [..., G].
+    """
+    rank = (logprobs.unsqueeze(-2) > logprobs.unsqueeze(-1)).sum(dim=-1)
+    size = rewards.shape[-1]
+    return torch.where(right, rewards * (1 - settings.unlikeliness * (size - rank) / size), rewards)

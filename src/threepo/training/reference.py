@@ -1,0 +1,80 @@
+"""The reference model of `objective.reference_kl`: weights that the policy is kept close to (method.md 2.5).
+
+It begins as the model that the run began with, and becomes the present mean with every reset. A checkpoint holds it if
+there are resets (reference.safetensors, by parameter name); otherwise it is read from model.path again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors.torch import load_file
+
+from threepo.config import TrainConfig
+from threepo.models.policy import Policy
+from threepo.posterior.layout import drop_gathered_copies, like_parameter, local
+from threepo.posterior.policy_optimizer import Weights
+from threepo.ranks.group import Ranks
+from threepo.ranks.sharding import load_sharded
+from threepo.run_folder import RunFolder, checkpoints
+from threepo.training.checkpoint import Files
+
+FILE = "reference.safetensors"
+
+
+class Reference:
+    """Weights of another time for a policy's model, float32 and sharded as its own are."""
+
+    def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
+        """`reset_every`: steps; 0: never. `weights` are not copied; None: a copy of the model's present ones."""
+        self._model, self._reset_every = policy.model, reset_every
+        own = dict(policy.model.named_parameters())
+        given = weights or {name: p.detach().clone() for name, p in own.items()}
+        self.weights = {name: like_parameter(given[name].detach(), p) for name, p in own.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the reference's weights for the body, and bitwise its own again afterwards.
+
+        They change places, a parameter at a time, so this takes no memory.
+        """
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        drop_gathered_copies(self._model)
+        for name, p in self._model.named_parameters():
+            own, other = local(p.detach()), local(self.weights[name])
+            before = own.clone()
+            own.copy_(other)
+            other.copy_(before)
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Before training step `step`: if a reset is due, the model's present weights become the reference."""
+        if step and self._reset_every and step % self._reset_every == 0:
+            for name, p in self._model.named_parameters():
+                local(self.weights[name]).copy_(local(p.detach()))
+
+    def saved(self) -> Files:
+        """What a checkpoint must hold: nothing, if it can be read from model.path again."""
+        return {FILE: self.weights} if self._reset_every else {}
+
+
+def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, ranks: Ranks) -> Reference | None:
+    """The reference of a new run with this policy, or as the newest checkpoint of a resumed one left it, if any."""
+    every = config.objective.reference_reset_every
+    if not config.objective.reference_kl:
+        return None
+    saved = checkpoints(resumed.path) if resumed else []
+    if not saved:
+        return Reference(policy, every)
+    if every:
+        weights = load_file(saved[-1][1] / FILE)
+        return Reference(policy, every, {name: value.to(policy.device) for name, value in weights.items()})
+    first = load_sharded(config.model, config.parallel, ranks, config.run.seed)
+    return Reference(policy, every, dict(first.model.named_parameters()))

@@ -1,0 +1,254 @@
+"""Every loss, mask, penalty and credit rule in a policy update: it changes the gradient, to what it should be."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from threepo.config import Advantage, Method, ObjectiveConfig
+from threepo.config.method import B3PO, C3PO, GRPO, M3PO
+from threepo.methods.credit import RULES
+from threepo.methods.method import training_batch
+from threepo.models.policy import Policy
+from threepo.posterior.ivon import IVON
+from threepo.training.reference import Reference
+from threepo.training.update import update_policy
+from threepo.types import Completion, Group
+from updates import SAMPLING, gradient_of, rollouts, solved
+
+SEVERAL: dict[str, Any] = {"mini_batches": 3}
+GSPO: dict[str, Any] = {"aggregation": "sequence", **SEVERAL, "clip_low": 0.05, "clip_high": 0.05}
+OBJECTIVES = {
+    "gspo": ObjectiveConfig(loss="gspo", **GSPO),
+    "cispo": ObjectiveConfig(loss="cispo", **SEVERAL),
+    "kl_cov": ObjectiveConfig(loss="kl_cov", **SEVERAL, kl_cov_share=0.2),
+    "clip_cov": ObjectiveConfig(loss="clip_cov", clip_cov_share=0.1, clip_cov_bounds=(0.1, 50)),
+    "entropy mask": ObjectiveConfig(entropy_mask_share=0.2),
+    "reference": ObjectiveConfig(reference_kl=0.5),
+    "constant": ObjectiveConfig(aggregation="constant"),
+}
+WITHOUT = {
+    "gspo": replace(OBJECTIVES["gspo"], loss="ppo"),
+    "cispo": replace(OBJECTIVES["cispo"], loss="ppo"),
+    "kl_cov": replace(OBJECTIVES["kl_cov"], kl_cov_coefficient=1e-9),
+}
+every_objective = pytest.mark.parametrize("name", OBJECTIVES)
+Grads = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def policy(policy: Policy) -> Policy:
+    """One whose distributions are peaked: those of random weights are all nearly uniform."""
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(3)
+    return policy
+
+
+def another(policy: Policy) -> Reference:
+    """A reference that differs from the policy."""
+    reference = Reference(policy)
+    for i, weights in enumerate(reference.weights.values()):
+        weights += 0.01 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(i))
+    return reference
+
+
+def gradient(policy: Policy, method: Method, objective: ObjectiveConfig, **settings: Any) -> tuple[Any, Grads]:
+    """With steps that are large enough for ratios to move, where there are several."""
+    reference = another(policy) if objective.reference_kl else None
+    noise = 1.0 if method.draws else 0.0
+    settings = {"lr": 3e3, "noise_scale": noise, "ess": 1e7, "reference": reference} | settings
+    record, grads, _ = gradient_of(policy, method, objective=objective, **settings)
+    return record, grads
+
+
+def distance(a: Grads, b: Grads) -> float:
+    """Relative to the first."""
+    difference = sum(float((a[name] - b[name]).square().sum()) for name in a)
+    return float((difference / sum(float(grad.square().sum()) for grad in a.values())) ** 0.5)
+
+
+@every_objective
+@pytest.mark.parametrize("method", [GRPO, C3PO], ids=lambda m: m.name)
+def test_it_changes_the_gradient(policy: Policy, method: Method, name: str) -> None:
+    _, with_it = gradient(policy, method, OBJECTIVES[name])
+    _, without = gradient(policy, method, WITHOUT.get(name, ObjectiveConfig()))
+    assert distance(with_it, without) > 0.1
+
+
+@every_objective
+@pytest.mark.parametrize("method", [GRPO, C3PO, M3PO], ids=lambda m: m.name)
+def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, method: Method, name: str) -> None:
+    """Nor do the choices of tokens, which are made over all of them."""
+    record, grads = gradient(policy, method, OBJECTIVES[name])
+    again, others = gradient(policy, method, OBJECTIVES[name], token_budget=40)
+    assert again.normalizer == pytest.approx(record.normalizer, rel=1e-9)
+    for key in ("chosen_share", "reference_kl"):
+        assert again.policy.get(key, 0) == pytest.approx(record.policy.get(key, 0), rel=1e-4)
+    assert distance(others, grads) < 1e-3
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "grpo"])
+def test_every_credit_rule_changes_the_gradient(policy: Policy, rule: str) -> None:
+    _, other, _ = gradient_of(policy, replace(GRPO, advantage=Advantage(rule=rule)))
+    _, grpo, _ = gradient_of(policy, GRPO)
+    assert distance(other, grpo) > 0.05
+
+
+def test_unlikeliness_teaches_where_all_are_right(policy: Policy) -> None:
+    groups = list(map(solved, rollouts(policy, GRPO, IVON(policy.model.named_parameters()))))
+    _, nothing, _ = gradient_of(policy, GRPO, groups)
+    _, something, _ = gradient_of(policy, replace(GRPO, advantage=Advantage(unlikeliness=0.25)), groups)
+    assert not any(grad.any() for grad in nothing.values())
+    assert all(grad.any() for grad in something.values())
+
+
+# Gradients by hand
+
+
+def scored(policy: Policy, completion: Completion) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, with gradient, and entropies of a completion's tokens."""
+    ids = torch.tensor([completion.prompt_tokens + completion.tokens])
+    distribution = policy.model(ids).logits[0, len(completion.prompt_tokens) - 1 : -1].log_softmax(-1)
+    logprobs = distribution.gather(1, torch.tensor(completion.tokens).unsqueeze(1)).squeeze(1)
+    return logprobs, -(distribution.exp() * distribution).sum(-1).detach()
+
+
+def by_hand(
+    policy: Policy, groups: list[Group], weights: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Grads:
+    """The gradient of the mean over all tokens of weight * log-prob.
+
+    `weights`: [K], detached, of the advantages, log-probs and entropies of all tokens.
+    """
+    values = training_batch(GRPO, SAMPLING, groups, 0, 0).parts[0].rows
+    found = [scored(policy, row.completion) for row in values]
+    logprobs, entropy = map(torch.cat, zip(*found, strict=True))
+    a = torch.cat([torch.full_like(own, row.advantage) for (own, _), row in zip(found, values, strict=True)]).detach()
+    mean = (weights(a, logprobs.detach(), entropy) * logprobs).mean()
+    parameters = dict(policy.model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(mean, list(parameters.values())), strict=True))
+
+
+@pytest.fixture
+def groups(policy: Policy) -> list[Group]:
+    return rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+
+
+def test_the_mask_leaves_the_gradient_of_the_tokens_of_the_highest_entropy(policy: Policy, groups: list[Group]) -> None:
+    """Divided by the number of all."""
+
+    def weights(a: torch.Tensor, _: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        order = (1000 * entropy).round().argsort(descending=True, stable=True)  # first tokens of a prompt are equal
+        return torch.zeros_like(a).index_copy(0, order[: int(0.3 * len(a))], -a[order[: int(0.3 * len(a))]])
+
+    record, grads, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(entropy_mask_share=0.3))
+    assert record.normalizer == record.tokens
+    assert distance(grads, by_hand(policy, groups, weights)) < 1e-4
+
+
+def test_clip_cov_takes_the_gradient_of_tokens_of_a_large_covariance(policy: Policy, groups: list[Group]) -> None:
+    """All of those above 0.5, on-policy too."""
+
+    def weights(a: torch.Tensor, logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        covariance = (a - a.mean()) * (logprobs - logprobs.mean())
+        assert 5 < int((covariance > 0.5).sum()) < len(a) / 2
+        return -a * (covariance <= 0.5)
+
+    objective = ObjectiveConfig(loss="clip_cov", clip_cov_share=1, clip_cov_bounds=(0.5, 1e6))
+    _, grads, _ = gradient_of(policy, GRPO, groups, objective=objective)
+    assert distance(grads, by_hand(policy, groups, weights)) < 1e-4
+
+
+def test_the_penalty_draws_towards_the_reference(policy: Policy, groups: list[Group]) -> None:
+    """Without advantages, the gradient of c (exp(d) - d - 1) alone, d = log reference - log policy: c (1 - exp(d))."""
+    groups, reference = list(map(solved, groups)), another(policy)
+    with reference.in_place(), torch.no_grad():
+        of_reference = torch.cat([scored(policy, c)[0] for group in groups for c in group.completions])
+    expected = by_hand(policy, groups, lambda a, logprobs, _: 0.5 * (1 - (of_reference - logprobs).exp()))
+    objective = ObjectiveConfig(reference_kl=0.5)
+    record, grads, _ = gradient_of(policy, GRPO, groups, objective=objective, reference=reference)
+    assert distance(grads, expected) < 1e-4
+    assert record.policy["reference_kl"] / record.tokens > 1e-4
+
+
+def test_a_constant_divisor_is_completions_times_the_longest(policy: Policy, groups: list[Group]) -> None:
+    record, grads, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(aggregation="constant"))
+    assert record.normalizer == 48 * SAMPLING.max_new_tokens
+    by_token, others, _ = gradient_of(policy, GRPO, groups)
+    share = by_token.normalizer / record.normalizer
+    assert distance(grads, {name: share * grad for name, grad in others.items()}) < 1e-5
+
+
+# Choices of tokens
+
+
+def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups: list[Group]) -> None:
+    """The last mini-batch has a prompt whose completions are all right: its gradient is the penalty's alone."""
+    groups = [*groups[:2], solved(groups[2])]
+    settings = {"lr": 3e3, "noise_scale": 0.0}
+    _, nothing, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(**SEVERAL), **settings)
+    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=0.5, **SEVERAL)
+    _, held, _ = gradient_of(policy, GRPO, groups, objective=objective, **settings)
+    assert not any(grad.any() for grad in nothing.values())
+    assert all(grad.any() for grad in held.values())
+
+
+def test_what_a_correction_masks_is_never_chosen(policy: Policy) -> None:
+    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)
+    record, _ = gradient(policy, C3PO, objective, ess=1e4, lr=1.0)
+    kept = sum(row.kept_tokens for row in record.rows)
+    assert 0 < kept < record.tokens
+    assert record.policy["chosen_share"] == kept
+
+
+def test_a_random_choice_depends_on_its_address_alone(policy: Policy, groups: list[Group]) -> None:
+    """Not on the state of any generator: the same again in the same step, and another in the next."""
+    found = []
+    for step in (0, 0, 1):
+        torch.rand(7)
+        found.append(gradient_of(policy, GRPO, groups, objective=OBJECTIVES["clip_cov"], step=step)[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert distance(found[2], found[0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gspo", "kl_cov"])
+@pytest.mark.parametrize("method", [B3PO, C3PO, M3PO], ids=lambda m: m.name)
+def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Policy, method: Method, name: str) -> None:
+    """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
+    optimizer.param_groups[0]["lr"] = 0.0
+    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    record = update_policy(policy, optimizer, batch, OBJECTIVES[name])
+    assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
+
+
+# The reference
+
+
+def test_the_reference_and_the_policy_change_places_bitwise(policy: Policy) -> None:
+    """Also if the body fails."""
+    reference = another(policy)
+    own, other = (
+        {n: p.detach().clone() for n, p in some}
+        for some in (policy.model.named_parameters(), reference.weights.items())
+    )
+    with pytest.raises(ZeroDivisionError), reference.in_place():
+        assert all(torch.equal(p, other[name]) for name, p in policy.model.named_parameters())
+        raise ZeroDivisionError
+    assert all(torch.equal(p, own[name]) for name, p in policy.model.named_parameters())
+    assert all(torch.equal(weights, other[name]) for name, weights in reference.weights.items())
+
+
+def test_the_reference_is_reset_before_every_so_many_steps(policy: Policy) -> None:
+    reference = Reference(policy, reset_every=2)
+    kept = []
+    for step in range(5):
+        reference.begin(step)
+        kept.append(next(iter(reference.weights.values())).clone())
+        with torch.no_grad():
+            next(policy.model.parameters()).add_(1.0)
+    moved = [float((now - kept[0]).mean()) for now in kept]
+    assert moved == pytest.approx([0, 0, 2, 2, 4])
