@@ -1,8 +1,8 @@
-"""Write the reference pages that come from the source: docs/configuration.md.
+"""Write what comes from the source: docs/configuration.md, and the table of presets in README.md and docs/method.md.
 
     make docs
 
-A test fails when the page is not what this would write.
+A test fails when a page is not what this would write.
 """
 
 import typing
@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from threepo import config
-from threepo.config.method import PRESETS
+from threepo.config.presets import PRESETS
+from threepo.config.recipes import load
 from threepo.config.records import RECORDS, shown
 
 PAGE = Path(__file__).parent / "configuration.md"
+WITH_PRESETS = (Path(__file__).parent / "method.md", Path(__file__).parents[1] / "README.md")
+BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
 
 Generated from `src/threepo/config` by `make docs`; do not edit.
@@ -79,18 +82,61 @@ def render_table(table: str, record: Any) -> list[str]:
             default = ("" if kind else defaults(table, f.name)) or default_text(default_of(f))
             lines.append(f"| `{f.name}` | {type_name(hints[f.name])} | {default} | {text} |")
     if table == "method":
-        lines += ["", "`preset` fills in the axes of a named method:", "", *render_presets()]
+        lines += ["", "`preset` is the name of a row of the table in [method.md](method.md#3-the-lattice)."]
     return [*lines, ""]
 
 
+HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | besides | source |"
+CREDIT = {"prompt": "", "draw": ", each draw on its own"}
+GRADIENT = {
+    "mean": "the mean",
+    "generator": "each generating draw",
+    "fresh": "a fresh draw",
+    "evolution": "nowhere: evolution strategy",
+}
+
+
 def render_presets() -> list[str]:
-    """The named points of the lattice as a table."""
-    axes = ("draws", "advantages", "gradient_at", "normalize", "greedy", "optimizer")
-    lines = ["| preset | " + " | ".join(axes) + " | correction |", "| --- " * (len(axes) + 2) + "|"]
-    for name, method in PRESETS.items():
-        cells = [str(getattr(method, axis)) for axis in axes]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {method.correction.kind} |")
+    """The rows of the lattice as a table."""
+    lines = [HEADER, "| --- " * (HEADER.count("|") - 1) + "|"]
+    for name, preset in PRESETS.items():
+        cells = [f"`{name}`", *cells_of(name), preset.source]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def cells_of(name: str) -> list[str]:
+    """The cells of a row between its name and its source, read from the recipe that the name stands for."""
+    run = load(config.TrainConfig, "", ["model.path=tiny-qwen2", "data.train=sorting", f"method.preset={name}"])
+    method, optimizer, noise = run.method, run.optimizer, run.noise
+    sigma = "posterior" if noise.unit == "posterior" else f"{noise.size:g}" + (" RMS" if noise.unit == "rms" else "")
+    if getattr(optimizer, "noise_shape", "") == "isotropic":
+        sigma = "one sigma"
+    low, high = method.correction.low, method.correction.high
+    bounds = f" [{low:g}, {high:g}]" if method.correction.kind.endswith("mis") else f" {high:g}"
+    credit = method.advantage.rule + (", unlikely first" if method.advantage.unlikeliness else "")
+    besides = [
+        f"{key} {f'{value:g}' if isinstance(value, float) else value}"
+        for table, keys in PRESETS[name].tables.items()
+        for key, value in keys.items()
+        if table not in ("noise", "optimizer") and key not in ("mini_batches", "lowest", "highest", "warmup_share")
+    ]
+    cells = [
+        f"{sigma}, {' and '.join(noise.where)}" if method.draws else "none",
+        f"{method.draws or 'the mean'}" + (", greedy" if method.greedy else ""),
+        credit + (", over draws" if method.gradient_at == "evolution" else CREDIT[method.advantages]),
+        GRADIENT[method.gradient_at],
+        "none" if method.correction.kind == "none" else method.correction.kind + bounds,
+        optimizer.kind,
+        "; ".join(besides),
+    ]
+    return [cell.replace("_", " ") for cell in cells]
+
+
+def with_presets(page: Path) -> str:
+    """A page with the present rows between its two marks."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    return "\n".join([before + BEGIN, "", *render_presets(), "", END]) + rest.split(END)[1]
 
 
 def render() -> str:
@@ -107,6 +153,12 @@ def render() -> str:
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 
 
+def pages() -> dict[Path, str]:
+    """What every page that has a generated part should hold."""
+    return {PAGE: render(), **{page: with_presets(page) for page in WITH_PRESETS}}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
-    print(PAGE)
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(path)

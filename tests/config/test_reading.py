@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from threepo.config import AdamWConfig, IVONConfig, Method, SFTConfig, TrainConfig
-from threepo.config.method import C3PO, PRESETS
+from threepo.config.method import C3PO
+from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
     find_recipe,
     load,
@@ -34,7 +35,7 @@ def test_every_shipped_recipe_is_valid(name: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_fill_the_method_and_choose_the_optimizer(preset: str) -> None:
     config = load(TrainConfig, "", [*BASE, f"method.preset={preset}"])
-    assert config.method == PRESETS[preset]
+    assert config.method == PRESETS[preset].method
     assert config.optimizer.kind == config.method.optimizer
 
 

@@ -41,7 +41,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl_on_cpu import share_of_vowels
 
 from threepo.config import ModelConfig, ObjectiveConfig, SamplingConfig, TinyConfig
-from threepo.config.method import PRESETS
+from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.integrations.verl import IVONEngine, check_config
 from threepo.methods.method import group_by_prompt, training_batch
@@ -379,7 +379,7 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
                     verdict=Verdict(reward >= 1, "right", None, reward),
                 )
             )
-    method = replace(PRESETS[run.method], draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
+    method = replace(PRESETS[run.method].method, draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
     batch = training_batch(method, SamplingConfig(), group_by_prompt(completions), 3, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig())
     kept = sum(row.untouched for row in record.rows)

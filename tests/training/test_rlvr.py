@@ -1,5 +1,6 @@
 """The loop as a whole: it learns, it stops and resumes bitwise, it survives being killed."""
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,8 @@ from runs import forked, outcome, sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import IVONConfig, ModelConfig, NoiseConfig, TrainConfig
-from threepo.config.method import PRESETS
+from threepo.config.method import C3PO
+from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.models.policy import Policy, load_policy
@@ -58,30 +60,59 @@ def assert_it_learned_something(config: TrainConfig) -> None:
     assert all(moment.any() for name, moment in moments.items() if not name.startswith("missed_steps/"))
 
 
+ADAMW = ("optimizer.lr=1e-2", "optimizer.weight_decay=0")
+IVON_RATE = ("optimizer.lr=5e3", "optimizer.ess=1e8")
+LEARNING = {
+    "grpo": ADAMW,
+    **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic"), IVON_RATE),
+    # Greedy rollouts differ by their weights alone.
+    "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
+    **dict.fromkeys(("psn", "psn_similarity", "qerl"), ADAMW),
+    "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_method_learns(preset: str, tmp_path: Path, learnable: list[str]) -> None:
-    greedy = preset == "thompson"
-    optimizer = (
-        ["optimizer.lr=1e-2", "optimizer.weight_decay=0"]
-        if preset == "grpo"
-        else [
-            "optimizer.lr=5e3",
-            "optimizer.ess=1e8" if not greedy else "optimizer.ess=1e6",  # greedy rollouts differ by their weights alone
-        ]
-    )
-    config = train_config(
-        tmp_path / "run",
-        f"method.preset={preset}",
-        *(["method.draws=8"] if greedy else []),
-        *learnable,
-        "run.steps=25",
-        "sampling.max_new_tokens=2",
-        *optimizer,
-    )
-    api.train(config)
+@pytest.mark.parametrize("preset", LEARNING)
+def test_every_way_to_explore_learns(preset: str, tmp_path: Path, learnable: list[str]) -> None:
+    common = [*learnable, "run.steps=25", "sampling.max_new_tokens=2"]
+    api.train(train_config(tmp_path / "run", f"method.preset={preset}", *common, *LEARNING[preset]))
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
+
+
+def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: list[str]) -> None:
+    """Rows of the same optimizer, rate and number of updates of a batch end at weights of their own."""
+    acts = {
+        "polaris": ["sampling.raise_below=1"],  # the first entropy is a maximum, or the second step is below it
+        "psn_similarity": ["ess_schedule.ratio=1.5", "ess_schedule.target=1"],
+        "psn": ["ess_schedule.ratio=1.5", "ess_schedule.target=9"],  # sigma rises; above it falls
+        # To be told from pairs under GRPO by their data; pairs are often of one reward.
+        "dapo": ["objective.clip_high=0.2", "method.rollouts_per_prompt=2"],
+        "grpo of pairs": ["method.rollouts_per_prompt=2"],
+    }
+    ended: dict[str, str] = {}
+    for name, preset in (PRESETS | {"grpo of pairs": PRESETS["grpo"]}).items():
+        method = preset.method
+        rate = ADAMW[:1] if method.optimizer == "adamw" else IVON_RATE if method.optimizer == "ivon" else ()
+        updates = ["objective.mini_batches=4"] if method.optimizer == "adamw" else []
+        sizes = ["method.rollouts_per_prompt=16", "method.draws=16"] if name in ("es", "thompson") else []
+        settings = [
+            *learnable,
+            "run.steps=4",
+            "sampling.max_new_tokens=4",
+            *rate,
+            *updates,
+            *sizes,
+            *acts.get(name, []),
+        ]
+        folder = tmp_path / name
+        api.train(train_config(folder, "method.rollouts_per_prompt=16", f"method.preset={method.name}", *settings))
+        last = checkpoints(folder)[-1][1]
+        weights = load_file(last / "model.safetensors")
+        digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
+        assert digest not in ended, f"{name} is {ended[digest]}"
+        ended[digest] = name
 
 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:
@@ -432,4 +463,4 @@ def test_bfloat16_engine_and_compute_run(tmp_path: Path) -> None:
 
 def test_a_run_can_be_started_from_a_shipped_recipe(tmp_path: Path) -> None:
     config = load(TrainConfig, "demo/c3po", [f"run.folder={tmp_path / 'run'}", "model.path=tiny-qwen2", "run.steps=1"])
-    assert config.method == PRESETS["c3po"]
+    assert config.method == C3PO

@@ -1,4 +1,4 @@
-"""Settings of learning: the lattice of methods with its named points, and the optimizers."""
+"""Settings of learning: the lattice of methods, the optimizers, and the noise. Named points are in presets.py."""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -131,7 +131,7 @@ class Method(Settings, table="method"):
         return self.rollouts_per_prompt // self.draws if self.advantages == "draw" else self.rollouts_per_prompt
 
 
-# The named points. More are made the same way: dataclasses.replace(threepo.C3PO, draws=2).
+# The paper's points, and ours. More are made the same way: dataclasses.replace(threepo.C3PO, draws=2).
 
 GRPO = Method(name="grpo")
 """The mean generates, the mean is updated (paper section 2.1)."""
@@ -153,8 +153,6 @@ it and rules it out for its memory; addressed noise makes it free."""
 
 THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, optimizer="ivon")
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
-
-PRESETS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY, THOMPSON)}
 
 
 Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
-from threepo.config.method import PRESETS
+from threepo.config.presets import PRESETS
 from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
 from threepo.errors import UserError
 from threepo.files import read_json
@@ -133,24 +133,30 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
 
 
 def _with_preset(table: Table) -> Table:
-    """The tables with `method.preset` replaced by its axes, under the axes that the recipe sets itself."""
+    """The tables with `method.preset` replaced by what it stands for, under what the recipe sets itself."""
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
     method = dict(method)
-    if preset := method.pop("preset", None):
-        known = isinstance(preset, str) and preset in PRESETS
-        require(known, "method.preset", preset, f"must be one of {', '.join(PRESETS)}")
-        kinds, kind, own = field_names("optimizer"), optimizer.get("kind"), PRESETS[preset].optimizer
-        trained = f"method.preset = {preset!r} is trained by {own}"
+    if name := method.pop("preset", None):
+        known = isinstance(name, str) and name in PRESETS
+        require(known, "method.preset", name, f"must be one of {', '.join(PRESETS)}")
+        preset = PRESETS[name]
+        kinds, kind, own = field_names("optimizer"), optimizer.get("kind"), preset.method.optimizer
+        trained = f"method.preset = {name!r} is trained by {own}"
         fix = f"{trained}; set optimizer.kind = {own!r}, or choose axes of [method]"
         require(kind in (None, own) or kind not in list(kinds), "optimizer.kind", kind, fix)
         foreign = {key for names in kinds.values() for key in names} - set(kinds[own]) if kind is None else ()
         for key in (key for key in optimizer if key in foreign):
             fix = f"{trained}, which does not have it; start from a recipe for {own}"
             require(False, f"optimizer.{key}", optimizer[key], fix)
-        method = merge(to_dict(PRESETS[preset]), method)
-    return {**table, "method": method, "optimizer": {"kind": method.get("optimizer", "adamw"), **optimizer}}
+        method = merge(to_dict(preset.method), method)
+        table = merge(preset.tables, table)
+    return {
+        **table,
+        "method": method,
+        "optimizer": {"kind": method.get("optimizer", "adamw"), **table.get("optimizer", {})},
+    }
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:

@@ -39,7 +39,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from threepo.config.method import PRESETS, Method
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, Method
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.posterior.gaussian import posterior_metrics
@@ -47,6 +47,8 @@ from threepo.posterior.ivon import IVON
 from threepo.types import Draw
 
 _SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
+_METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY)}
+"""Those that can be had inside verl; its own trainer has the other rows' losses and credit rules."""
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.integrations.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
@@ -56,13 +58,10 @@ def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str,
     """The method and the settings of IVON that verl's `override_optimizer_config` holds."""
     settings = dict(override or {})
     name = settings.pop("method", None)
-    if name not in PRESETS:
-        raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(PRESETS)}")
-    draws = settings.pop("draws", PRESETS[name].draws)
-    method = dataclasses.replace(PRESETS[name], draws=draws, rollouts_per_prompt=2 * max(draws, 1))
-    if method.greedy:
-        raise UserError(f"{_SETTINGS}.method = {name!r}: not supported inside verl; use another")
-    return method, settings
+    if name not in _METHODS:
+        raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
+    draws = settings.pop("draws", _METHODS[name].draws)
+    return dataclasses.replace(_METHODS[name], draws=draws, rollouts_per_prompt=2 * max(draws, 1)), settings
 
 
 @EngineRegistry.register("language_model", "fsdp2", device=["cuda", "cpu"], vendor="threepo")

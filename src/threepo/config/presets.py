@@ -1,0 +1,119 @@
+"""The rows of the lattice by name: a method, and what else of a recipe belongs to it. To add a row, add it here.
+
+docs/generate.py writes the table of README.md and docs/method.md from them. Nothing else knows a row's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON, Advantage, Correction, Method
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A row: what `method.preset` stands for. A recipe's own keys go before it."""
+
+    method: Method
+    source: str
+    """Where it is published."""
+    tables: Tables = field(default_factory=dict)
+    """Keys of other tables of a recipe, by table."""
+
+
+PAPER, OURS = "[2608.09805](https://arxiv.org/abs/2608.09805)", "threepo"
+_FOUR_UPDATES = {"mini_batches": 4}  # several updates of a batch: with one, the ratio to the old policy is always 1
+
+
+def _arxiv(number: str) -> str:
+    return f"[{number}](https://arxiv.org/abs/{number})"
+
+
+def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any) -> Preset:
+    """GRPO but for its credit rule, or for other tables."""
+    return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), _arxiv(source), tables or {})
+
+
+def _psn(name: str, **schedule: Any) -> Preset:
+    """Noise on the MLPs generates, the mean is updated; sigma stays within [1e-6, 0.5]."""
+    correction = Correction(kind="token_tis", high=10.0)
+    bounds = {"lowest": 6.4e-5, "highest": 1.6e7}  # (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
+    noise = {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}}
+    method = Method(name=name, draws=1, correction=correction)
+    return Preset(method, _arxiv("2602.02555"), {"noise": noise, "ess_schedule": {**schedule, **bounds}})
+
+
+_ROWS = (
+    # The paper's own, and what it compares with.
+    Preset(GRPO, _arxiv("2402.03300")),
+    Preset(B3PO, PAPER),
+    Preset(M3PO, PAPER),
+    Preset(C3PO, PAPER),
+    Preset(C3PO_REPLAY, OURS),
+    Preset(THOMPSON, PAPER),
+    Preset(replace(C3PO, name="isotropic"), PAPER, {"optimizer": {"noise_shape": "isotropic", "learn_hessian": False}}),
+    # Others that explore in weight space.
+    _psn("psn", kind="kl_steps", target=0.003, ratio=1.01),
+    _psn("psn_similarity", kind="similarity", target=0.5, ratio=1.01),
+    Preset(
+        Method(name="qerl", draws=1),
+        _arxiv("2510.11696"),
+        {
+            "noise": {"unit": "absolute", "size": 1e-2, "where": {"norm": 1.0}},
+            "ess_schedule": {"kind": "stages", "stages": 10, "last": 0.01},
+        },
+    ),
+    Preset(
+        Method(
+            name="es",
+            rollouts_per_prompt=30,
+            draws=30,
+            gradient_at="evolution",
+            greedy=True,
+            optimizer="sgd",
+            advantage=Advantage(ddof=0, epsilon=1e-8),
+        ),
+        _arxiv("2509.24372"),
+        {"noise": {"unit": "absolute", "size": 1e-3}, "optimizer": {"lr": 5e-7}, "schedule": {"warmup_share": 0.0}},
+    ),
+    # Exploration by entropy, temperature and data.
+    _grpo("entreg", "2608.09805", {"objective": {"entropy_coefficient": 1e-3}}),
+    _grpo("polaris", "2608.09805", {"sampling": {"raised_temperature": 1.4, "raise_below": 0.85}}),
+    _grpo("kl_cov", "2505.22617", {"objective": {"loss": "kl_cov", **_FOUR_UPDATES}}),
+    _grpo(
+        "clip_cov",
+        "2505.22617",
+        {"objective": {"loss": "clip_cov", "clip_low": 1.0, "clip_high": 1.0, **_FOUR_UPDATES}},
+    ),
+    _grpo("high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
+    _grpo("clip_higher", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}}),
+    _grpo(
+        "dapo",
+        "2503.14476",
+        {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}, "sampling": {"dynamic_rounds": 10}},
+    ),
+    # Ratios, and credit.
+    _grpo(
+        "gspo",
+        "2507.18071",
+        {
+            "objective": {
+                "loss": "gspo",
+                "aggregation": "sequence",
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                **_FOUR_UPDATES,
+            }
+        },
+    ),
+    _grpo("cispo", "2506.13585", {"objective": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, **_FOUR_UPDATES}}),
+    _grpo("dr_grpo", "2503.20783", {"objective": {"aggregation": "constant"}}, rule="dr_grpo"),
+    _grpo("rloo", "2402.14740", rule="rloo"),
+    _grpo("maxrl", "2602.02710", rule="maxrl"),
+    _grpo("pass_at_k", "2508.10751", rule="pass_at_k", k=4),
+    _grpo("unlikeliness", "2506.02355", rule="grpo", unlikeliness=0.25),
+)
+
+PRESETS = {row.method.name: row for row in _ROWS}
