@@ -71,9 +71,9 @@ class Method(Settings, table="method"):
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw. With a single
     draw, the first `fresh` one is that draw (method.md 3.2). `evolution`: nowhere; an evolution strategy makes it of
-    the draws and their mean rewards, without a backward pass (method.md 3.6)."""
+    the draws and their mean rewards, without a backward pass (method.md 3.9)."""
     log_evolution: bool = False
-    """Log how the gradient compares with that of an evolution strategy on the same rollouts (method.md 3.6)."""
+    """Log how the gradient compares with that of an evolution strategy on the same rollouts (method.md 3.9)."""
     gradient_draws: Count = 1
     """With gradient_at = "fresh": the number of gradient draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"

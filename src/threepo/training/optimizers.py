@@ -37,7 +37,7 @@ class OptimizerKind:
     """noise_scale of a parameter whose size of noise in the unit of [noise] is the last argument."""
     memory: Callable[[Any, int], dict[str, int]]
     """What it holds besides weights and gradients: by label, how many float32 tensors of the size of the weights. The
-    last argument is the number of draws at which the gradient is taken."""
+    last argument is the number of draws at which the gradient is taken; 0: it is taken at the mean."""
     begin: Callable[[Any, PolicyOptimizer, ModelConfig], None] = lambda *_: None
     """Load into a new optimizer what a new run starts from."""
 
@@ -79,8 +79,12 @@ def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
     return {name: value for name, value in vars(settings).items() if name not in names}
 
 
+def _while_perturbed(gradient_draws: int) -> dict[str, int]:
+    return {"the mean while perturbed": 1} if gradient_draws else {}
+
+
 def _ivon_memory(settings: IVONConfig, gradient_draws: int) -> dict[str, int]:
-    held = {"momentum and Hessian": 2, "the mean while perturbed": 1}
+    held = {"momentum and Hessian": 2} | _while_perturbed(1)
     return held | ({"running means over gradient draws": 2} if gradient_draws > 1 else {})
 
 
@@ -113,8 +117,10 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_build_adamw, _point_scale, lambda *_: {"AdamW's moments": 2}),
-    "sgd": OptimizerKind(_build_sgd, _point_scale, lambda *_: {}),
+    "adamw": OptimizerKind(
+        _build_adamw, _point_scale, lambda _, draws: {"AdamW's moments": 2} | _while_perturbed(draws)
+    ),
+    "sgd": OptimizerKind(_build_sgd, _point_scale, lambda _, draws: _while_perturbed(draws)),
     "ivon": OptimizerKind(_build_ivon, _ivon_scale, _ivon_memory, begin_ivon),
 }
 """By the `kind` of their settings."""

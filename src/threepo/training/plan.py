@@ -71,12 +71,13 @@ def _reinforcement(
 ) -> Plan:
     data, method, engine = config.data, config.method, config.engine
     draws = max(method.draws, 1)
-    gradient_draws = {"generator": draws, "fresh": method.gradient_draws}.get(method.gradient_at, 1)
+    gradient_draws = {"generator": draws, "fresh": method.gradient_draws}.get(method.gradient_at, 0)
+    passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
     longest_prompt, longest = data.max_prompt_tokens or UNKNOWN, config.sampling.max_new_tokens
     prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt
     rows = prompts * rollouts
-    flops = step_flops(weights, prompts, rollouts, draws, prompt_tokens, response_tokens, method.gradient_draws)
+    flops = step_flops(weights, prompts, rollouts, draws, prompt_tokens, response_tokens, passes)
     copied = draws * weights * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         memory = {
@@ -84,7 +85,7 @@ def _reinforcement(
             "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + longest),
         }
     else:
-        tokens = rows * (prompt_tokens + response_tokens), longest_prompt + longest
+        tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
         held, free = _each_rank(config, shape, weights, gradient_draws, tokens, ranks)
         each = config.engine.vllm.tensor_parallel
         if ranks % each:
@@ -134,7 +135,9 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     """What training holds of every weight: by label, how many float32 tensors of their size."""
     optimizer = config.optimizer
     compared = isinstance(config, TrainConfig) and config.objective.reference_kl
-    held = {"weights": 1, "gradients": 1} | ({"weights of the reference": 1} if compared else {})
+    moved = isinstance(config, TrainConfig) and config.method.gradient_at == "evolution" and optimizer.kind == "sgd"
+    held = {"weights": 1} | ({} if moved else {"gradients": 1})  # else each parameter is moved at once
+    held |= {"weights of the reference": 1} if compared else {}
     return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 
@@ -261,7 +264,9 @@ def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: 
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     rollouts, draws, old, compared = 0, 1, False, False
     if isinstance(config, TrainConfig):
-        rollouts, draws, old = 1, config.method.gradient_draws, scored_first(config.objective)
+        evolves = config.method.gradient_at == "evolution"
+        rollouts, draws = 1, 0 if evolves else config.method.gradient_draws
+        old = scored_first(config.objective)
         compared = config.objective.reference_kl > 0
     recomputed = config.model.gradient_checkpointing
     # Each token attends to all before it, half a square of tokens. A backward pass costs as much as two forward passes.
@@ -273,7 +278,7 @@ def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: 
         f"{_tera(attention)} TFLOP of attention between tokens, if no window bounds it",
         *([f"{forward} TFLOP for log-probs before the update"] if old else []),
         *([f"{_tera(once)} TFLOP for log-probs of the reference"] if compared else []),
-        *([f"{forward} TFLOP to recompute activations"] if recomputed else []),
+        *([f"{forward} TFLOP to recompute activations"] if recomputed and draws else []),
     ]
 
 
