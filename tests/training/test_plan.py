@@ -93,6 +93,28 @@ def alive(size: int) -> int:
     return sum(issubclass(type(x), torch.Tensor) and x.numel() == size for x in gc.get_objects())
 
 
+def test_an_evolution_strategy_holds_the_weights_alone(olmo3: str) -> None:
+    """It also trains with no backward pass; the strategy's own step is not counted."""
+    settings = [f"model.path={olmo3}", "method.preset=es", "data.train=sorting", "data.prompts_per_step=32"]
+    lines = plan(load(TrainConfig, "", settings), prompt_tokens=300, response_tokens=1500)
+    weights = 7_298_011_136
+    assert said(lines, "GiB in all") == pytest.approx(4 * weights / 2**30, rel=1e-3)
+    assert said(lines, "TFLOP to train") == 0
+    assert said(lines, "TFLOP to decode") == pytest.approx(2 * weights * 32 * 30 * 1500 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(("preset", "tensors"), [("psn", 4), ("grpo", 4), ("c3po", 5)])
+def test_noise_around_adamw_is_free_unless_a_gradient_is_taken_there(preset: str, tensors: int) -> None:
+    """Weights, gradients and moments; IVON also keeps the mean while the weights are perturbed."""
+    settings = ["model.path=tiny-qwen2", "data.train=sorting", f"method.preset={preset}"]
+    lines = plan(load(TrainConfig, "", settings))
+    assert said(lines, "GiB in all") == pytest.approx(tensors * said(lines, "GiB gradients"), rel=1e-3)
+    replay = ["method.draws=2", "method.gradient_at=generator", "noise.unit=rms", "ess_schedule.kind=constant"]
+    if preset == "psn":
+        lines = plan(load(TrainConfig, "", [*settings, *replay, "method.correction.kind=none"]))
+        assert said(lines, "GiB in all") == pytest.approx(5 * said(lines, "GiB gradients"), rel=1e-3)
+
+
 @pytest.mark.parametrize("draws", [1, 3])
 def test_memory_is_what_the_optimizer_keeps(draws: int) -> None:
     """Counted in the last draw of a real IVON, while the weights are perturbed and have their gradient."""
