@@ -42,7 +42,7 @@ METHODS = {
     "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
     "b3po": IVON,
     "m3po": (*IVON, "model.gradient_checkpointing=true"),
-    "c3po": IVON,
+    "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
     "grpo-kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
@@ -262,7 +262,7 @@ def train(ranks: int, *settings: str) -> tuple[int, str]:
 def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two: Path) -> None:
     """Bitwise with as many as it began with."""
     parts = folder / f"parts-{ranks}"
-    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=2", f"run.folder={parts}"]
+    settings = [*COMMON, "method.preset=c3po", *METHODS["c3po"], "run.steps=2", f"run.folder={parts}"]
     (folder / "first.json").write_text(json.dumps([["train", *settings]]))
     launch(PROGRAM, str(folder / "first.json"), ranks=2)
     (folder / "rest.json").write_text(json.dumps([["train", "--resume", str(parts), "run.steps=3"]]))
