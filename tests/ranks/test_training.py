@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from runs import RLVR, SFT, outcome
 from threepo.cli import main
 from threepo.models.policy import Policy
-from threepo.objectives import policy_loss
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import checkpoints, read_metrics
@@ -43,11 +42,17 @@ METHODS = {
     "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
     "b3po": IVON,
     "m3po": (*IVON, "model.gradient_checkpointing=true"),
-    "c3po": IVON,
+    "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
     "psn": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3"),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8"),
+    "grpo-kl_cov": (
+        *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
+        *("objective.loss=kl_cov", "objective.kl_cov_share=0.2", "objective.entropy_mask_share=0.5"),
+        *("objective.reference_kl=0.1", "objective.reference_reset_every=2"),
+    ),
 }
+"""By the preset of each, and what else is special."""
 COMMON = (
     *RLVR,
     "reward.function=first_character:reward",
@@ -68,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def commands(under: str) -> list[list[str]]:
     """A run of every method, and a warm start, with an untied head and a tied one."""
     found = [
-        ["train", *COMMON, f"method.preset={name}", *settings, f"run.folder={under}/{name}"]
+        ["train", *COMMON, f"method.preset={name.partition('-')[0]}", *settings, f"run.folder={under}/{name}"]
         for name, settings in METHODS.items()
     ]
     return [*found, ["sft", *SFT, "run.steps=3", "batching.tokens=200", f"run.folder={under}/sft"]]
@@ -125,16 +130,16 @@ class Played:
         def compute(bundle: list[Any]) -> Sequence[float]:
             return REAL["backward"](this, type(part)(part.draw, tuple(bundle)), weights)  # type: ignore[no-any-return]
 
-        kinds = policy_loss.split_by_gradient(part.rows, this.objective)
-        sums = [self.played(this.policy, rows, this.token_budget, compute) for rows in kinds]
+        sums = [self.played(this.policy, rows, this.token_budget, compute) for rows in this.split(part)]
         loss, count = (math.fsum(column) for column in zip(*sums, strict=True))
         return loss, count
 
-    def score_first(self, this: Any, optimizer: Any) -> None:
-        """`_Update.score_first`, with the micro-batches of the ranks: other ones round differently."""
+    def score(self, this: Any, rows: Sequence[Any]) -> Any:
+        """`_Update.score`, with the micro-batches of the ranks: other ones round differently."""
         this.bundles = lambda rows: list(chain(*self.hands(this.policy, rows, this.token_budget)))
-        REAL["score_first"](this, optimizer)
+        scores = REAL["score"](this, rows)
         del this.bundles
+        return scores
 
     def cross_entropy(
         self, policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE
@@ -156,7 +161,7 @@ def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]
 
 REAL: dict[str, Any] = {
     "backward": update._Update.backward,
-    "score_first": update._Update.score_first,
+    "score": update._Update.score,
     "cross_entropy": sft.cross_entropy,
 }
 
@@ -165,7 +170,7 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All runs in one process that adds up as so many ranks do."""
     player, under = Played(ranks), folder / f"played-{ranks}"
     monkeypatch.setattr(update._Update, "backward", lambda this, part, weights: player.backward(this, part, weights))
-    monkeypatch.setattr(update._Update, "score_first", lambda this, optimizer: player.score_first(this, optimizer))
+    monkeypatch.setattr(update._Update, "score", lambda this, rows: player.score(this, rows))
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
     for command in commands(str(under)):
         assert main(command) == 0
@@ -259,7 +264,7 @@ def train(ranks: int, *settings: str) -> tuple[int, str]:
 def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two: Path) -> None:
     """Bitwise with as many as it began with."""
     parts = folder / f"parts-{ranks}"
-    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=2", f"run.folder={parts}"]
+    settings = [*COMMON, "method.preset=c3po", *METHODS["c3po"], "run.steps=2", f"run.folder={parts}"]
     (folder / "first.json").write_text(json.dumps([["train", *settings]]))
     launch(PROGRAM, str(folder / "first.json"), ranks=2)
     (folder / "rest.json").write_text(json.dumps([["train", "--resume", str(parts), "run.steps=3"]]))

@@ -88,6 +88,29 @@ def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
     assert said(lines, "TFLOP of attention") == pytest.approx((1 + 3 * 4) * 434.9, rel=1e-3)
 
 
+def test_a_reference_costs_a_pass_and_its_weights(olmo3: str) -> None:
+    settings = [f"model.path={olmo3}", "method.preset=c3po", "data.train=sorting", "data.prompts_per_step=32"]
+    alone, compared = (
+        [plan(load(TrainConfig, "", [*settings, *more]), 300, 1500, ranks) for ranks in (1, 8)]
+        for more in ([], ["objective.reference_kl=0.01"])
+    )
+    size = said(alone[0], "GiB gradients")
+    assert said(compared[0], "GiB weights of the reference") == size
+    assert said(compared[0], "GiB in all") - said(alone[0], "GiB in all") == pytest.approx(size, rel=1e-2)
+    assert said(compared[0], "TFLOP for log-probs of the reference") == pytest.approx(13_452, rel=1e-3)
+    assert said(compared[0], "TFLOP of attention") == pytest.approx(5 * 434.9, rel=1e-3)
+    assert said(compared[1], "GiB weights of the reference") == pytest.approx(size / 8, rel=1e-3)
+    assert said(compared[1], "GiB at most") - said(alone[1], "GiB at most") == pytest.approx(size / 8, rel=2e-2)
+    assert not any("reference" in line for lines in alone for line in lines.values())
+
+
+def test_choosing_tokens_costs_a_pass(olmo3: str) -> None:
+    """With one update, too."""
+    settings = [f"model.path={olmo3}", "method.preset=grpo", "data.train=sorting", "data.prompts_per_step=32"]
+    lines = plan(load(TrainConfig, "", [*settings, "objective.entropy_mask_share=0.2"]), 300, 1500)
+    assert said(lines, "TFLOP for log-probs before the update") == pytest.approx(13_452, rel=1e-3)
+
+
 def alive(size: int) -> int:
     """Tensors of so many elements that exist."""
     return sum(issubclass(type(x), torch.Tensor) and x.numel() == size for x in gc.get_objects())

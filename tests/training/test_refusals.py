@@ -205,6 +205,20 @@ def test_a_reward_that_fails_later_loses_no_step() -> None:
     assert [row["step"] for row in read_metrics(Path("run"))] == [0, 1, 2, 3]
 
 
+def test_a_reward_that_the_credit_rule_is_not_defined_for_loses_no_step() -> None:
+    """pass@k pays 0 and 1; the reward of the third step is one half."""
+    Path("half.py").write_text(
+        "calls = []\n"
+        "def reward(completions, **_):\n"
+        "    calls.append(1)\n"
+        "    return [0.5 if len(calls) == 3 else float(i % 4 == 0) for i in range(len(completions))]\n"
+    )
+    credit = ("method.rollouts_per_prompt=4", "method.advantage.rule=pass_at_k", "method.advantage.k=2")
+    with pytest.raises(UserError, match="method.advantage.rule = 'pass_at_k': needs rewards of 0 and 1, .* earned 0.5"):
+        api.train(config("reward.function=half:reward", *credit))
+    assert [step for step, _ in checkpoints(Path("run"))] == [2]
+
+
 def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

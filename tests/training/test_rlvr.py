@@ -156,9 +156,16 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("grpo", ["optimizer.lr=1e-2", "objective.mini_batches=2"]),
         ("c3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "ess_schedule.kind=controller"]),
-        ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6"]),
         ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
+        ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1"]),
+        (
+            "grpo",  # stopped between two resets of the reference
+            [
+                *("optimizer.lr=1e-2", "objective.reference_kl=0.1", "objective.reference_reset_every=2"),
+                *("objective.loss=clip_cov", "objective.clip_cov_share=0.2", "objective.clip_cov_bounds=[0, 9]"),
+            ],
+        ),
     ],
 )
 def test_stopping_and_resuming_equals_never_stopping_bitwise(

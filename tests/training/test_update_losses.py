@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runs import train_config
+from threepo import api
 from threepo.config import Advantage, Method, ObjectiveConfig
-from threepo.config.method import B3PO, C3PO, GRPO, M3PO
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.credit import RULES
 from threepo.methods.method import training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
+from threepo.run_folder import read_metrics
 from threepo.training.reference import Reference
 from threepo.training.update import update_policy
 from threepo.types import Completion, Group
@@ -187,13 +191,26 @@ def test_a_constant_divisor_is_completions_times_the_longest(policy: Policy, gro
 
 def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups: list[Group]) -> None:
     """The last mini-batch has a prompt whose completions are all right: its gradient is the penalty's alone."""
-    groups = [*groups[:2], solved(groups[2])]
-    settings = {"lr": 3e3, "noise_scale": 0.0}
-    _, nothing, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(**SEVERAL), **settings)
-    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=0.5, **SEVERAL)
-    _, held, _ = gradient_of(policy, GRPO, groups, objective=objective, **settings)
-    assert not any(grad.any() for grad in nothing.values())
-    assert all(grad.any() for grad in held.values())
+    groups, found = [*groups[:2], solved(groups[2])], []
+    for objective in (ObjectiveConfig(**SEVERAL), ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)):
+        passed = []
+
+        def count(_: object, __: object, settings: dict[str, Any], passed: list[int] = passed) -> None:
+            passed.extend([sum(tile.rows for tile in settings["rows"].tiles)] * torch.is_grad_enabled())
+
+        hook = policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+        _, grads, _ = gradient_of(policy, GRPO, groups, objective=objective, lr=3e3, noise_scale=0.0)
+        hook.remove()
+        found.append((sum(passed), all(grad.any() for grad in grads.values())))
+    assert found == [(16 + 16 + 1, False), (16 + 16 + 16, True)]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "entropy mask"])
+def test_tokens_are_chosen_among_those_of_all_draws(policy: Policy, name: str) -> None:
+    """Without noise, replay chooses as GRPO does of the same rows, though they are in four parts."""
+    _, replay = gradient(policy, C3PO_REPLAY, OBJECTIVES[name], noise_scale=0.0)
+    _, grpo = gradient(policy, GRPO, OBJECTIVES[name])
+    assert distance(replay, grpo) < 1e-4
 
 
 def test_what_a_correction_masks_is_never_chosen(policy: Policy) -> None:
@@ -252,3 +269,13 @@ def test_the_reference_is_reset_before_every_so_many_steps(policy: Policy) -> No
             next(policy.model.parameters()).add_(1.0)
     moved = [float((now - kept[0]).mean()) for now in kept]
     assert moved == pytest.approx([0, 0, 2, 2, 4])
+
+
+def test_the_loop_resets_the_reference(tmp_path: Path) -> None:
+    """Every second step begins at the reference, where the KL is 0; the others do not."""
+    settings = ["run.steps=5", "optimizer.lr=1e-2", "schedule.warmup_share=0", "objective.entropy_coefficient=0.1"]
+    api.train(
+        train_config(tmp_path / "run", *settings, "objective.reference_kl=0.1", "objective.reference_reset_every=2")
+    )
+    kl = [row["policy/reference_kl"] for row in read_metrics(tmp_path / "run") if row["step"] >= 0]
+    assert [value < 1e-8 for value in kl] == [True, False, True, False, True]

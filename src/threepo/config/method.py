@@ -124,6 +124,10 @@ class Method(Settings, table="method"):
         self.check("correction.kind", not evolves or self.correction.kind == "none", fix)
         self.check("advantages", not evolves or self.advantages == "prompt", fix)
         self.check("log_evolution", not (evolves and self.log_evolution), fix)
+        self.check("advantage.unlikeliness", not (evolves and self.advantage.unlikeliness), fix)
+        fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"
+        by_means = evolves or self.log_evolution
+        self.check("advantage.rule", not (by_means and self.advantage.rule == "pass_at_k"), fix)
 
     @property
     def group_size(self) -> int:

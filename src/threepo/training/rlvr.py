@@ -105,7 +105,9 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         clock.lap("time/rollout")
         completions = graded(run.grader, completions)
         clock.lap("time/reward")
-        return lattice.group_by_prompt(completions)
+        groups = lattice.group_by_prompt(completions)
+        lattice.advantages(method, groups)  # refuses rewards that the credit rule is not defined for
+        return groups
 
     if sampling.dynamic_rounds:
         return until_full(config, run.source, run.state.drawn, answer)

@@ -262,7 +262,7 @@ class _Update:
     def choose(self, parts: Sequence[GradientPart]) -> None:
         """Fill `choices` for these parts, from the scores of all their tokens."""
         selects = policy_loss.selections(self.objective)
-        entries = [(part.draw, row) for part in parts for row in sorted(part.rows, key=lambda row: row.index)]
+        entries = sorted(((part.draw, row) for part in parts for row in part.rows), key=lambda entry: entry[1].index)
         if not selects or not entries:
             return
         rows = [row for _, row in entries]
