@@ -14,7 +14,7 @@ from threepo.cli import main
 from threepo.config import DataConfig, EngineConfig, NoiseConfig, SamplingConfig, TrainConfig
 from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
-from threepo.errors import Interrupted, UserError
+from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.evaluation import run as evaluation
 from threepo.evaluation.examination import FIRST_EVAL_DRAW
 from threepo.evaluation.randopt import Choice, choose
@@ -155,3 +155,11 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
         train_config(tmp_path, "method.preset=c3po", "eval.samples=8", "eval.draws=8", "eval.best_draws=4")
     settings = ["benchmarks.names=['math500']", "data.train=gsm8k", "eval.draws=9", "eval.best_draws=4"]
     assert load_evaluation("m", "", settings).data.train == "gsm8k"
+
+
+def test_draws_that_are_chosen_on_held_out_problems_are_warned_of(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"sort {i}", "answer": "1"} for i in range(12, 18)]
+    Path("same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [*RANDOPT, "data.levels=[]", "data.train=same.jsonl", "data.eval=same.jsonl", "eval.problems=4"]
+    with pytest.warns(ThreepoWarning, match="same, with draws that are chosen on .*: 4 of the 4 held-out ones"):
+        api.evaluate(load_evaluation(str(model), "", settings), tmp_path / "out")

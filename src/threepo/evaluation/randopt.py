@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from threepo.config import EvaluationConfig
+from threepo.data.finite import content, warn_of_shared
 from threepo.data.source import open_training
 from threepo.evaluation.examination import FIRST_EVAL_DRAW, Examination, examine, with_grader
 from threepo.evaluation.records import Portion, joined
@@ -65,10 +66,16 @@ class Search:
         return choose(joined(folder, self.label, parts), self.best)
 
 
-def search_for(config: EvaluationConfig, policy: Policy, ranks: Ranks) -> Search:
-    """What `eval.best_draws` asks for; the selection problems are the first of data.train."""
+def search_for(config: EvaluationConfig, policy: Policy, ranks: Ranks, exams: Mapping[str, Examination]) -> Search:
+    """What `eval.best_draws` asks for; the selection problems are the first of data.train.
+
+    Warns of problems of `exams` that are among them.
+    """
     with ranks.together():
         source, grader = with_grader(open_training(config.data), config.reward, config.data)
     selection = replace(config, eval=replace(config.eval, problems=config.eval.selection_problems))
     exam = examine(source, dealt_grader(grader, ranks), policy, selection)
+    for label, heldout in exams.items():
+        trained, tested = (list(map(content, found.problems)) for found in (exam, heldout))
+        warn_of_shared(f"{label}, with draws that are chosen on {source.source}", trained, tested)
     return Search(f"{source.source}.selection", exam, config.eval.draws, config.eval.best_draws)

@@ -68,7 +68,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
         policy = load_sharded(model, config.parallel, ranks, config.run.seed)
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
         exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
-        search = search_for(config, policy, ranks) if config.eval.best_draws else None
+        search = search_for(config, policy, ranks, exams) if config.eval.best_draws else None
         examined = exams | ({search.label: search.exam} if search else {})
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in examined.items()
@@ -108,7 +108,8 @@ def _searched(work: "_Work", exams: Mapping[str, Examination], search: Search) -
     at_mean = {label: replace(exam, numbers=()) for label, exam in exams.items()}
     of_best = {label: replace(exam, numbers=choice.best) for label, exam in exams.items()}
     selection = {"source": search.exam.problem_set.source, "problems": len(search.exam.problems), **asdict(choice)}
-    return {"selection": selection, "mean": work.scores(at_mean, ".mean"), **work.scores(of_best)}
+    mean = work.scores(at_mean, ".mean", "the mean")
+    return {"selection": selection, "mean": mean, **work.scores(of_best, title="the best draws")}
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,13 @@ class _Work:
     engine: Callable[[], RolloutEngine]
     """Made when it is called first."""
 
-    def scores(self, exams: Mapping[str, Examination], suffix: str = "") -> dict[str, Any]:
+    def scores(self, exams: Mapping[str, Examination], suffix: str = "", title: str = "eval") -> dict[str, Any]:
         """The scores of all sets; their completions are made as far as they are missing.
 
-        `suffix` of the sets' names in the folder.
+        `suffix` of the sets' names in the folder; `title` of the progress bar.
         """
         portions = {label: Portion(label + suffix, exam) for label, exam in exams.items()}
-        self.complete(list(portions.values()), "eval")
+        self.complete(list(portions.values()), title)
         with self.ranks.together():
             return self._scored(portions) if self.ranks.first else {}
 
