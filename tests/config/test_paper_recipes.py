@@ -71,7 +71,12 @@ BASELINES = {
         "objective.mini_batches": 4,
     },
     "clip_higher": {"objective.clip_high": 0.28, "objective.mini_batches": 4},
-    "dynamic_sampling": {"sampling.dynamic_rounds": 10, "sampling.prompts_per_round": 3 * 32},
+    "dapo": {
+        "objective.clip_high": 0.28,
+        "objective.mini_batches": 4,
+        "sampling.dynamic_rounds": 10,
+        "sampling.prompts_per_round": 3 * 32,
+    },
 }
 """All in which a baseline differs from GRPO."""
 
@@ -81,7 +86,7 @@ BASELINES = {
 def test_a_baseline_is_grpo_with_these_settings(name: str, model: str) -> None:
     grpo, baseline = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/{name}")
     changed = {key: value for key, _, value in differences(to_dict(grpo), to_dict(baseline))}
-    assert changed == {**BASELINES[name], "run.folder": f"runs/paper/{model}/{name}"}
+    assert changed == {**BASELINES[name], "method.name": name, "run.folder": f"runs/paper/{model}/{name}"}
     assert baseline.sampling.raise_below == 0.85
     covariances = baseline.objective
     assert (covariances.kl_cov_share, covariances.kl_cov_coefficient) == (0.002, 1.0)

@@ -37,7 +37,7 @@ BASELINES = {
     "kl_cov": ([], ["objective.loss=ppo"]),
     "clip_cov": (["objective.clip_cov_bounds=[0.01, 5]"], ["objective.loss=ppo"]),  # covariances are small at random
     "clip_higher": (["optimizer.lr=0.1", "data.prompts_per_step=8"], ["objective.clip_high=0.2"]),
-    "dynamic_sampling": (
+    "dapo": (
         ["sampling.prompts_per_round=8"],
         ["sampling.prompts_per_round=0", "sampling.dynamic_rounds=0"],
     ),
