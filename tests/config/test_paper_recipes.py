@@ -63,8 +63,20 @@ def test_code_is_the_papers(method: str) -> None:
 BASELINES = {
     "entreg": {"objective.entropy_coefficient": 1e-3},
     "polaris": {"sampling.raised_temperature": 1.4},  # below 0.85 of the entropy, the default
+    "kl_cov": {"objective.loss": "kl_cov", "objective.mini_batches": 4},  # the authors' other values are the defaults
+    "clip_cov": {
+        "objective.loss": "clip_cov",
+        "objective.clip_low": 1.0,
+        "objective.clip_high": 1.0,
+        "objective.mini_batches": 4,
+    },
     "clip_higher": {"objective.clip_high": 0.28, "objective.mini_batches": 4},
-    "dynamic_sampling": {"sampling.dynamic_rounds": 10, "sampling.prompts_per_round": 3 * 32},
+    "dapo": {
+        "objective.clip_high": 0.28,
+        "objective.mini_batches": 4,
+        "sampling.dynamic_rounds": 10,
+        "sampling.prompts_per_round": 3 * 32,
+    },
 }
 """All in which a baseline differs from GRPO."""
 
@@ -74,8 +86,11 @@ BASELINES = {
 def test_a_baseline_is_grpo_with_these_settings(name: str, model: str) -> None:
     grpo, baseline = load(TrainConfig, f"paper/{model}/grpo"), load(TrainConfig, f"paper/{model}/{name}")
     changed = {key: value for key, _, value in differences(to_dict(grpo), to_dict(baseline))}
-    assert changed == {**BASELINES[name], "run.folder": f"runs/paper/{model}/{name}"}
+    assert changed == {**BASELINES[name], "method.name": name, "run.folder": f"runs/paper/{model}/{name}"}
     assert baseline.sampling.raise_below == 0.85
+    covariances = baseline.objective
+    assert (covariances.kl_cov_share, covariances.kl_cov_coefficient) == (0.002, 1.0)
+    assert (covariances.clip_cov_share, covariances.clip_cov_bounds) == (0.0002, (1.0, 5.0))
 
 
 def sweeps() -> dict[str, list[tuple[str, list[str]]]]:

@@ -244,15 +244,21 @@ def test_copies_of_the_weights_and_offload_change_nothing(folder: Path) -> None:
 
 
 def test_an_evaluation_on_two_ranks_is_that_of_one(folder: Path, on_two: Path) -> None:
-    """Also one that was begun on two and is finished on one."""
-    settings = ["eval.problems=12", "eval.samples=4", "eval.draws=2", "eval.part_size=8", "eval.max_new_tokens=6"]
-    command = ["eval", str(on_two / "c3po"), *settings, "--output"]
-    (folder / "eval.json").write_text(json.dumps([[*command, str(folder / "eval-two")]]))
+    """Also with a choice of draws, and one that was begun on two and is finished on one."""
+    settings = ["eval.problems=12", "eval.samples=4", "eval.part_size=8", "eval.max_new_tokens=6"]
+    all_draws, best_draws = ["eval.draws=2"], ["eval.draws=3", "eval.best_draws=2", "eval.selection_problems=5"]
+    commands = {
+        name: ["eval", str(on_two / "c3po"), *settings, *draws, "--output"]
+        for name, draws in (("all", all_draws), ("best", best_draws))
+    }
+    on_ranks = [[*command, str(folder / f"eval-{name}-two")] for name, command in commands.items()]
+    (folder / "eval.json").write_text(json.dumps(on_ranks))
     launch(PROGRAM, str(folder / "eval.json"), ranks=2)
-    assert main([*command, str(folder / "eval-one")]) == 0
-    one, two = (json.loads((folder / f"eval-{n}" / "summary.json").read_text()) for n in ("one", "two"))
-    assert one == two
-    assert main([*command, str(folder / "eval-two")]) == 0, "it is the same evaluation"
+    for name, command in commands.items():
+        assert main([*command, str(folder / f"eval-{name}-one")]) == 0
+        one, two = (json.loads((folder / f"eval-{name}-{n}" / "summary.json").read_text()) for n in ("one", "two"))
+        assert one == two
+        assert main([*command, str(folder / f"eval-{name}-two")]) == 0, "it is the same evaluation"
 
 
 def train(ranks: int, *settings: str) -> tuple[int, str]:

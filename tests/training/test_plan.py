@@ -51,6 +51,14 @@ def said(lines: dict[str, list[str]], words: str) -> float:
     return float(found[0].split()[0].replace(",", ""))
 
 
+def test_a_plan_says_what_dynamic_sampling_may_cost(olmo3: str) -> None:
+    """Ten rounds of three batches of 32; or of as many prompts as are lacking, 32 at most."""
+    config = load(TrainConfig, "paper/olmo3_7b/dapo", [f"model.path={olmo3}"])
+    assert plan(config)["a step"][1] == "dynamic sampling may answer up to 960 prompts for them"
+    fewer = load(TrainConfig, "paper/olmo3_7b/grpo", [f"model.path={olmo3}", "sampling.dynamic_rounds=5"])
+    assert plan(fewer)["a step"][1] == "dynamic sampling may answer up to 160 prompts for them"
+
+
 def test_a_plan_of_the_papers_c3po(olmo3: str) -> None:
     settings = [
         f"model.path={olmo3}",

@@ -151,13 +151,21 @@ class EvalConfig(Settings, table="eval"):
     """As in [sampling]; 0: the same as in training."""
     draws: CountOrZero = 0
     """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each (method.md 6)."""
+    best_draws: CountOrZero = 0
+    """`threepo eval`, RandOpt: only this many of the draws, B, write the completions, K/B each: those that solve the
+    most `selection_problems`. The mean weights are evaluated beside them (docs/evaluation.md). 0: all draws write."""
+    selection_problems: Count = 128
+    """best_draws: the number of training problems on which the draws are compared, from the first of data.train."""
     part_size: Count = 256
     """`threepo eval`: number of completions that are generated, graded and saved together; a problem is never split. An
     interruption loses one part at most; large parts keep a large engine busier."""
 
     def __post_init__(self) -> None:
         fix = f"must divide eval.samples = {self.samples} evenly"
-        self.check("draws", not self.draws or self.samples % self.draws == 0, fix)
+        self.check("draws", self.best_draws > 0 or not self.draws or self.samples % self.draws == 0, fix)
+        self.check("best_draws", not self.best_draws or self.samples % self.best_draws == 0, fix)
+        fix = f"must be below eval.draws = {self.draws}, from which they are chosen"
+        self.check("best_draws", not self.best_draws or self.best_draws < self.draws, fix)
 
 
 class ScheduleConfig(Settings, table="schedule"):
@@ -279,6 +287,8 @@ class TrainConfig(Settings, table=""):
             self.check(f"objective.{f.name}", not unread, fix)
         fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
         self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
+        fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
+        self.check("eval.best_draws", not self.eval.best_draws, fix)
         drawn = bool(self.method.draws or self.eval.draws)
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
         self.check("noise.unit", drawn or kind == "ivon" or not noisy, fix)

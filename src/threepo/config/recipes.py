@@ -30,6 +30,8 @@ _NOT_FOR_EVALUATION = {
     "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
     "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
 }
+_BENCHMARKS = "benchmarks"
+"""Stands in data.train for problems that nothing reads."""
 _ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
 
 
@@ -190,6 +192,8 @@ def load_evaluation(
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
     data = table.get("data", {})
+    if table.get("eval", {}).get("best_draws") and data.get("train", _BENCHMARKS) == _BENCHMARKS:
+        raise UserError("data.train is missing: eval.best_draws are chosen on training problems; name some")
     if not data.get("train"):
         missing = "benchmarks.names" if table.get("benchmarks") else "data.eval"
         if not data.get("eval"):
@@ -201,13 +205,15 @@ def load_evaluation(
 def _as_in_the_paper(table: Table) -> Table:
     """An evaluation on benchmarks: [data] only says how prompts are made, and completions may be long."""
     data, evaluation = table.get("data", {}), table.get("eval", {})
-    unread = [f"data.{key}" for key in data if key not in ("system_prompt", "chat_template", "too_long", "broken_rows")]
+    read = {"system_prompt", "chat_template", "too_long", "broken_rows"}
+    read |= {"train"} if evaluation.get("best_draws") else set()
+    unread = [f"data.{key}" for key in data if key not in read]
     unread += ["eval.problems"] if "problems" in evaluation else []
     if unread:
         raise UserError(f"{unread[0]}: is not read with benchmarks, which bring their own; see [benchmarks]")
     if "max_new_tokens" not in {*evaluation, *table.get("sampling", {})}:
         evaluation = {**evaluation, "max_new_tokens": 3072}  # as in the released code
-    return {**table, "data": {**data, "train": "benchmarks"}, "eval": evaluation}
+    return {**table, "data": {"train": _BENCHMARKS, **data}, "eval": evaluation}
 
 
 def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:

@@ -35,15 +35,16 @@ class Examination:
     sampling: SamplingConfig
     """With the evaluation's own decoding."""
     seed: int
+    numbers: Sequence[int]
+    """The numbers of the draws to evaluate; none: the mean."""
 
     def prepare(self, engine: RolloutEngine) -> None:
         """`UserError` if the evaluation cannot fit into the engine."""
-        engine.prepare(max(self.settings.draws, 1), max(map(len, self.prompts)) + self.sampling.max_new_tokens)
+        engine.prepare(max(len(self.numbers), 1), max(map(len, self.prompts)) + self.sampling.max_new_tokens)
 
     def draws(self, step: int) -> list[Draw | None]:
         """The weights to evaluate at `step`: the mean, or draws of the posterior."""
-        count = self.settings.draws
-        return [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in range(count)] if count else [None]
+        return [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in self.numbers] or [None]
 
     def parts(self) -> list[slice]:
         """The parts of the problems that are saved together, a function of the settings alone."""
@@ -95,7 +96,8 @@ def examine(
     fitted, _ = fit_context(problem_set.problems, policy, unlimited, longest)
     problems = fitted.first(settings.problems)
     prompts = [policy.encode_prompt(problem, data, longest) for problem in problems]
-    return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed)
+    numbers = range(settings.best_draws or settings.draws)
+    return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed, numbers)
 
 
 def fit_context(

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from threepo.config import EvaluationConfig
 from threepo.config.records import first_difference, to_dict
 from threepo.data.source import heldout_label
 from threepo.errors import UserError
+from threepo.evaluation.examination import Examination
 from threepo.evaluation.scores import COLUMNS
 from threepo.files import atomic_file, read_json, write_json
 from threepo.run_folder import CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, SUMMARY, LockedFolder, model_folder
@@ -110,6 +112,24 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
         known.append(versions)
         write_json(file, origin)
     return origin
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Completions of a set of problems under the same weights, kept in parts from number `first_part` on."""
+
+    label: str
+    """The set's name in the folder."""
+    exam: Examination
+    first_part: int = 0
+
+    def missing(self, folder: Path) -> list[tuple[Path, slice]]:
+        """The parts that are still to be made: their files, and which problems they have."""
+        if completions_file(folder, self.label).is_file():
+            return []
+        parts = enumerate(self.exam.parts(), start=self.first_part)
+        files = [(part_file(folder, self.label, number), part) for number, part in parts]
+        return [(file, part) for file, part in files if not file.is_file()]
 
 
 def part_file(folder: Path, label: str, part: int) -> Path:

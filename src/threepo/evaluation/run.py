@@ -4,9 +4,10 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,8 @@ from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import choices, open_benchmark
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.records import (
-    PARTS,
-    EvaluationFolder,
-    begin,
-    completions_file,
-    joined,
-    part_file,
-    refuse_taken,
-    what_matters,
-)
+from threepo.evaluation.randopt import Search, search_for
+from threepo.evaluation.records import PARTS, EvaluationFolder, Portion, begin, joined, refuse_taken, what_matters
 from threepo.evaluation.scores import average_scores, score
 from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy
@@ -39,6 +32,7 @@ from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.rewards.grading import Grader, load_grader
+from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -74,40 +68,117 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
         policy = load_sharded(model, config.parallel, ranks, config.run.seed)
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
         exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
+        search = search_for(config, policy, ranks, exams) if config.eval.best_draws else None
+        examined = exams | ({search.label: search.exam} if search else {})
         fingerprint = {"weights": _weights_digest(policy, posterior)} | {
-            f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
+            f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in examined.items()
         }
         with ranks.together():
             origin = begin(folder, settings, fingerprint) if ranks.first else {}
         if not ranks.gather((folder / SUMMARY).is_file())[0]:
-            _complete(folder, exams, policy, posterior, config, step, ranks)
+            engine = cache(lambda: opened.enter_context(_engine(config, policy, examined.values(), ranks)))
+            work = _Work(folder, config, policy, FixedWeights(policy.model, posterior), step, ranks, engine)
+            summary = {"model": config.model.path} | (_searched(work, exams, search) if search else work.scores(exams))
             with ranks.together():
                 if ranks.first:
-                    write_json(folder / SUMMARY, finite(_summary(folder, exams, policy, config)) | origin)
+                    write_json(folder / SUMMARY, finite(summary) | origin)
         if ranks.first:
             # Also those that a process left which was killed before this.
             shutil.rmtree(folder / PARTS, ignore_errors=True)
         return ranks.gather(read_json(folder / SUMMARY) if ranks.first else {})[0]
 
 
-def _summary(
-    folder: Path, exams: Mapping[str, Examination], policy: Policy, config: EvaluationConfig
-) -> dict[str, Any]:
-    """The scores of all sets, of the completions in the folder."""
-    scores, results = [], {}
-    for label, exam in exams.items():
-        rows = joined(folder, label, len(exam.parts()))
-        grader = exam.problem_set.verifier if config.reward.function == "task" else config.reward.function
-        # Programs have no answers, so none of them can be the most frequent one.
-        scores.append(score(rows, config.eval.samples, votes=grader != "code"))
-        kept, chosen = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
-        results[label] = asdict(scores[-1]) | {
-            "source": exam.problem_set.source,
-            "prompt": exam.problem_set.template,
-            "first_prompt": policy.tokenizer.decode(exam.prompts[0]),
-            "left_out": [problem.id for problem in chosen if problem.id not in kept],
-        }
-    return {"model": config.model.path, "average": average_scores(scores), "benchmarks": results}
+@contextlib.contextmanager
+def _engine(
+    config: EvaluationConfig, policy: Policy, exams: Iterable[Examination], ranks: Ranks
+) -> Iterator[RolloutEngine]:
+    """An engine, into which all of the evaluation fits."""
+    with contextlib.closing(build_ranked(config.engine, policy, ranks)) as engine:
+        for exam in exams:
+            exam.prepare(engine)
+        yield engine
+
+
+def _searched(work: "_Work", exams: Mapping[str, Examination], search: Search) -> dict[str, Any]:
+    """What summary.json holds of RandOpt: the vote of the chosen draws, the choice, and the mean beside it."""
+    work.complete(search.portions(), "choosing draws")
+    with work.ranks.together():
+        found = [search.choice(work.folder)] if work.ranks.first else []
+    choice = work.ranks.gather(found)[0][0]
+    at_mean = {label: replace(exam, numbers=()) for label, exam in exams.items()}
+    of_best = {label: replace(exam, numbers=choice.best) for label, exam in exams.items()}
+    selection = {"source": search.exam.problem_set.source, "problems": len(search.exam.problems), **asdict(choice)}
+    mean = work.scores(at_mean, ".mean", "the mean")
+    return {"selection": selection, "mean": mean, **work.scores(of_best, title="the best draws")}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the parts of an evaluation are made with."""
+
+    folder: Path
+    config: EvaluationConfig
+    policy: Policy
+    source: FixedWeights
+    step: int
+    ranks: Ranks
+    engine: Callable[[], RolloutEngine]
+    """Made when it is called first."""
+
+    def scores(self, exams: Mapping[str, Examination], suffix: str = "", title: str = "eval") -> dict[str, Any]:
+        """The scores of all sets; their completions are made as far as they are missing.
+
+        `suffix` of the sets' names in the folder; `title` of the progress bar.
+        """
+        portions = {label: Portion(label + suffix, exam) for label, exam in exams.items()}
+        self.complete(list(portions.values()), title)
+        with self.ranks.together():
+            return self._scored(portions) if self.ranks.first else {}
+
+    def _scored(self, portions: Mapping[str, Portion]) -> dict[str, Any]:
+        scores, results = [], {}
+        for label, portion in portions.items():
+            exam = portion.exam
+            rows = joined(self.folder, portion.label, len(exam.parts()))
+            grader = exam.problem_set.verifier if self.config.reward.function == "task" else self.config.reward.function
+            # Programs have no answers, so none of them can be the most frequent one.
+            scores.append(score(rows, self.config.eval.samples, votes=grader != "code"))
+            kept, first = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
+            by_draw = scores[-1].pass_at_1_by_draw.values()
+            results[label] = asdict(scores[-1]) | {
+                "pass_at_1_by_draw": dict(zip(sorted(exam.numbers), by_draw, strict=True)),
+                "source": exam.problem_set.source,
+                "prompt": exam.problem_set.template,
+                "first_prompt": self.policy.tokenizer.decode(exam.prompts[0]),
+                "left_out": [problem.id for problem in first if problem.id not in kept],
+            }
+        return {"average": average_scores(scores), "benchmarks": results}
+
+    def complete(self, portions: Sequence[Portion], title: str) -> None:
+        """Make the parts that are missing; raises `Interrupted` between two of them after a signal."""
+        ranks, folder = self.ranks, self.folder
+        found = [(i, *part) for i, portion in enumerate(portions) for part in portion.missing(folder)]
+        missing = ranks.gather(found)[0]
+        total = sum(len(portion.exam.problems) for portion in portions)
+        done = total - sum(part.stop - part.start for _, _, part in missing)
+        if not missing:
+            return
+        engine, loaded = self.engine(), None
+        console = Console(stderr=True, quiet=not ranks.first)
+        with polite_stop() as stop, progress(title, total, done, folder, console, "problem") as reporter:
+            for i, file, part in missing:
+                label, exam = portions[i].label, portions[i].exam
+                if exam.numbers != loaded:
+                    engine.load(self.source, exam.draws(self.step), self.step)
+                    loaded = exam.numbers
+                rows = [completion_row(self.step, c) for c in exam.complete(engine, self.step, part)]
+                with ranks.together():
+                    if ranks.first:
+                        write_parquet(file, rows)
+                done += part.stop - part.start
+                reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
+                stopping = max(ranks.gather(stop.signal_number))
+                obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
 
 def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
@@ -118,46 +189,6 @@ def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
         problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
         graders[verifier] = load_grader(config.reward, verifier, problems)
     return [(source, graders[source.verifier]) for source in sets]
-
-
-def _complete(
-    folder: Path,
-    exams: Mapping[str, Examination],
-    policy: Policy,
-    posterior: Posterior | None,
-    config: EvaluationConfig,
-    step: int,
-    ranks: Ranks,
-) -> None:
-    """Make the parts that are missing; raises `Interrupted` between two of them after a signal."""
-    found = [
-        (label, file, part)
-        for label, exam in exams.items()
-        if not completions_file(folder, label).is_file()
-        for number, part in enumerate(exam.parts())
-        if not (file := part_file(folder, label, number)).is_file()
-    ]
-    missing = ranks.gather(found)[0]
-    total = sum(len(exam.problems) for exam in exams.values())
-    done = total - sum(part.stop - part.start for _, _, part in missing)
-    if not missing:
-        return
-    console = Console(stderr=True, quiet=not ranks.first)
-    with contextlib.closing(build_ranked(config.engine, policy, ranks)) as engine:
-        for exam in exams.values():
-            exam.prepare(engine)
-        draws = next(iter(exams.values())).draws(step)  # the same for every set
-        engine.load(FixedWeights(policy.model, posterior), draws, step)
-        with polite_stop() as stop, progress("eval", total, done, folder, console, "problem") as reporter:
-            for label, file, part in missing:
-                rows = [completion_row(step, c) for c in exams[label].complete(engine, step, part)]
-                with ranks.together():
-                    if ranks.first:
-                        write_parquet(file, rows)
-                done += part.stop - part.start
-                reporter.update(done, {f"{label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
-                stopping = max(ranks.gather(stop.signal_number))
-                obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
 
 def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:

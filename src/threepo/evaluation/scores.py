@@ -177,6 +177,9 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     """A table of summary.json: a column for each set of problems, and their average."""
     sets: dict[str, Mapping[str, Any]] = dict(summary["benchmarks"])
     columns = sets | ({"average": summary["average"]} if len(sets) > 1 else {})
+    if mean := summary.get("mean"):
+        sets |= {f"{label}, mean": scores for label, scores in mean["benchmarks"].items()}
+        columns |= sets | ({"average, mean": mean["average"]} if "average" in columns else {})
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
     shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
@@ -195,7 +198,20 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     for label, name in shares.items():
         if name != "error_share" or any(column.get(name) for column in sets.values()):
             table.add_row(label, *(percent(column.get(name)) for column in columns.values()))
-    return Group(f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem", table)
+    lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
+    if selection := summary.get("selection"):
+        lines.append(chosen_draws(selection))
+    return Group(*lines, table)
+
+
+def chosen_draws(selection: Mapping[str, Any]) -> str:
+    """The choice of draws in words."""
+    scores, best = selection["scores"], selection["best"]
+    of_best, of_all = (percent(fmean(found)) for found in ([scores[str(i)] for i in best], scores.values()))
+    return (
+        f"draws {', '.join(map(str, best))}: the best {len(best)} of {len(scores)} on {selection['problems']} problems "
+        f"of {selection['source']}, with {of_best} right there (all draws: {of_all})"
+    )
 
 
 def figures(first: str, *others: str) -> Table:

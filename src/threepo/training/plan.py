@@ -99,7 +99,7 @@ def _reinforcement(
     return {
         "data": [f"{data.train}, rewarded by {config.reward.function}"],
         "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
-        "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows"],
+        "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows", *_dynamic(config)],
         **memory,
         "compute": [
             f"{prompt_tokens} prompt and {response_tokens} response tokens a row",
@@ -111,6 +111,12 @@ def _reinforcement(
             f"{copied:.4g} GiB of weights written into the engine",
         ],
     }
+
+
+def _dynamic(config: TrainConfig) -> list[str]:
+    """What the rollouts of a step can grow to with dynamic sampling."""
+    rounds, each = config.sampling.dynamic_rounds, config.sampling.prompts_per_round or config.data.prompts_per_step
+    return [f"dynamic sampling may answer up to {rounds * each} prompts for them"] if rounds else []
 
 
 def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int, ranks: int) -> Plan:

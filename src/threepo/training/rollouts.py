@@ -50,7 +50,7 @@ def until_full(
         groups = answer(problems)
         tried.update(problem.id for problem in problems)
         rounds += 1
-        # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
+        # A prompt gives no gradient when all advantages are 0 in each of its advantage groups.
         silent = advantages(config.method, groups)[1].all(dim=1).tolist()
         kept += [group for group, is_silent in zip(groups, silent, strict=True) if not is_silent]
         flat += [group for group, is_silent in zip(groups, silent, strict=True) if is_silent]
