@@ -74,7 +74,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
         policy = load_sharded(model, config.parallel, ranks, config.run.seed)
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
         exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
-        fingerprint = {"weights": _weights_digest(policy, posterior)} | {
+        fingerprint = {"weights": weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in exams.items()
         }
         with ranks.together():
@@ -160,7 +160,7 @@ def _complete(
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
 
-def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
+def weights_digest(policy: Policy, posterior: Posterior | None) -> str:
     """A digest of every weight, of the model's configuration, and of the posterior if draws are made."""
     shape = {key: value for key, value in policy.model.config.to_dict().items() if key not in _NOT_THE_MODEL}
     parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]
