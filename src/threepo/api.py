@@ -117,8 +117,8 @@ def probe(
     summary = probing.probe(config, settings, folder)
     draw_picture(summary, folder / "probe.png")
     if write and summary["draws"]:
-        proposed = recipe(summary, training or {}, str(probing.posterior_folder(config) or ""))
-        write_recipe(write, proposed, summary["verdict"])
+        prior = probing.prior(config)
+        write_recipe(write, recipe(summary, training or {}, str(prior.folder) if prior else ""), summary["verdict"])
         load(TrainConfig, str(write))  # it must be one
     return summary
 

@@ -23,7 +23,7 @@ class ProbeConfig(Settings, table="probe"):
     )
     """Where noise goes: `posterior` (all parameters, as IVON draws), `all` or a kind of layer as in [noise] `where`,
     `layers` (the first, the middle and the last block, each alone), or a pattern of names: "model.layers.2.*"."""
-    sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0)
+    sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
     """Sigma over the root mean square of each parameter, for all places but the posterior."""
     ess: Sizes = (1e8, 1e9, 1e10)
     """Effective sample sizes of the posterior: the one that lies next to the model, or else what [optimizer] with
@@ -42,7 +42,7 @@ class ProbeConfig(Settings, table="probe"):
     """Completions of each candidate, for this search only; all that is reported comes from others."""
     solved_at_most: Share = 0.05
     """Candidates that the mean policy solves more often than this are not taken."""
-    most_kl: Positive = 0.3
+    most_kl: Positive = 1.0
     """Largest KL to the mean, in nats a token, of the noise that is proposed for training."""
     draws_together: Count = 16
     """Draws that the engine holds at the same time; fewer need less memory."""

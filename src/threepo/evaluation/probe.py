@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from threepo.config import IVONConfig, SamplingConfig, TrainConfig
+from threepo.config import IVONConfig, NoiseConfig, SamplingConfig, TrainConfig
 from threepo.config.method import C3PO
 from threepo.config.probe import LAYERS, POSTERIOR, ProbeConfig
 from threepo.config.records import first_difference, to_dict
@@ -25,13 +25,12 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import fit_context, with_grader
 from threepo.evaluation.probe_findings import MEAN, TEMPERATURE, findings
-from threepo.evaluation.probe_shim import FixedWeights, NoiseConfig, around
 from threepo.evaluation.probe_statistics import Outcomes
 from threepo.evaluation.run import weights_digest
 from threepo.files import finite, read_json, write_json
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
-from threepo.posterior.gaussian import FILE_NAME, Posterior
+from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
 from threepo.progress import obey, polite_stop, progress
 from threepo.rewards.grading import Grader, graded
@@ -129,14 +128,12 @@ class Probe:
     def posterior(self, condition: Condition) -> Posterior:
         """The noise of a condition around the model's weights."""
         if condition.place != POSTERIOR:
-            return around(self.policy.model.named_parameters(), condition.noise())
-        learned = posterior_folder(self.config)
-        if learned:
-            posterior = Posterior.from_pretrained(learned)
-            return replace(posterior, groups=tuple(replace(g, ess=condition.size) for g in posterior.groups))
+            return Posterior.around(self.policy.model.named_parameters(), condition.noise())
+        if learned := prior(self.config):
+            return replace(learned, groups=tuple(replace(group, ess=condition.size) for group in learned.groups))
         ivon = self.config.optimizer if isinstance(self.config.optimizer, IVONConfig) else IVONConfig()
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
-        return around(self.policy.model.named_parameters(), NoiseConfig(unit="absolute", size=sigma))
+        return Posterior.around(self.policy.model.named_parameters(), NoiseConfig(unit="absolute", size=sigma))
 
     def complete(
         self, source: FixedWeights, draws: Sequence[Draw | None], each: int, sampling: SamplingConfig, step: int
@@ -236,11 +233,12 @@ def degenerate(completion: Completion) -> bool:
     return completion.finish_reason == "length" or bool(completion.verdict and completion.verdict.status == "no_answer")
 
 
-def posterior_folder(config: TrainConfig) -> Path | None:
-    """Where the posterior lies that training would start from: what the optimizer loads, or what the model has."""
+def prior(config: TrainConfig) -> Posterior | None:
+    """The learned posterior that training can start from: what the optimizer loads, or what lies next to the model."""
     loaded = getattr(config.optimizer, "load_hessian", "")
     folder = model_folder(Path(loaded or config.model.path))
-    return folder if loaded or (folder / FILE_NAME).is_file() else None
+    found = Posterior.from_pretrained(folder) if loaded or (folder / FILE_NAME).is_file() else None
+    return found if found and found.hessian else None
 
 
 def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> list[Condition]:
@@ -310,10 +308,8 @@ def _measured(probe: Probe, folder: Path) -> dict[str, Any]:
                 f"{len(rates)} problems more often (the least solved: {min(rates):.3g}), so there is nothing to "
                 f"rescue; raise it, or choose harder problems"
             )
-        probe = replace(
-            probe,
-            **{name: [getattr(probe, name)[i] for i in hard[: settings.problems]] for name in ("problems", "prompts")},
-        )
+        taken = hard[: settings.problems]
+        probe.problems, probe.prompts = [probe.problems[i] for i in taken], [probe.prompts[i] for i in taken]
         found: list[dict[str, Any]] = []
         for number, condition in enumerate(everything, start=1):
             last = found[-1] if found else {}

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from threepo.evaluation.probe_findings import POSTERIOR, TEMPERATURE, label
+from threepo.config.probe import POSTERIOR
+from threepo.evaluation.probe_findings import TEMPERATURE, label
 from threepo.files import atomic_file
 
 Row = Mapping[str, Any]
