@@ -1,7 +1,7 @@
 """The law of groups that are shared by draws, and its estimates: by enumeration, by simulation and by hand."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_sharing_a_group_rescues_it_but_not_beyond_the_mean_of_the_chances(chanc
     """E[(1 - p)^(G/N)]^N falls with N, down to (1 - mu)^G at N = G."""
     outcomes = Outcomes(np.array([chances]), 0)
     law = [float(outcomes.wrong(G // n).mean()) ** n for n in (1, 2, 4, 8)]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(law, law[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(law))
     assert law[-1] == pytest.approx((1 - outcomes.mu) ** G, abs=1e-12)
 
 

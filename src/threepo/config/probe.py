@@ -22,7 +22,7 @@ class ProbeConfig(Settings, table="probe"):
         *(POSTERIOR, "all", "embedding", "norm", "attention", "mlp", LAYERS),
     )
     """Where noise goes: `posterior` (all parameters, as IVON draws), `all` or a kind of layer as in [noise] `where`,
-    `layers` (the first, the middle and the last block, each alone), or a pattern of names: "model.layers.2.*"."""
+    `layers` (first, middle and last block and the last norm, each alone), or a pattern such as "model.layers.2.*"."""
     sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
     """Sigma over the root mean square of each parameter, for all places but the posterior."""
     ess: Sizes = (1e8, 1e9, 1e10)

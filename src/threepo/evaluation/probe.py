@@ -32,6 +32,7 @@ from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
+from threepo.posterior.sizes import layer_kind
 from threepo.progress import obey, polite_stop, progress
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine
@@ -249,10 +250,18 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
         if place == POSTERIOR:
             found += [Condition(place, ess) for ess in reversed(settings.ess)]
             continue
-        blocks = policy.model.config.get_text_config().num_hidden_layers
-        patterns = [f"*.layers.{i}.*" for i in sorted({0, blocks // 2, blocks - 1})]
-        found += [Condition(where, s) for where in (patterns if place == LAYERS else [place]) for s in settings.sizes]
+        found += [
+            Condition(where, s) for where in (layers(policy) if place == LAYERS else [place]) for s in settings.sizes
+        ]
     return found
+
+
+def layers(policy: Policy) -> list[str]:
+    """Patterns of names: the first, the middle and the last block, and what lies outside, as the last norm does."""
+    blocks = policy.model.config.get_text_config().num_hidden_layers
+    names = [name for name, _ in policy.model.named_parameters() if ".layers." not in name]
+    outside = [name for name in names if layer_kind(name) not in ("embedding", "head")]
+    return [f"*.layers.{i}.*" for i in sorted({0, blocks // 2, blocks - 1})] + outside
 
 
 def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str, Any]:
