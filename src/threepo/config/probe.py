@@ -35,7 +35,7 @@ class ProbeConfig(Settings, table="probe"):
     rollouts: Annotated[int, must(lambda rollouts: rollouts > 1, "must be 2 or more")] = 16
     """Completions of each problem by each draw; as many as a group has are needed to predict a group of one draw."""
     problems: Count = 8
-    """Problems on which everything is measured: those that the mean policy solves least."""
+    """Problems on which everything is measured: the first of those that the mean policy (nearly) never solves."""
     candidates: Count = 64
     """The first problems of data.train, among which these are looked for."""
     looks: Count = 64

@@ -15,14 +15,22 @@ from threepo.config import TrainConfig
 from threepo.config.probe import POSTERIOR, ProbeConfig
 from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
-from threepo.evaluation.probe_statistics import Outcomes, dead_interval, intraclass, mean_rate, ratio, shares_of
+from threepo.evaluation.probe_statistics import (
+    Outcomes,
+    dead_interval,
+    intraclass,
+    mean_rate,
+    ratio,
+    shares_of,
+    silent_share,
+)
 from threepo.files import write_text
 
 MEAN, TEMPERATURE = "mean", "temperature"
 LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Upper ends of the levels of KL to the mean, in nats a token, at which the best noise is named."""
-NEARLY_ALL = 0.9
-"""The fewest draws are proposed that rescue at least this share of the groups which G draws rescue."""
+NEARLY_ALL = 0.95
+"""The fewest draws are proposed with which at least this share of the steps have a success that have one with most."""
 MOSTLY_KEPT = 0.5
 """Where Seq-MIS keeps less than this, the proposal is replay, which needs no correction."""
 Measured = Mapping[str, Any]
@@ -55,8 +63,9 @@ def findings(
         "chosen": chosen,
         "confirmed": confirmed,
     }
-    helps = confirmed is not None and confirmed["ratio"]["low"] > 1
-    return summary | {"draws": fewest_draws(confirmed) if confirmed and helps else 0, "verdict": verdict(summary)}
+    warmest = max((row["mu"]["value"] for row in summary["temperatures"]), default=0.0)
+    helped = confirmed and confirmed["ratio"]["low"] > 1 and confirmed["mu"]["low"] > warmest
+    return summary | {"draws": fewest_draws(confirmed) if confirmed and helped else 0, "verdict": verdict(summary)}
 
 
 def described(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
@@ -73,6 +82,7 @@ def described(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
         "mu": asdict(mean_rate(outcomes)),
         "ratio": asdict(ratio(outcomes, mean)),
         "dead_share": {str(n): asdict(dead_interval(outcomes, group, n)) for n in counts},
+        "silent_step_share": {str(n): silent_share(outcomes, group, n) for n in counts},
         **({} if plain else {"within_draw_correlation": asdict(intraclass(outcomes))}),
         "best_draw": float(by_draw.max()),
         "share_of_best_draw": float(by_draw.max() / by_draw.sum()) if by_draw.sum() else 0.0,
@@ -84,9 +94,9 @@ def _outcomes(measured: Measured) -> Outcomes:
 
 
 def fewest_draws(row: Measured) -> int:
-    """The fewest draws that rescue nearly as many groups as the most do."""
-    rescued = {int(n): 1 - dead["value"] for n, dead in row["dead_share"].items()}
-    return min(n for n, share in rescued.items() if share >= NEARLY_ALL * rescued[max(rescued)])
+    """The fewest draws a step with which nearly as many steps have a success as with the most."""
+    found = {int(n): 1 - silent for n, silent in row["silent_step_share"].items()}
+    return min(n for n, share in found.items() if share >= NEARLY_ALL * found[max(found)])
 
 
 def label(row: Measured) -> str:
@@ -106,32 +116,42 @@ def verdict(summary: Measured) -> str:
             f"draw. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
         )
     warm = max(summary["temperatures"], key=lambda row: row["mu"]["value"], default=None)
-    heat = f"; the best temperature, {warm['size']:g}, reaches {_times(warm['ratio'])}" if warm else ""
+    heat = (
+        f"temperature {warm['size']:g} alone, the best of those tried, {_times(warm['ratio'])}"
+        if warm
+        else "no temperature was tried"
+    )
     if confirmed is None or confirmed["ratio"]["low"] <= 1:
-        best = max(noise, key=lambda row: row["ratio"]["low"])
-        row, fresh = confirmed or best, ", measured again with other draws," if confirmed else ""
+        row, fresh = (
+            confirmed or max(noise, key=lambda row: row["ratio"]["low"]),
+            " on other draws" if confirmed else "",
+        )
         return (
             f"Weight noise will not help here: no noise within the limit on KL is shown to solve these problems more "
-            f"often than the mean does. The best, {label(row)},{fresh} has mu / p = {_times(row['ratio'])} at a KL of "
-            f"{row['kl']:.2g} nats a token{heat}."
+            f"often than the mean does. The best, {label(row)}, has mu / p = {_times(row['ratio'])}{fresh}, at a KL of "
+            f"{row['kl']:.2g} nats a token; {heat}."
         )
+    gain = f"{label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these problems"
+    gain += f" {_times(confirmed['ratio'])} times as often as the mean does"
+    if warm and warm["mu"]["value"] >= confirmed["mu"]["low"]:
+        return f"Weight noise is not shown to do more here than a temperature. {gain}; {heat}."
     wait, without = (1 / row["mu"]["value"] if row["mu"]["value"] else math.inf for row in (confirmed, mean))
-    text = (
-        f"Weight noise should help here: {label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these "
-        f"problems {_times(confirmed['ratio'])} times as often as the mean does{heat}. Expect a first success on such "
-        f"problems after {wait:,.0f} rollouts ({wait / summary['rollouts_per_step']:,.1f} steps of this recipe), "
-        f"instead of {without:,.0f}."
+    steps = f"{_round(wait / summary['rollouts_per_step'])} steps of this recipe"
+    return (
+        f"Weight noise should help here: {gain}; {heat}. Expect a first success on such problems after {_round(wait)} "
+        f"rollouts ({steps}), instead of {_round(without)}."
     )
-    if warm and warm["mu"]["value"] >= confirmed["mu"]["value"]:
-        text += f" But temperature {warm['size']:g} alone does as much, and is simpler."
-    return text
+
+
+def _round(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,.0f}" if 10 <= value < math.inf else f"{value:.2g}"
 
 
 def _times(interval: Mapping[str, float]) -> str:
-    low, high = (f"{interval[end]:,.3g}" for end in ("low", "high"))
+    low, high = _round(interval["low"]), _round(interval["high"])
     if not math.isfinite(interval["value"]):
         return f"more than {low}"
-    return f"{interval['value']:,.3g} ({low} to {high})"
+    return f"{_round(interval['value'])} ({low} to {high})"
 
 
 def recipe(summary: Measured, training: Table, prior: str) -> Table:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from threepo.config.probe import POSTERIOR
@@ -19,47 +20,37 @@ def table(summary: Row) -> Table:
     group, counts = summary["group"], summary["problems"]
     title = (
         f"{len(counts['measured_on'])} problems that the mean (nearly) never solves, of {counts['hard']} among "
-        f"{counts['candidates']}; 95 % intervals; a group has {group} rollouts"
+        f"{counts['candidates']}; alive: groups of {group} with a right rollout, shared by N draws"
     )
-    names = ("KL/token", "mu", "mu / p", "corr.", "kept", "degenerate", "dead, N=1", f"dead, N={group}")
-    found = Table("noise", *(Column(name, justify="right") for name in names), title=title)
+    names = ("KL/token", "mu", "mu / p, 95 %", "kept", "alive, N=1", f"N={group}")
+    found = Table("noise", *(Column(name, justify="right") for name in names), title=title, box=SIMPLE)
     plain = [("", row) for row in (summary["mean"], *summary["temperatures"])]
     again = [("again: ", summary["confirmed"])] if summary["confirmed"] else []
     for mark, row in (*plain, *(("", row) for row in summary["best_at_kl"]), *again):
-        found.add_row(mark + label(row), *_cells(row, group))
+        found.add_row(mark + label(row).removesuffix(" x RMS"), *_cells(row, group))
     return found
 
 
 def _cells(row: Row, group: int) -> list[str]:
-    correlation, dead = row.get("within_draw_correlation", {}).get("value", math.nan), row["dead_share"]
-    same = dead.get("1") if "kl" not in row else None  # without draws, sharing changes nothing
+    dead = row["dead_share"]
+    either = {} if "kl" in row else dead.get("1", {})  # without draws, sharing changes nothing
     return [
         _number(row.get("kl")),
         _number(row["mu"]["value"]),
         "" if row["place"] == "mean" else _interval(row["ratio"]),
-        "" if math.isnan(correlation) else f"{correlation:.2f}",
-        _percent(row.get("kept_share")),
-        _percent(row["degenerate_share"]),
-        *(_share((dead.get(n) or same or {}).get("value")) for n in ("1", str(group))),
+        f"{100 * row['kept_share']:.0f} %" if "kl" in row else "",
+        *(_number(1 - found["value"] if (found := dead.get(n, either)) else None) for n in ("1", str(group))),
     ]
 
 
 def _interval(interval: Mapping[str, float]) -> str:
     if not math.isfinite(interval["value"]):
-        return f"> {interval['low']:.2g}"
-    return f"{interval['value']:.3g} ({interval['low']:.2g} to {interval['high']:.2g})"
+        return f"> {_number(interval['low'])}"
+    return f"{_number(interval['value'])} ({_number(interval['low'])} to {_number(interval['high'])})"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def draw_picture(summary: Row, path: Path) -> None:
@@ -101,8 +92,7 @@ def draw_picture(summary: Row, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         if axis is not axes[0, 1]:
             axis.set_xscale("log")
-    for axis in axes[1]:
-        axis.set_ylim(-0.03, 1.03)
+    axes[1, 0].set_ylim(-0.03, 1.03)
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
     with atomic_file(path) as temporary:

@@ -109,6 +109,15 @@ def dead_share(outcomes: Outcomes, group: int, draws: int) -> float:
     return float(sums[:, draws].mean() / math.comb(count, draws))
 
 
+def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:
+    """The chance that a step with one group of each problem has no right rollout at all.
+
+    Draws are shared by all groups of a step, so a few lucky ones may solve several groups at once, and others none.
+    """
+    steps = Outcomes(1 - outcomes.wrong(group // draws).prod(axis=0, keepdims=True), 0)
+    return dead_share(steps, draws, draws)
+
+
 def dead_interval(outcomes: Outcomes, group: int, draws: int, seed: int = 0) -> Interval:
     """`dead_share`, with the spread of its plug-in estimate when draws and problems are resampled."""
     generator = np.random.default_rng(seed)
