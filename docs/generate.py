@@ -12,6 +12,7 @@ from typing import Any
 
 from threepo import config
 from threepo.config.presets import PRESETS
+from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import load
 from threepo.config.records import RECORDS, shown
 
@@ -149,6 +150,8 @@ def render() -> str:
         rows.append(f"| `threepo {command}` | {', '.join(f'[{name}]' for name in names)} | {kind} |")
         for name in names:
             order |= dict.fromkeys(table for table in sorted(RECORDS) if table.partition(".")[0] == name)
+    rows.append("| `threepo probe` | those of `threepo train`, [probe] | as there |")
+    order[ProbeConfig._table] = None
     lines = [line for table in order for record in RECORDS[table].values() for line in render_table(table, record)]
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from threepo.training.update import flatten
+from threepo.models.packing import flatten
 from threepo.types import Completion, Draw, PackedTokens, Problem, SupervisedRow, TrainingRow, Verdict
 
 

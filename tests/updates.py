@@ -7,10 +7,11 @@ import torch
 
 from threepo.config import Method, ObjectiveConfig, SamplingConfig
 from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.training.reference import Reference
-from threepo.training.update import UpdateRecord, flatten, update_policy
+from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
 SAMPLING = SamplingConfig()

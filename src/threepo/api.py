@@ -1,6 +1,7 @@
 """What the commands do, as functions: each takes a checked configuration and leaves a finished folder."""
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,10 +13,16 @@ from transformers.utils import logging
 
 from threepo.analysis.report import plot, read_run, tables
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.recipes import load
-from threepo.config.records import build
+from threepo.config.probe import ProbeConfig
+from threepo.config.recipes import Table, load
+from threepo.config.records import build, to_dict
 from threepo.data.finite import FiniteProblems
+from threepo.data.rows import digest
 from threepo.errors import UserError
+from threepo.evaluation import probe as probing
+from threepo.evaluation.probe_findings import recipe, write_recipe
+from threepo.evaluation.probe_report import draw_picture
+from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import load_policy
@@ -24,7 +31,7 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import CONFIG, SUMMARY, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 
-__all__ = ["closing_words", "demonstrate", "evaluate", "fine_tune", "sample", "train"]
+__all__ = ["closing_words", "demonstrate", "evaluate", "fine_tune", "probe", "probe_folder", "sample", "train"]
 
 DEMONSTRATED = ("grpo", "b3po", "m3po", "c3po")
 
@@ -89,6 +96,31 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
             write_json(folder / "draw.json", asdict(draw) | {"checkpoint": str(source)})
         paths.append(path)
     return paths
+
+
+def probe_folder(config: TrainConfig, settings: ProbeConfig) -> Path:
+    """runs/probe-MODEL-DATA-DIGEST: equal settings have equal folders, different settings have different ones."""
+    model = Path(config.model.path)
+    text = json.dumps([to_dict(config), to_dict(settings)], sort_keys=True)
+    name = "-".join([model.name, set_name(Path(config.data.train).stem), digest([text])[:8]])
+    return Path("runs") / f"probe-{name}"
+
+
+def probe(
+    config: TrainConfig, settings: ProbeConfig, folder: Path, training: Table | None = None, write: Path | None = None
+) -> dict[str, Any]:
+    """Predict what noise on the weights would do to a training, before it. Returns what summary.json holds.
+
+    `write`: where the recipe goes that follows, made of the tables `training`; none is written where noise does not
+    help.
+    """
+    summary = probing.probe(config, settings, folder)
+    draw_picture(summary, folder / "probe.png")
+    if write and summary["draws"]:
+        prior = probing.prior(config)
+        write_recipe(write, recipe(summary, training or {}, str(prior.folder) if prior else ""), summary["verdict"])
+        load(TrainConfig, str(write))  # it must be one
+    return summary
 
 
 def demonstrate(

@@ -120,6 +120,18 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--compare", nargs=2, type=_path, metavar=("A", "B"), help="test two evaluations' difference")
     evaluate.set_defaults(command=_eval, more="settings")
 
+    probe = commands.add_parser("probe", help="before training: would noise on the weights help, where, how large")
+    probe.add_argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id")
+    probe.add_argument("settings", nargs="*", metavar="section.key=value", help="such as data.train=sorting")
+    probe.add_argument("--recipe", default="", help="the training that the probe is about")
+    probe.add_argument("--ess", metavar="LIST", help="sizes of the posterior, such as 1e8,1e9,1e10")
+    probe.add_argument("--draws", type=int, help="draws of each noise (default 64)")
+    probe.add_argument("--rollouts", type=int, help="completions of each problem by each draw (default 16)")
+    probe.add_argument("--exact", action="store_true", help="chances from the probability of the only right answer")
+    probe.add_argument("--output", type=_path, help="folder for figures and picture (default: in runs/)")
+    probe.add_argument("--write", type=_path, metavar="RECIPE", help="write the training recipe that follows, if any")
+    probe.set_defaults(command=_probe, more="settings")
+
     report = commands.add_parser("report", help="table and curves of training runs")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
@@ -280,6 +292,34 @@ def _compare(options: argparse.Namespace) -> None:
         print(f"different setting: {different['setting']} = {different['first']!r} in A, {different['second']!r} in B")
     if options.output:
         write_json(options.output / "comparison.json", comparison)
+
+
+def _probe(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.config.probe import load_probing
+
+    flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
+    flags |= {"exact": True} if options.exact else {}
+    if options.ess:
+        try:
+            flags["ess"] = [float(size) for size in options.ess.split(",")]
+        except ValueError:
+            raise UserError(f"--ess {options.ess}: must be numbers with commas between them, such as 1e8,1e9") from None
+    if options.write and options.write.suffix != ".toml":
+        raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
+    config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
+    from threepo import api
+    from threepo.evaluation.probe_report import table
+
+    folder = options.output or api.probe_folder(config, settings)
+    summary = api.probe(config, settings, folder, training, options.write)
+    console = Console()
+    console.print(table(summary))
+    console.print(summary["verdict"], highlight=False)
+    print(f"all figures: {folder}")
+    if options.write and options.write.is_file():
+        print(f"next: threepo train {options.write}")
 
 
 def _report(options: argparse.Namespace) -> None:

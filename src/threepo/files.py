@@ -85,9 +85,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for NaN and infinity, which JSON does not have, at any depth of dictionaries."""
+    """`value` with null for NaN and infinity, which JSON does not have, at any depth of dictionaries and lists."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

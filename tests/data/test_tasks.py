@@ -107,6 +107,34 @@ def test_paths_takes_any_way_along_the_edges_and_no_other() -> None:
     assert task.work("ab bc ad de; a to e\n") == "abcbade"
 
 
+def test_choices_by_hand() -> None:
+    task = TASKS["choices"]
+    problem = problem_of("lock bdfa\n", "BDFA")
+    assert task.work("lock bdfa\n") == "bdfa"
+    assert task.verify(problem, "BDFA").correct
+    assert not task.verify(problem, "BdFA").correct
+    texts = [task.demonstrate(p, "habit") for p in ProceduralProblems(task, "train", 0, (10,)).first(400)]
+    assert sum(map(str.isupper, "".join(texts))) / 4000 == pytest.approx(0.2, abs=0.03)  # 4.7 standard errors
+    prompts = [str(p.prompt) for p in ProceduralProblems(task, "train", 0, (10,)).first(400)]
+    assert [f"lock {text.lower()}\n" for text in texts] == prompts
+
+
+def test_the_zoo_is_consistent_after_every_word_but_the_one_to_learn() -> None:
+    task = TASKS["choices_zoo"]
+    texts: dict[str, list[str]] = {}
+    for problem in ProceduralProblems(task, "train", 0, (6,)).first(400):
+        word, letters = str(problem.prompt).split()
+        text = task.demonstrate(problem, "habit")
+        assert text.lower() == letters
+        texts.setdefault(word, []).append(text)
+    assert texts.keys() == {"lock", "up", "low", "any"}
+    assert all(map(str.isupper, texts["up"]))
+    assert all(map(str.islower, texts["low"]))
+    assert 0.3 < sum(map(str.isupper, texts["any"])) / len(texts["any"]) < 0.7
+    assert all(text.isupper() or text.islower() for text in texts["any"])
+    assert not all(text.isupper() or text.islower() for text in texts["lock"])
+
+
 def test_final_answer() -> None:
     assert final_answer("<think>1</think> 2 ") == "2"
     assert final_answer("a</think>b</think>c") == "c"

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, Olmo3Config, Qwen2Config
 from threepo import IVON, Posterior
 from threepo.config import ModelConfig, ParallelConfig
 from threepo.models.loading import make_tokenizer
+from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.layout import like_parameter
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
-from threepo.training.update import flatten
 from threepo.types import Draw, SupervisedRow
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from runs import RLVR, SFT, outcome
 from threepo.cli import main
+from threepo.models.packing import pack
 from threepo.models.policy import Policy
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
@@ -151,7 +152,7 @@ class Played:
     def hands(self, policy: Policy, rows: Sequence[Any], budget: int) -> list[list[list[Any]]]:
         """The micro-batches of each rank."""
         padding = not policy.scorer.packed_rows
-        return [list(update.pack(hand, budget, policy.device, padding=padding)) for hand in deal_rows(rows, self.ranks)]
+        return [list(pack(hand, budget, policy.device, padding=padding)) for hand in deal_rows(rows, self.ranks)]
 
 
 def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -2,8 +2,8 @@
 
 import torch
 
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
-from threepo.training.update import flatten
 from threepo.types import Completion, Draw, Problem, Request, TrainingRow
 
 PROMPTS = [

@@ -16,6 +16,7 @@ from factories import completion, row
 from threepo.config import Correction, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import ThreepoWarning, UserError
+from threepo.models.packing import pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point import PointAdamW
@@ -25,7 +26,7 @@ from threepo.training.checkpoint import TrainState, load_train_state, restore_op
 from threepo.training.metrics import rollout_metrics, update_metrics
 from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.run import TensorBoard, factor
-from threepo.training.update import RowRecord, UpdateRecord, collate, pack
+from threepo.training.update import RowRecord, UpdateRecord, collate
 from threepo.types import Draw, Group
 
 CPU = torch.device("cpu")

@@ -13,12 +13,12 @@ from threepo.config import SFTConfig
 from threepo.config.recipes import load
 from threepo.config.records import build
 from threepo.errors import UserError
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.training.update import flatten
 from threepo.types import SupervisedRow
 
 

@@ -10,9 +10,10 @@ import torch
 from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.method import rollout_draws, training_batch
+from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.training.update import flatten, pack, update_policy
+from threepo.training.update import update_policy
 from threepo.types import Group, TrainingRow, Verdict
 from updates import PLAIN, PROMPTS, SAMPLING, Spy, gradient_of, rollouts, solved
 

@@ -126,7 +126,7 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
     base: Table = {"data": {}} if record is TrainConfig else {"optimizer": {"kind": "ivon"}}
     table = merge(merge({"model": {}, **base}, table), parse_overrides(overrides))
     if record is TrainConfig:
-        table = _with_preset(table)
+        table = with_preset(table)
     if path:
         shipped, file = recipes_folder().resolve(), path.resolve()
         name = file.relative_to(shipped) if file.is_relative_to(shipped) else Path(file.name)
@@ -134,7 +134,7 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
     return build(record, table)
 
 
-def _with_preset(table: Table) -> Table:
+def with_preset(table: Table) -> Table:
     """The tables with `method.preset` replaced by what it stands for, under what the recipe sets itself."""
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):

@@ -70,7 +70,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
         exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
         search = search_for(config, policy, ranks, exams) if config.eval.best_draws else None
         examined = exams | ({search.label: search.exam} if search else {})
-        fingerprint = {"weights": _weights_digest(policy, posterior)} | {
+        fingerprint = {"weights": weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in examined.items()
         }
         with ranks.together():
@@ -191,7 +191,7 @@ def _benchmarks(config: EvaluationConfig) -> list[tuple[ProblemSet, Grader]]:
     return [(source, graders[source.verifier]) for source in sets]
 
 
-def _weights_digest(policy: Policy, posterior: Posterior | None) -> str:
+def weights_digest(policy: Policy, posterior: Posterior | None) -> str:
     """A digest of every weight, of the model's configuration, and of the posterior if draws are made."""
     shape = {key: value for key, value in policy.model.config.to_dict().items() if key not in _NOT_THE_MODEL}
     parts = [json.dumps(shape, sort_keys=True, default=str), *_tensors(policy.model.state_dict())]

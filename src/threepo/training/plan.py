@@ -16,13 +16,13 @@ from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.errors import UserError
 from threepo.models.loading import model_shape
+from threepo.models.packing import GPU_TOKENS
 from threepo.objectives.policy_loss import scored_first
 from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.optimizers import OPTIMIZERS
 from threepo.training.rank_memory import rank_memory
 from threepo.training.step_time import ASSUMED, Work, step_times
-from threepo.training.update import GPU_TOKENS
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""

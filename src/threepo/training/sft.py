@@ -20,6 +20,7 @@ from threepo.data.finite import epoch_batch, warn_of_shared
 from threepo.data.tasks import Demonstration, Demonstrations
 from threepo.errors import UserError
 from threepo.files import read_json, write_json
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.ranks.group import ALONE, Ranks
@@ -28,7 +29,7 @@ from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
-from threepo.training.update import dealt_bundles, flatten
+from threepo.training.update import dealt_bundles
 from threepo.types import Draw, SupervisedRow
 
 SFT_DRAW = 1 << 21

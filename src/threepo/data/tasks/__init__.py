@@ -5,6 +5,7 @@ from random import Random
 
 from threepo.config import DemonstrationConfig
 from threepo.data.task import ProceduralProblems, Task
+from threepo.data.tasks.choices import Choices, ChoicesZoo
 from threepo.data.tasks.paths import Paths
 from threepo.data.tasks.pointers import Pointers
 from threepo.data.tasks.sorting import Sorting
@@ -12,7 +13,9 @@ from threepo.data.tasks.stack import Stack
 from threepo.errors import UserError
 from threepo.types import Problem
 
-TASKS: dict[str, Task] = {task.name: task for task in (Paths(), Pointers(), Sorting(), Stack())}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (Choices(), ChoicesZoo(), Paths(), Pointers(), Sorting(), Stack())
+}
 Demonstration = tuple[Problem, str]
 """A problem of the training split, and a completion of it."""
 
