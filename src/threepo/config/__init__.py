@@ -285,6 +285,10 @@ class TrainConfig(Settings, table=""):
         for f in fields(ObjectiveConfig):
             unread = evolves and getattr(self.objective, f.name) != getattr(ObjectiveConfig(), f.name)
             self.check(f"objective.{f.name}", not unread, fix)
+        fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
+        unmeasured = self.ess_schedule.kind not in ("constant", "cosine", "linear", "stages")
+        self.check("ess_schedule.kind", not (evolves and unmeasured), fix)
+        self.check("sampling.raised_temperature", not (evolves and self.sampling.raised_temperature), fix)
         fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
         self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
         fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
