@@ -47,13 +47,12 @@ METHODS = {
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
     "psn": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3"),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8"),
-    "grpo-kl_cov": (
+    "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
-        *("objective.loss=kl_cov", "objective.kl_cov_share=0.2", "objective.entropy_mask_share=0.5"),
+        *("objective.kl_cov_share=0.2", "objective.entropy_mask_share=0.5"),
         *("objective.reference_kl=0.1", "objective.reference_reset_every=2"),
     ),
 }
-"""By the preset of each, and what else is special."""
 COMMON = (
     *RLVR,
     "reward.function=first_character:reward",
@@ -74,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def commands(under: str) -> list[list[str]]:
     """A run of every method, and a warm start, with an untied head and a tied one."""
     found = [
-        ["train", *COMMON, f"method.preset={name.partition('-')[0]}", *settings, f"run.folder={under}/{name}"]
+        ["train", *COMMON, f"method.preset={name}", *settings, f"run.folder={under}/{name}"]
         for name, settings in METHODS.items()
     ]
     return [*found, ["sft", *SFT, "run.steps=3", "batching.tokens=200", f"run.folder={under}/sft"]]
