@@ -1,0 +1,105 @@
+"""Evolution strategy, GRPO and C3PO from one warm start at equal rollouts; and the angle between two kinds of update.
+
+    threepo sft demo/warm_start
+    PYTHONPATH=src python benchmarks/evolution.py learn --seeds 5
+    PYTHONPATH=src python benchmarks/evolution.py angle
+
+`learn` trains demo/grpo, demo/c3po and demo/es with several seeds of noise, sampling and problems; the seed of the
+pilot runs, 100, is not among them. `angle` takes steps that move nothing from the warm start, so that every step is a
+fresh measurement: C3PO's gradient beside the strategy's, for several numbers of draws and sizes of the noise. Runs that
+are there are not repeated. docs/evolution.md has the results.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from threepo.run_folder import read_metrics
+
+FOLDER = Path("runs/evolution")
+METHODS = {
+    "grpo": ("demo/grpo",),
+    "c3po": ("demo/c3po",),
+    "es": ("demo/es",),
+    "es, antithetic": ("demo/es", "method.antithetic=true"),
+}
+T_95 = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+"""Student's t, two-sided, by degrees of freedom."""
+
+
+def run(name: str, *settings: str) -> list[dict[str, float]]:
+    """The metrics of a finished run in the folder of this name; it is made if it is not there."""
+    folder = FOLDER / name
+    if not (folder / "summary.json").is_file():
+        command = [sys.executable, "-m", "threepo", "train", *settings, "run.threads=1", f"run.folder={folder}"]
+        subprocess.run(command, check=True, capture_output=True)
+    return read_metrics(folder)
+
+
+def mean_and_half_width(values: list[float]) -> tuple[float, float]:
+    """Mean and half of the 95 % interval of a few values."""
+    return statistics.fmean(values), T_95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def learn(seeds: int) -> None:
+    """Held-out pass@1 before and after, and its difference to GRPO, paired by seed."""
+    scores = {
+        method: [
+            [
+                row["eval/pass_at_1"]
+                for row in run(
+                    f"{method.replace(', ', '_')}-{seed}", *settings, f"run.seed={seed}", f"data.seed={seed + 1}"
+                )
+                if "eval/pass_at_1" in row
+            ]
+            for seed in range(seeds)
+        ]
+        for method, settings in METHODS.items()
+    }
+    print(f"{seeds} seeds, 95 % intervals\n")
+    print("| method | pass@1 before | after 20 steps | after 40 | after 60 | gain | gain beside GRPO's |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for method, found in scores.items():
+        at = [f"{100 * statistics.fmean(column):.1f} %" for column in zip(*found, strict=True)]
+        gain = mean_and_half_width([100 * (row[-1] - row[0]) for row in found])
+        pairs = zip(found, scores["grpo"], strict=True)
+        beside = mean_and_half_width([100 * (row[-1] - row[0] - other[-1] + other[0]) for row, other in pairs])
+        print(f"| {method} | {' | '.join(at)} | {gain[0]:.1f} ± {gain[1]:.1f} | {beside[0]:.1f} ± {beside[1]:.1f} |")
+
+
+def angle() -> None:
+    """Cosine and correlation over 20 steps each, with standard errors."""
+    weights = 821_888
+    print("| sigma | draws | rollouts a draw and prompt | cosine | sqrt(N / d) | correlation over draws |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for ess, sigma in (("1e9", 1e-3), ("1e8", 3.2e-3), ("1e7", 1e-2)):
+        for draws, each in ((4, 4), (16, 4), (64, 4), (16, 16)):
+            rows = run(
+                f"angle-{ess}-{draws}-{each}",
+                *("demo/c3po", "run.steps=20", "eval.every=0", "optimizer.lr=1e-6", "method.log_evolution=true"),
+                *(f"optimizer.ess={ess}", f"method.draws={draws}", f"method.rollouts_per_prompt={draws * each}"),
+                *("method.correction.kind=none", "schedule.warmup_share=0"),
+            )
+            cosine, correlation = ([row[f"evolution/{name}"] for row in rows] for name in ("cosine", "correlation"))
+            cells = [
+                f"{statistics.fmean(v):.4f} ± {statistics.stdev(v) / len(v) ** 0.5:.4f}" for v in (cosine, correlation)
+            ]
+            print(
+                f"| {sigma:g} | {draws} | {each} | {cells[0]} | {(draws / weights) ** 0.5:.4f} | {cells[1]} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("learn", "angle"))
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    learn(options.seeds) if options.what == "learn" else angle()
+
+
+if __name__ == "__main__":
+    main()
