@@ -202,7 +202,8 @@ def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path:
         ("hot", TrainState(), ["sampling.temperature=1.4"]),
         ("cold", TrainState(), ["sampling.raised_temperature=1.4"]),
     ):
-        run = rlvr.assemble(train_config(tmp_path / name, *learnable, *settings, "run.steps=1", "optimizer.lr=1e-2"))
+        settings += [*learnable, "run.steps=1", "optimizer.lr=1e-2", "eval.every=1"]
+        run = rlvr.assemble(train_config(tmp_path / name, *settings))
         run.state = state
         with run.folder:
             rlvr.train(run)
@@ -210,6 +211,8 @@ def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path:
     for key in ("tensors", "completions", "metrics"):
         assert found["raised"][key] == found["hot"][key]
         assert found["cold"][key] != found["hot"][key]
+    first = [found[name]["metrics"][0] for name in ("raised", "cold")]
+    assert first[0] == first[1], "an evaluation, here that before the first step, has a temperature of its own"
     for row in found["raised"]["completions"]["step-000000.parquet"]:
         assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
 
