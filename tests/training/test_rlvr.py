@@ -67,7 +67,7 @@ LEARNING = {
     **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic"), IVON_RATE),
     # Greedy rollouts differ by their weights alone.
     "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
-    **dict.fromkeys(("psn", "psn_similarity", "qerl"), ADAMW),
+    **dict.fromkeys(("psn", "psn_similarity", "qerl", "fixed_replay"), ADAMW),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
 }
 

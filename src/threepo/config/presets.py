@@ -54,6 +54,9 @@ _ROWS = (
     Preset(C3PO_REPLAY, OURS),
     Preset(THOMPSON, PAPER),
     Preset(replace(C3PO, name="isotropic"), PAPER, {"optimizer": {"noise_shape": "isotropic", "learn_hessian": False}}),
+    Preset(
+        replace(C3PO_REPLAY, name="fixed_replay", optimizer="adamw"), OURS, {"noise": {"unit": "rms", "size": 0.05}}
+    ),
     # Others that explore in weight space.
     _psn("psn", kind="kl_steps", target=0.003, ratio=1.01),
     _psn("psn_similarity", kind="similarity", target=0.5, ratio=1.01),
