@@ -1,5 +1,6 @@
 """The file that servers draw from: its draws are the trainer's, bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from posterior.test_gaussian import trained
-from threepo.config import ModelConfig, TinyConfig
+from threepo.config import AdamWConfig, ModelConfig, NoiseConfig, TinyConfig
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
@@ -17,6 +18,7 @@ from threepo.posterior.pushed import drawn, pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import ALONE
 from threepo.rollout.vllm import parameter_names
+from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw
 
 DRAW = Draw(9, 2, 1)
@@ -42,6 +44,7 @@ def sources_of(model: torch.nn.Module) -> dict[str, WeightSource]:
         "isotropic": isotropic,
         "by the name of the head, and partly without noise": IVON(silent, ess=1e4),
         "checkpoint": FixedWeights(model, Posterior.of(optimizer)),
+        "noise of a size": build_optimizer(AdamWConfig(), NoiseConfig(unit="rms", size=0.3), model, 0),
     }
 
 
@@ -56,7 +59,7 @@ def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: boo
 def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     for number, (what, source) in enumerate(sources_of(model).items()):
         path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), parameter_names(model)
-        for draw in (DRAW, None):
+        for draw in (DRAW, replace(DRAW, mirrored=True), None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
             found = {name: value.to(dtype) for name, value in drawn(path, draw, dtype, torch.device("cpu"))}
@@ -65,7 +68,7 @@ def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.
                 assert torch.equal(value, expected[parameter_of[name]]), (what, draw, name)
         with safe_open(path, framework="pt") as file:
             hessians = [name for name in file.keys() if name.startswith("hessian")]  # noqa: SIM118 - not a dict
-        assert bool(hessians) == (what != "isotropic")
+        assert bool(hessians) == (what not in ("isotropic", "noise of a size"))
 
 
 def test_a_mean_alone_is_half_as_large(model: torch.nn.Module, tmp_path: Path) -> None:
