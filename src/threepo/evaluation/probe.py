@@ -26,7 +26,7 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import fit_context, with_grader
 from threepo.evaluation.probe_findings import MEAN, TEMPERATURE, findings
-from threepo.evaluation.probe_statistics import Outcomes
+from threepo.evaluation.probe_statistics import Outcomes, shares_of
 from threepo.evaluation.run import weights_digest
 from threepo.files import finite, read_json, write_json
 from threepo.models.packing import flatten, pack
@@ -269,6 +269,12 @@ def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str,
     recorded = {"train": to_dict(config), "probe": to_dict(settings)}
     if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE)["config"], recorded)):
         raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
+    group, draws = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
+    if not shares_of(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
+        few = (
+            f"--draws {settings.draws} --rollouts {settings.rollouts}: too few to predict anything of groups of {group}"
+        )
+        raise UserError(f"{few}; as many rollouts are enough")
     training, grader = with_grader(open_training(config.data), config.reward, config.data)
     name = config.data.train
     if settings.exact and not (config.reward.function == "task" and name in TASKS and TASKS[name].only_answer):
