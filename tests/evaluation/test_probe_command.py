@@ -189,7 +189,10 @@ def test_noise_too_far_from_the_mean_is_not_proposed() -> None:
         (["probe.sizes=[0.3, 0.1]"], "probe.sizes = .*must ascend"),
         (["porbe.draws=3"], "unknown table porbe"),
         (["probe.problems=9"], "probe.problems = 9: must not exceed probe.candidates = 5"),
-        (["--draws", "2", "--rollouts", "2", "method.rollouts_per_prompt=16"], "too few to predict anything of groups"),
+        (
+            ["--draws", "2", "--rollouts", "2", "method.rollouts_per_prompt=16"],
+            "too few for groups of 16; set --rollouts 16",
+        ),
         (["--write", "out.json"], "a recipe's name ends in .toml"),
         (["probe.solved_at_most=0", "reward.function=test_probe_command:always"], "there is nothing to rescue"),
     ],

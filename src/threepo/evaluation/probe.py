@@ -271,10 +271,8 @@ def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str,
         raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
     group, draws = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
     if not shares_of(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
-        few = (
-            f"--draws {settings.draws} --rollouts {settings.rollouts}: too few to predict anything of groups of {group}"
-        )
-        raise UserError(f"{few}; as many rollouts are enough")
+        few = f"--draws {settings.draws} --rollouts {settings.rollouts}: too few for groups of {group}"
+        raise UserError(f"{few}; set --rollouts {group}")
     training, grader = with_grader(open_training(config.data), config.reward, config.data)
     name = config.data.train
     if settings.exact and not (config.reward.function == "task" and name in TASKS and TASKS[name].only_answer):
