@@ -118,7 +118,8 @@ def probe(
     draw_picture(summary, folder / "probe.png")
     if write and summary["draws"]:
         prior = probing.prior(config)
-        write_recipe(write, recipe(summary, training or {}, str(prior.folder) if prior else ""), summary["verdict"])
+        proposed = recipe(summary, config, training or {}, str(prior.folder) if prior else "")
+        write_recipe(write, proposed, summary["verdict"])
         load(TrainConfig, str(write))  # it must be one
     return summary
 

@@ -142,7 +142,7 @@ def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
     assert open_training(settings(path)).verifier is None
     with pytest.raises(UserError, match="did you mean sorting"):
         open_training(DataConfig(train="sortin"))
-    with pytest.raises(UserError, match=r"name a task \(paths, pointers, sorting, stack\)"):
+    with pytest.raises(UserError, match=r"name a task \(choices, choices_zoo, paths, pointers, sorting, stack\)"):
         open_training(DataConfig(train="zzz"))
     with pytest.raises(UserError, match="has no held-out problems of its own"):
         open_heldout(settings(path))

@@ -14,7 +14,7 @@ from runs import TINY
 from threepo.cli import main
 from threepo.config import ModelConfig, TrainConfig
 from threepo.config.probe import ProbeConfig, load_probing
-from threepo.config.recipes import load
+from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
 from threepo.evaluation.probe import FIRST_DRAW, Condition, conditions
 from threepo.evaluation.probe_findings import findings, recipe, write_recipe
@@ -131,15 +131,25 @@ def test_a_planted_effect_is_found_and_its_recipe_can_be_trained(tmp_path: Path)
         assert "should help here: embedding 0.5 x RMS" in summary["verdict"]
         assert "temperature" in summary["verdict"]
         training = {"model": {"path": "tiny-qwen2"}, "data": {"train": "choices"}, "optimizer": {"lr": 1e-4}}
-        write_recipe(tmp_path / "out.toml", recipe(summary, training, ""), summary["verdict"])
+        write_recipe(tmp_path / "out.toml", recipe(summary, config, training, ""), summary["verdict"])
         written = load(TrainConfig, str(tmp_path / "out.toml"))
         assert (written.method.gradient_at, written.method.draws) == (gradient, summary["draws"])
         assert written.noise.where == {"embedding": 1.0}
         assert (written.noise.unit, written.noise.size, written.optimizer.lr) == ("rms", 0.5, 1e-4)
         posterior = {**summary, "confirmed": {**summary["confirmed"], "place": "posterior", "size": 1e7}}
-        write_recipe(tmp_path / "out.toml", recipe(posterior, training, "somewhere"), "why")
+        write_recipe(tmp_path / "out.toml", recipe(posterior, config, training, "somewhere"), "why")
         ivon: Any = load(TrainConfig, str(tmp_path / "out.toml")).optimizer
         assert (ivon.kind, ivon.ess, ivon.load_hessian) == ("ivon", 1e7, "somewhere")
+
+
+def test_the_recipe_keeps_the_optimizer_that_a_preset_named(tmp_path: Path) -> None:
+    config, settings, everything = planted(0.05)
+    own = ["method.preset=c3po", "optimizer.lr=60", "optimizer.ess=1e7"]
+    config = load(TrainConfig, "", ["data.train=choices", "model.path=tiny-qwen2", *own])
+    summary = findings(config, settings, everything, everything[-1])
+    write_recipe(tmp_path / "out.toml", recipe(summary, config, parse_overrides(own), ""), "why")
+    written: Any = load(TrainConfig, str(tmp_path / "out.toml"), ["data.train=choices", "model.path=tiny-qwen2"])
+    assert (written.optimizer.kind, written.optimizer.lr, written.noise.size) == ("ivon", 60, 0.5)
 
 
 def test_a_planted_null_is_not_found() -> None:
@@ -179,6 +189,10 @@ def test_noise_too_far_from_the_mean_is_not_proposed() -> None:
         (["probe.sizes=[0.3, 0.1]"], "probe.sizes = .*must ascend"),
         (["porbe.draws=3"], "unknown table porbe"),
         (["probe.problems=9"], "probe.problems = 9: must not exceed probe.candidates = 5"),
+        (
+            ["--draws", "2", "--rollouts", "2", "method.rollouts_per_prompt=16"],
+            "too few for groups of 16; set --rollouts 16",
+        ),
         (["--write", "out.json"], "a recipe's name ends in .toml"),
         (["probe.solved_at_most=0", "reward.function=test_probe_command:always"], "there is nothing to rescue"),
     ],

@@ -7,6 +7,7 @@ measurement is a file in the folder, so that a probe that was stopped goes on fr
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import fit_context, with_grader
 from threepo.evaluation.probe_findings import MEAN, TEMPERATURE, findings
-from threepo.evaluation.probe_statistics import Outcomes
+from threepo.evaluation.probe_statistics import Outcomes, shares_of
 from threepo.evaluation.run import weights_digest
 from threepo.files import finite, read_json, write_json
 from threepo.models.packing import flatten, pack
@@ -88,8 +89,8 @@ class Probe:
     def search(self) -> dict[str, Any]:
         """How often the mean policy solves each candidate: for choosing among them, and for nothing else."""
         source, sampling = FixedWeights(self.policy.model), self.config.sampling
-        looks = 0 if self.settings.exact else self.settings.looks
-        completions = self.complete(source, [None], looks, sampling, SEARCH)
+        looks = self.settings.looks
+        completions = [] if self.settings.exact else self.complete(source, [None], looks, sampling, SEARCH)
         return {"rates": self.outcomes(source, completions, [None], looks, sampling.temperature).rates[:, 0].tolist()}
 
     def measure(self, condition: Condition, step: int) -> dict[str, Any]:
@@ -109,8 +110,7 @@ class Probe:
             "rates": found.rates.tolist(),
             "rollouts": found.rollouts,
             "rollouts_right": float(np.mean([c.verdict is not None and c.verdict.correct for c in completions])),
-            "entropy": -sum(map(math.fsum, (c.logprobs for c in completions)))
-            / sum(len(c.tokens) for c in completions),
+            "entropy": -math.fsum(x for c in completions for x in c.logprobs) / tokens,
             "degenerate_share": float(np.mean(list(map(degenerate, completions)))),
             "length": tokens / len(completions),
         }
@@ -180,9 +180,8 @@ class Probe:
         """The problem's answer at once, as if it had been generated."""
         problem, tokenizer = self.problems[index], self.policy.tokenizer
         tokens = (*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        return Completion(
-            problem, self.prompts[index], None, 0, tokens, (0.0,) * len(tokens), problem.answer, "stop", 0
-        )
+        request = Request(problem, self.prompts[index], None, 0)
+        return Completion(**vars(request), tokens=tokens, logprobs=(), text="", finish_reason="stop", policy_step=0)
 
     def distances(
         self, source: FixedWeights, completions: Sequence[Completion], fresh: Sequence[Draw | None]
@@ -250,9 +249,8 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
         if place == POSTERIOR:
             found += [Condition(place, ess) for ess in reversed(settings.ess)]
             continue
-        found += [
-            Condition(where, s) for where in (layers(policy) if place == LAYERS else [place]) for s in settings.sizes
-        ]
+        places = layers(policy) if place == LAYERS else [place]
+        found += [Condition(where, size) for where in places for size in settings.sizes]
     return found
 
 
@@ -271,20 +269,22 @@ def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str,
     recorded = {"train": to_dict(config), "probe": to_dict(settings)}
     if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE)["config"], recorded)):
         raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
+    group, draws = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
+    if not shares_of(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
+        few = f"--draws {settings.draws} --rollouts {settings.rollouts}: too few for groups of {group}"
+        raise UserError(f"{few}; set --rollouts {group}")
     training, grader = with_grader(open_training(config.data), config.reward, config.data)
     name = config.data.train
     if settings.exact and not (config.reward.function == "task" and name in TASKS and TASKS[name].only_answer):
         known = ", ".join(task.name for task in TASKS.values() if task.only_answer)
-        raise UserError(
-            f"--exact: {name} may have other right completions than its answer; known to have none: {known}"
-        )
+        raise UserError(f"--exact: {name} may have other right completions than its answer; tasks with none: {known}")
     with ProbeFolder(folder):
         policy = load_policy(replace(config.model, path=str(model_folder(Path(config.model.path)))), config.run.seed)
         longest = config.sampling.max_new_tokens
         source, _ = fit_context(training.problems, policy, config.data, longest)
         problems = source.first(settings.candidates)
         prompts = [policy.encode_prompt(problem, config.data, longest) for problem in problems]
-        digest = weights_digest(policy, None)
+        digest = weights_digest(policy, prior(config))
         if (folder / PROBE).is_file() and read_json(folder / PROBE)["weights"] != digest:
             raise UserError(f"--output {folder}: holds a probe of other weights; choose another folder")
         write_json(folder / PROBE, {"config": recorded, "weights": digest})
@@ -312,6 +312,7 @@ def _measured(probe: Probe, folder: Path) -> dict[str, Any]:
         rates = kept(0, probe.search)["rates"]
         hard = [i for i, rate in enumerate(rates) if rate <= settings.solved_at_most]
         if not hard:
+            shutil.rmtree(folder / PARTS)  # so that the corrected command can use the same folder
             raise UserError(
                 f"probe.solved_at_most = {settings.solved_at_most:g}: the mean policy solves each of the first "
                 f"{len(rates)} problems more often (the least solved: {min(rates):.3g}), so there is nothing to "

@@ -73,10 +73,7 @@ def described(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
     outcomes = _outcomes(measured)
     by_draw = outcomes.rates.mean(axis=0)
     plain = measured["place"] in (MEAN, TEMPERATURE)
-    if plain and outcomes.rollouts:  # the rollouts of all draws together are enough for any group
-        counts = [1] if outcomes.rollouts >= group else []
-    else:
-        counts = [1] if plain else shares_of(outcomes, group)
+    counts = shares_of(outcomes, group)
     facts = {key: value for key, value in measured.items() if key != "rates"}
     return facts | {
         "mu": asdict(mean_rate(outcomes)),
@@ -116,16 +113,12 @@ def verdict(summary: Measured) -> str:
             f"draw. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
         )
     warm = max(summary["temperatures"], key=lambda row: row["mu"]["value"], default=None)
-    heat = (
-        f"temperature {warm['size']:g} alone, the best of those tried, {_times(warm['ratio'])}"
-        if warm
-        else "no temperature was tried"
-    )
+    heat = "no temperature was tried"
+    if warm:
+        heat = f"temperature {warm['size']:g} alone, the best of those tried, {_times(warm['ratio'])}"
     if confirmed is None or confirmed["ratio"]["low"] <= 1:
-        row, fresh = (
-            confirmed or max(noise, key=lambda row: row["ratio"]["low"]),
-            " on other draws" if confirmed else "",
-        )
+        row = confirmed or max(noise, key=lambda row: row["ratio"]["low"])
+        fresh = " on other draws" if confirmed else ""
         return (
             f"Weight noise will not help here: no noise within the limit on KL is shown to solve these problems more "
             f"often than the mean does. The best, {label(row)}, has mu / p = {_times(row['ratio'])}{fresh}, at a KL of "
@@ -154,13 +147,17 @@ def _times(interval: Mapping[str, float]) -> str:
     return f"{_round(interval['value'])} ({low} to {high})"
 
 
-def recipe(summary: Measured, training: Table, prior: str) -> Table:
-    """The training recipe that follows from a probe whose noise helps; `prior`: where its posterior lies, if any."""
+def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:
+    """The training recipe that follows from a probe whose noise helps.
+
+    `training`: the tables that `config` was made of; `prior`: where the posterior lies that was probed, if anywhere.
+    """
     row, draws, group = summary["confirmed"], summary["draws"], summary["group"]
     replay = row["kept_share"] < MOSTLY_KEPT
     method: Table = {"name": "c3po_replay" if replay else "c3po", "rollouts_per_prompt": group, "draws": draws}
     method |= {"gradient_at": "generator"} if replay else {"gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
     given = {key: value for key, value in training.items() if key not in ("method", "noise")}
+    given["optimizer"] = {"kind": config.optimizer.kind, **given.get("optimizer", {})}  # a preset may have named it
     if row["place"] == POSTERIOR:
         optimizer = {"kind": "ivon", "ess": row["size"], **({"load_hessian": prior} if prior else {})}
         return merge(given, {"method": method, "optimizer": optimizer})

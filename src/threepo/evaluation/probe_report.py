@@ -80,7 +80,7 @@ def draw_picture(summary: Row, path: Path) -> None:
     axes[0, 0].set_yscale("log")
     _rescued(axes[0, 1], summary, warm)
     titles = (
-        ("Solved as often as by the mean, times (mu / p)", "KL to the mean, nats a token"),
+        ("mu / p: solved how often, relative to the mean", "KL to the mean, nats a token"),
         (f"Groups of {summary['group']} with a right answer, predicted", "draws that share a group, N"),
         ("Share of rollouts that Seq-MIS would keep", "KL to the mean, nats a token"),
         ("Correlation of outcomes within a draw", "KL to the mean, nats a token"),
@@ -129,4 +129,4 @@ def _rescued(axis: Any, summary: Row, warm: Row | None) -> None:
     values = [f["value"] for f in flipped]
     if min(values, default=0) > 0:
         axis.set_yscale("log")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(loc="center left", fontsize=9)

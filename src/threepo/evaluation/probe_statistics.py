@@ -53,39 +53,33 @@ class Outcomes:
         return np.asarray(np.prod(factors, axis=0))
 
 
-def resampled_means(outcomes: Outcomes, problems: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """[RESAMPLES] means over resampled problems and draws; weights [RESAMPLES, P] and [RESAMPLES, D]."""
-    return np.asarray(np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws))
+def resamples(outcomes: Outcomes, seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
+    """Samples with replacement of problems and of draws, as shares [RESAMPLES, P] and [RESAMPLES, D]; what made them.
 
-
-def weights(generator: np.random.Generator, count: int) -> np.ndarray:
-    """[RESAMPLES, count]: the share of each of `count` things in samples of them with replacement."""
-    return generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES) / count
+    All draws answer the same problems, so both are resampled as wholes.
+    """
+    generator = np.random.default_rng(seed)
+    shares = [generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n for n in outcomes.rates.shape]
+    return generator, shares[0], shares[1]
 
 
 def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
-    """Mu. Draws and problems are resampled; all draws answer the same problems, so both are resampled as wholes.
-
-    Without any success, the upper bound is that of draws which solve all or nothing: successes of a draw come together.
-    """
-    generator = np.random.default_rng(seed)
-    problems, draws = (weights(generator, count) for count in outcomes.rates.shape)
-    found = Interval.of(outcomes.mu, resampled_means(outcomes, problems, draws))
+    """Mu. Without any success, the bound is that of draws that solve all or nothing: their successes come together."""
     if outcomes.mu > 0:
-        return found
+        _, problems, draws = resamples(outcomes, seed)
+        return Interval.of(outcomes.mu, np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws))
     trials = outcomes.rates.shape[1] if outcomes.rates.shape[1] > 1 else outcomes.rates.size * outcomes.rollouts
     return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials))
 
 
 def ratio(outcomes: Outcomes, mean: Outcomes, seed: int = 0) -> Interval:
-    """Mu over the mean policy's rate on the same problems; draws and problems are resampled.
+    """Mu over the mean policy's rate on the same problems.
 
     Few successes of the mean policy leave its rate open: it is resampled as Beta(s + 1/2, n - s + 1/2), so a rate of 0
     gives a ratio without an estimate but with a lower bound. A ratio of nothing to nothing says nothing.
     """
-    generator = np.random.default_rng(seed)
-    problems, draws = (weights(generator, count) for count in outcomes.rates.shape)
-    above, below = resampled_means(outcomes, problems, draws), problems @ mean.rates.mean(axis=1)
+    generator, problems, draws = resamples(outcomes, seed)
+    above, below = np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws), problems @ mean.rates.mean(axis=1)
     if mean.rollouts:
         trials = mean.rollouts * mean.rates.size
         below = generator.beta(trials * below + 0.5, trials * (1 - below) + 0.5)
@@ -119,9 +113,8 @@ def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:
 
 
 def dead_interval(outcomes: Outcomes, group: int, draws: int, seed: int = 0) -> Interval:
-    """`dead_share`, with the spread of its plug-in estimate when draws and problems are resampled."""
-    generator = np.random.default_rng(seed)
-    problems, chosen = (weights(generator, count) for count in outcomes.rates.shape)
+    """`dead_share`, with the spread of its plug-in estimate."""
+    _, problems, chosen = resamples(outcomes, seed)
     wrong, value = outcomes.wrong(group // draws), dead_share(outcomes, group, draws)
     plugged = np.einsum("bp,bp->b", problems, (chosen @ wrong.T) ** draws)
     low, high = np.quantile(plugged - (wrong.mean(axis=1) ** draws).mean(), (0.025, 0.975))
@@ -140,8 +133,7 @@ def intraclass(outcomes: Outcomes, seed: int = 0) -> Interval:
 
     The one-way analysis of variance: (between - within) / (between + (R - 1) within). NaN if all outcomes are equal.
     """
-    generator = np.random.default_rng(seed)
-    problems, draws = (weights(generator, count) for count in outcomes.rates.shape)
+    _, problems, draws = resamples(outcomes, seed)
     number, within_draw = outcomes.rates.shape[1], outcomes.rates * (1 - outcomes.rates)
 
     def correlation(by_problem: np.ndarray, by_draw: np.ndarray) -> np.ndarray:
