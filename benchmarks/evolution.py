@@ -70,26 +70,22 @@ def learn(seeds: int) -> None:
 
 
 def angle() -> None:
-    """Cosine and correlation over 20 steps each, with standard errors."""
+    """Cosine and correlation, with standard errors over steps."""
     weights = 821_888
-    print("| sigma | draws | rollouts a draw and prompt | cosine | sqrt(N / d) | correlation over draws |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for ess, sigma in (("1e9", 1e-3), ("1e8", 3.2e-3), ("1e7", 1e-2)):
-        for draws, each in ((4, 4), (16, 4), (64, 4), (16, 16)):
+    print("| sigma | draws | rollouts a draw and prompt | steps | cosine | sqrt(N / d) | correlation over draws |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for ess, sigma in (("1e9", 1e-3), ("1e7", 1e-2)):
+        for draws, each, steps in ((4, 4, 40), (16, 4, 20), (64, 4, 6), (16, 16, 6)):
             rows = run(
                 f"angle-{ess}-{draws}-{each}",
-                *("demo/c3po", "run.steps=20", "eval.every=0", "optimizer.lr=1e-6", "method.log_evolution=true"),
+                *("demo/c3po", f"run.steps={steps}", "eval.every=0", "optimizer.lr=1e-6", "method.log_evolution=true"),
                 *(f"optimizer.ess={ess}", f"method.draws={draws}", f"method.rollouts_per_prompt={draws * each}"),
                 *("method.correction.kind=none", "schedule.warmup_share=0"),
             )
-            cosine, correlation = ([row[f"evolution/{name}"] for row in rows] for name in ("cosine", "correlation"))
-            cells = [
-                f"{statistics.fmean(v):.4f} ± {statistics.stdev(v) / len(v) ** 0.5:.4f}" for v in (cosine, correlation)
-            ]
-            print(
-                f"| {sigma:g} | {draws} | {each} | {cells[0]} | {(draws / weights) ** 0.5:.4f} | {cells[1]} |",
-                flush=True,
-            )
+            found = [[row[f"evolution/{name}"] for row in rows] for name in ("cosine", "correlation")]
+            cells = [f"{statistics.fmean(v):.4f} ± {statistics.stdev(v) / len(v) ** 0.5:.4f}" for v in found]
+            share = f"{(draws / weights) ** 0.5:.4f}"
+            print(f"| {sigma:g} | {draws} | {each} | {steps} | {cells[0]} | {share} | {cells[1]} |", flush=True)
 
 
 def main() -> None:
