@@ -117,10 +117,10 @@ def test_the_temperature_rises_once_and_from_the_next_step() -> None:
 
 
 def test_a_step_without_update_changes_nothing() -> None:
-    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller"):
+    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller", "kl_steps", "similarity"):
         state = ScheduleState(0.4, False, 1.0, 0.5)
-        nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan}
-        for metrics in ({}, nothing):
+        nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan, "correction/kl": math.nan}
+        for metrics in ({}, nothing, {"groups/similarity": 0.9}, nothing | {"groups/similarity": 0.9}):
             assert next_state(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
 
 
