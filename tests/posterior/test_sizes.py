@@ -55,6 +55,12 @@ def test_a_place_that_the_model_lacks_is_refused_with_those_it_has(key: str, pol
         sizes(policy.model.named_parameters(), NoiseConfig(where={key: 1.0}))
 
 
+def test_weights_that_are_all_zero_have_no_size_to_go_by(policy: Policy) -> None:
+    """Biases of a new model."""
+    with pytest.raises(UserError, match="noise.unit = 'rms': all weights of noise.where are 0"):
+        sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", where={"*.q_proj.bias": 1.0}))
+
+
 SETTINGS = {
     "absolute": NoiseConfig(unit="absolute", size=0.02, where={"all": 1.0, "norm": 3.0}),
     "rms": NoiseConfig(unit="rms", size=0.3, where={"mlp": 1.0, "embedding": 0.5}),

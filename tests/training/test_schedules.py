@@ -25,12 +25,13 @@ from threepo.training.schedules import NO_NOISE, ScheduleState, _divergence, fir
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
     """A run with this schedule, whose correction has these bounds."""
+    learn = schedule.kind != "stages"
     return TrainConfig(
         model=ModelConfig(path="tiny-qwen2"),
         data=DataConfig(train="sorting"),
         run=RunConfig(steps=steps),
         method=replace(C3PO, correction=Correction(kind="seq_mis", **correction)),
-        optimizer=IVONConfig(ess=ess),
+        optimizer=IVONConfig(ess=ess, learn_hessian=learn),
         ess_schedule=schedule,
     )
 
