@@ -137,6 +137,18 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["noise.unit=absolute", "noise.size=0.1"], "noise.unit = 'absolute': no draws are made"),
+        (["eval.draws=2", "noise.unit=rms", "noise.size=0"], "noise.size = 0.0: every draw would be the mean"),
+    ],
+)
+def test_noise_that_would_do_nothing_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_evaluation("some/model", "", ["data.train=sorting", *settings])
+
+
 def test_draws_need_a_posterior(tmp_path: Path) -> None:
     run = api.train(train_config(tmp_path / "run", "run.steps=1"))
     with pytest.raises(UserError, match="holds no posterior"):

@@ -342,3 +342,7 @@ class EvaluationConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.engine.check_temperature(self, "eval.temperature")
+        fix = "no draws are made, so nothing has noise; set eval.draws, or remove [noise]"
+        self.check("noise.unit", self.eval.draws > 0 or self.noise == NoiseConfig(), fix)
+        fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
+        self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)
