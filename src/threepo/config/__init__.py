@@ -264,7 +264,7 @@ class TrainConfig(Settings, table=""):
         method, optimizer = self.method, self.optimizer
         drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
-        self.check("noise.unit", drawn or optimizer.kind == "ivon" or self.noise.unit == "posterior", fix)
+        self.check("noise.unit", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
         needed = drawn and (optimizer.kind != "ivon" or evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
