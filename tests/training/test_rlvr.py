@@ -161,7 +161,10 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1"]),
         ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1"]),  # the RMS is that of the first weights
-        ("es", ["optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8", "method.antithetic=true"]),
+        (
+            "es",
+            ["optimizer.lr=1e-2", "noise.size=0.05", "method.draws=4", "method.greedy=false", "method.antithetic=true"],
+        ),
         (
             "grpo",  # stopped between two resets of the reference
             [
