@@ -106,6 +106,11 @@ def render_presets() -> list[str]:
     return lines
 
 
+def shown_plainly(value: Any) -> str:
+    """A value without quotes, and without digits that say nothing."""
+    return f"{value:g}" if isinstance(value, float) else shown(value).strip("'")
+
+
 def cells_of(name: str) -> list[str]:
     """The cells of a row between its name and its source, read from the recipe that the name stands for."""
     run = load(config.TrainConfig, "", ["model.path=tiny-qwen2", "data.train=sorting", f"method.preset={name}"])
@@ -117,10 +122,10 @@ def cells_of(name: str) -> list[str]:
     bounds = f" [{low:g}, {high:g}]" if method.correction.kind.endswith("mis") else f" {high:g}"
     credit = method.advantage.rule + (", unlikely first" if method.advantage.unlikeliness else "")
     besides = [
-        f"{key} {f'{value:g}' if isinstance(value, float) else value}"
+        f"{table if key == 'kind' else key} {shown_plainly(value)}"
         for table, keys in PRESETS[name].tables.items()
         for key, value in keys.items()
-        if table not in ("noise", "optimizer") and key not in ("mini_batches", "lowest", "highest", "warmup_share")
+        if table != "noise" and key != "noise_shape"  # they have a column
     ]
     cells = [
         f"{sigma}, {' and '.join(noise.where)}" if method.draws else "none",

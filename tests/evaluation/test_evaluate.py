@@ -47,6 +47,29 @@ def test_a_checkpoint_scores_as_it_did_while_training(run: Path, tmp_path: Path)
     assert scores["standard_errors_of_pass_at_1"]["bootstrap"] == logged["eval/se_bootstrap"]
 
 
+@pytest.mark.parametrize(
+    "noise",
+    [
+        ["method.preset=c3po", "optimizer.ess=1e4", "noise.size=2", "noise.where={mlp=1.0, embedding=2.0}"],
+        ["method.preset=qerl", "noise.size=0.5", "ess_schedule.stages=3", "run.steps=3"],
+    ],
+    ids=["a learned posterior that is scaled", "noise of a given size that has fallen"],
+)
+def test_draws_of_a_checkpoint_have_the_noise_that_training_left(
+    noise: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither scaled once more, nor as large as when the run began."""
+    monkeypatch.chdir(tmp_path)
+    Path("parity_of_characters.py").write_text(
+        "def reward(completions, **_):\n    return [float(sum(map(ord, c)) % 2) for c in completions]\n"
+    )
+    settings = ["run.steps=2", "eval.every=3", "eval.draws=8", "eval.samples=8", "eval.problems=16", *noise]
+    config = train_config(tmp_path / "run", "reward.function=parity_of_characters:reward", *settings)
+    logged = read_metrics(api.train(config))[-1]
+    summary = api.evaluate(load_evaluation(str(tmp_path / "run"), "", []), tmp_path / "eval", step=config.run.steps)
+    assert summary["benchmarks"]["sorting"]["pass_at"]["1"] == logged["eval/pass_at_1"]
+
+
 def test_draws_of_the_posterior_share_the_completions(run: Path) -> None:
     rows = evaluated(run, "eval.samples=4", "eval.draws=2")
     assert [row["draw_index"] - FIRST_EVAL_DRAW for row in rows] == [0, 0, 1, 1] * 6
@@ -112,6 +135,18 @@ def test_draws_are_made_from_one_checkpoint_of_a_run_that_goes_on(
     api.evaluate(load_evaluation(str(run), "", settings), folder)
     rows = pyarrow.parquet.read_table(folder / "completions" / "sorting.parquet").to_pylist()
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["noise.unit=absolute", "noise.size=0.1"], "noise.unit = 'absolute': no draws are made"),
+        (["eval.draws=2", "noise.unit=rms", "noise.size=0"], "noise.size = 0.0: every draw would be the mean"),
+    ],
+)
+def test_noise_that_would_do_nothing_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_evaluation("some/model", "", ["data.train=sorting", *settings])
 
 
 def test_draws_need_a_posterior(tmp_path: Path) -> None:

@@ -136,3 +136,14 @@ def test_the_comparison_is_of_whole_vectors(kind: str, policy: Policy) -> None:
     found = compare(optimizer, draws)
     assert found["evolution/cosine"] == pytest.approx(float(e @ g / e.norm() / g.norm()), abs=1e-6)
     assert found["evolution/correlation"] == pytest.approx(float(torch.corrcoef(values)[0, 1]), abs=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_compared_with_nothing(policy: Policy) -> None:
+    """IVON has thrown it away; the step that follows is skipped, not the run ended."""
+    optimizer = build_optimizer(IVONConfig(), NOISE, policy.model, 0)
+    for p in policy.model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    assert not optimizer.observe(DRAWS[0])
+    assert compare(optimizer, FITNESS) == {}
+    optimizer.step()
+    assert optimizer.step_metrics()["optimizer/skipped_steps"] == 1

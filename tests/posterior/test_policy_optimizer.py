@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from threepo.posterior.point import PointAdamW
+from threepo.posterior.point import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import named_in_groups
 from threepo.types import Draw
 
@@ -25,6 +25,22 @@ def test_steps_are_those_of_torch_with_clipping() -> None:
         assert a.step_metrics()["optimizer/grad_norm"] == pytest.approx(float(grad.norm()), rel=1e-5)
         assert ours.grad is None
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_every_gradient_of_a_step_is_divided_by_its_own_divisor() -> None:
+    """Of the sums 6 over 2 tokens and 20 over 5, the mean of 3 and 4."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = PointSGD([("w", p)], max_grad_norm=0.0, lr=1.0)
+    for total, count in ((6.0, 2.0), (20.0, 5.0)):
+        (total * p).sum().backward()
+        optimizer.observe(None, count)
+    assert optimizer.gradients()[p].tolist() == [7.0] * 3
+    optimizer.step()
+    assert p.tolist() == [-3.5] * 3
+    (2.0 * p).sum().backward()
+    optimizer.observe(None)
+    optimizer.step()
+    assert p.tolist() == [-5.5] * 3, "nothing is left of the step before"
 
 
 def test_there_are_no_draws() -> None:

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from rollout.requests import requests_for, trainer_logprobs
-from threepo.config import AdamWConfig, EngineConfig, IVONConfig, NoiseConfig, SamplingConfig
+from threepo.config import AdamWConfig, EngineConfig, IVONConfig, ModelConfig, NoiseConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.gaussian import FixedWeights, Posterior, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key, normal_chunks
 from threepo.posterior.point import PointAdamW
 from threepo.posterior.sizes import sizes
 from threepo.rollout.local import LocalEngine
 from threepo.training.checkpoint import TrainState, save_checkpoint
-from threepo.training.optimizers import build_optimizer
+from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw
 
 DRAW, MIRRORED = Draw(3, 1, 2), Draw(3, 1, 2, mirrored=True)
@@ -53,6 +53,12 @@ def test_rms_is_that_of_each_parameter(policy: Policy) -> None:
 def test_a_place_that_the_model_lacks_is_refused_with_those_it_has(key: str, policy: Policy) -> None:
     with pytest.raises(UserError, match=r"noise.where.*it has the kinds embedding, attention, mlp, norm \(a tied head"):
         sizes(policy.model.named_parameters(), NoiseConfig(where={key: 1.0}))
+
+
+def test_weights_that_are_all_zero_have_no_size_to_go_by(policy: Policy) -> None:
+    """Biases of a new model."""
+    with pytest.raises(UserError, match="noise.unit = 'rms': all weights of noise.where are 0"):
+        sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", where={"*.q_proj.bias": 1.0}))
 
 
 SETTINGS = {
@@ -128,6 +134,31 @@ def test_a_checkpoint_of_adamw_has_the_noise_with_which_the_run_began(policy: Po
     assert all(torch.equal(before[name], value) for name, value in FixedWeights(policy.model, posterior).weights(DRAW))
     drawn = posterior.draw(0)  # by its own address, as `threepo sample` makes it
     assert not torch.equal(drawn[GATE], dict(policy.model.named_parameters())[GATE])
+
+
+def test_noise_of_a_given_size_is_no_hessian_to_start_from(
+    policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(
+        tmp_path / "run", policy, build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 5), TrainState()
+    )
+    assert repr(Posterior.from_pretrained(tmp_path / "run")).startswith("Posterior(fixed noise on ")
+    ivon, started = (
+        build_optimizer(IVONConfig(), NoiseConfig(), policy.model, 5),
+        ModelConfig(path=str(tmp_path / "run")),
+    )
+    begin_ivon(IVONConfig(), ivon, started)
+    assert capsys.readouterr().err == "", "there is nothing to recommend"
+    with pytest.raises(UserError, match="load_hessian: .*run has noise of a given size and no Hessian; name a run of"):
+        begin_ivon(IVONConfig(load_hessian=str(tmp_path / "run")), ivon, started)
+
+
+def test_only_weights_with_noise_can_have_grown_loud(policy: Policy) -> None:
+    ivon = build_optimizer(IVONConfig(), NoiseConfig(where={"mlp": 1.0}), policy.model, 0)
+    assert isinstance(ivon, IVON)
+    for name, p, _ in ivon.trainable():
+        ivon.state[p]["hessian"].fill_(1e-3 / (4 if "mlp" in name else 100))
+    assert sigma_growth(ivon) == {"mlp": pytest.approx(2.0, rel=1e-4)}
 
 
 def test_a_posterior_can_be_scaled_by_kind(policy: Policy) -> None:

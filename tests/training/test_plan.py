@@ -144,6 +144,10 @@ def test_noise_around_adamw_is_free_unless_a_gradient_is_taken_there(preset: str
     if preset == "psn":
         lines = plan(load(TrainConfig, "", [*settings, *replay, "method.correction.kind=none"]))
         assert said(lines, "GiB in all") == pytest.approx(5 * said(lines, "GiB gradients"), rel=1e-3)
+        lines = plan(
+            load(TrainConfig, "", [*settings, *replay, "method.correction.kind=none", "method.normalize=part"])
+        )
+        assert said(lines, "GiB sums over gradient draws") == said(lines, "GiB gradients")
 
 
 @pytest.mark.parametrize("draws", [1, 3])

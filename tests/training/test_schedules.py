@@ -25,12 +25,13 @@ from threepo.training.schedules import NO_NOISE, ScheduleState, _divergence, fir
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
     """A run with this schedule, whose correction has these bounds."""
+    learn = schedule.kind != "stages"
     return TrainConfig(
         model=ModelConfig(path="tiny-qwen2"),
         data=DataConfig(train="sorting"),
         run=RunConfig(steps=steps),
         method=replace(C3PO, correction=Correction(kind="seq_mis", **correction)),
-        optimizer=IVONConfig(ess=ess),
+        optimizer=IVONConfig(ess=ess, learn_hessian=learn),
         ess_schedule=schedule,
     )
 
@@ -117,10 +118,10 @@ def test_the_temperature_rises_once_and_from_the_next_step() -> None:
 
 
 def test_a_step_without_update_changes_nothing() -> None:
-    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller"):
+    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller", "kl_steps", "similarity"):
         state = ScheduleState(0.4, False, 1.0, 0.5)
-        nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan}
-        for metrics in ({}, nothing):
+        nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan, "correction/kl": math.nan}
+        for metrics in ({}, nothing, {"groups/similarity": 0.9}, nothing | {"groups/similarity": 0.9}):
             assert next_state(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
 
 

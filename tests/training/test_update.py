@@ -13,6 +13,7 @@ from threepo.methods.method import rollout_draws, training_batch
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
+from threepo.posterior.point import PointSGD
 from threepo.training.update import update_policy
 from threepo.types import Group, TrainingRow, Verdict
 from updates import PLAIN, PROMPTS, SAMPLING, Spy, gradient_of, rollouts, solved
@@ -350,6 +351,18 @@ def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
             total[name] = total.get(name, 0) + grad / 2
     for name in total:
         torch.testing.assert_close(together[name], total[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", [M3PO, C3PO_REPLAY, replace(C3PO, gradient_draws=3)], ids=lambda m: m.name)
+def test_a_plain_step_is_along_the_gradient_that_ivon_is_given(policy: Policy, method: Method) -> None:
+    """Around weights with fixed noise as large as that of IVON, whether or not each draw has a divisor of its own."""
+    named = list(policy.model.named_parameters())
+    plain = PointSGD([{"params": named, "noise_scale": 1 / math.sqrt(1e6 * (1e-3 + 1e-8))}], max_grad_norm=0.0, lr=1.0)
+    groups, before = rollouts(policy, method, plain), {name: p.detach().clone() for name, p in named}
+    _, expected, _ = gradient_of(policy, method, groups, noise_scale=1.0)
+    update_policy(policy, plain, training_batch(method, SAMPLING, groups, 0, 0), PLAIN, 10_000)
+    for name, p in named:
+        torch.testing.assert_close(before[name] - p.detach(), expected[name], rtol=1e-3, atol=3e-6)
 
 
 def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:

@@ -22,7 +22,9 @@ from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import SGDConfig as SGDConfig
 from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
+from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
+from threepo.config.schedules import ScheduleConfig as ScheduleConfig
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
@@ -168,64 +170,6 @@ class EvalConfig(Settings, table="eval"):
         self.check("best_draws", not self.best_draws or self.best_draws < self.draws, fix)
 
 
-class ScheduleConfig(Settings, table="schedule"):
-    """[schedule]: the learning rate over the run, as a factor of optimizer.lr."""
-
-    kind: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: stay, or fall along a cosine to the floor at the last step."""
-    warmup_share: Share = 0.06
-    """Linear warm-up over this share of the steps."""
-    floor: Share = 0.1
-    """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
-
-
-class EssScheduleConfig(Settings, table="ess_schedule"):
-    """[ess_schedule]: ess over the run; sigma goes with 1 / sqrt(ess) (method.md 1.8). Noise of a given size begins at
-    ess = 1. Steps are training steps."""
-
-    kind: Literal[
-        "constant",
-        "cosine",
-        "linear",
-        "stages",
-        "entropy_switch",
-        "entropy_ratio",
-        "controller",
-        "kl_steps",
-        "similarity",
-    ] = "constant"
-    """Constant; falling over the run; sigma falling in stages; low while entropy is low; following entropy; steered to
-    `target`; or sigma times or over `ratio` a step, by the KL between draw and gradient, or by how much the
-    completions of a prompt are alike."""
-    floor: PositiveShare = 0.1
-    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
-    entropy_share: Share = 0.75
-    """entropy_switch: entropy is low at or below this share of its highest value so far."""
-    stages: Annotated[int, Field(ge=3)] = 10
-    """stages: their number. The first has no noise, the second sigma of the start."""
-    last: PositiveShare = 0.01
-    """stages: sigma of the last one, as a share of that of the start."""
-    ratio: Annotated[float, Field(gt=1)] = 1.01
-    """kl_steps, similarity: factor of sigma in a step."""
-    weight: Share = 0.5
-    """similarity: weight of how alike the completions are; the rest is that of certainty."""
-    metric: Literal["kept_share", "kl"] = "kept_share"
-    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
-    target: Positive = 0.7
-    """controller: the value to hold. kl_steps: the KL per token (nats) above which sigma falls. similarity: the value
-    above which sigma rises."""
-    gain: PositiveShare = 0.3
-    """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
-    lowest: PositiveShare = 1e-6
-    """Kinds that follow a measured number: ess never falls below this share of its start."""
-    highest: Annotated[float, Field(ge=1)] = 1e6
-    """And never rises above this multiple of it."""
-
-    def __post_init__(self) -> None:
-        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
-        self.check("target", possible, "a kept share to hold must lie below 1")
-
-
 class BatchingConfig(Settings, table="batching"):
     """[batching]: how rows are packed for forward and backward passes. It changes speed and memory, not results."""
 
@@ -293,15 +237,13 @@ class TrainConfig(Settings, table=""):
         self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
         fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
         self.check("eval.best_draws", not self.eval.best_draws, fix)
-        drawn = bool(self.method.draws or self.eval.draws)
-        fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
-        self.check("noise.unit", drawn or kind == "ivon" or not noisy, fix)
+        self._check_noise()
         schedule, fix = self.ess_schedule, f"{kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
         self.check("ess_schedule.kind", noisy or schedule.kind == "constant", fix)
         at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
-        fix = f"with method.gradient_at = {at!r} there is nothing to measure; set method.preset = 'c3po'"
-        measured = at in ("fresh", "mean") or not (controlled or schedule.kind == "kl_steps")
-        self.check("ess_schedule.kind", measured, fix)
+        fix = "needs draws, and a gradient elsewhere than at each draw, to measure anything; set method.preset = 'c3po'"
+        measured = self.method.draws > 0 and at in ("fresh", "mean")
+        self.check("ess_schedule.kind", measured or not (controlled or schedule.kind == "kl_steps"), fix)
         fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
         measured = schedule.metric == "kl" or correction.endswith("mis")
         self.check("ess_schedule.metric", not controlled or measured, fix)
@@ -317,6 +259,26 @@ class TrainConfig(Settings, table=""):
         self.check("method.advantage.rule", scoring not in refused.get(rule, ()), fix)
         fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
         self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+
+    def _check_noise(self) -> None:
+        method, optimizer = self.method, self.optimizer
+        drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
+        fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
+        self.check("noise.unit", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
+        fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
+        needed = drawn and (optimizer.kind != "ivon" or evolves or method.log_evolution)
+        self.check("noise.size", self.noise.size > 0 or not needed, fix)
+        learns = optimizer.kind == "ivon" and optimizer.learn_hessian and method.gradient_at in ("generator", "fresh")
+        fix = (
+            "the first stage has no noise, and an evolution strategy and IVON's Hessian are made of noise; set another "
+            "kind, or, with IVON, optimizer.learn_hessian = false"
+        )
+        self.check("ess_schedule.kind", self.ess_schedule.kind != "stages" or not (evolves or learns), fix)
+        fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
+        self.check("method.cumulative", optimizer.kind == "ivon" or not method.cumulative, fix)
+        if evolves and optimizer.kind == "sgd":
+            fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
+            self.check("optimizer.max_grad_norm", optimizer.max_grad_norm == 0, fix)
 
     def _check_sampling(self) -> None:
         sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step
@@ -380,3 +342,7 @@ class EvaluationConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.engine.check_temperature(self, "eval.temperature")
+        fix = "no draws are made, so nothing has noise; set eval.draws, or remove [noise]"
+        self.check("noise.unit", self.eval.draws > 0 or self.noise == NoiseConfig(), fix)
+        fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
+        self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)

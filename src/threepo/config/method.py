@@ -123,6 +123,8 @@ class Method(Settings, table="method"):
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
         self.check("correction.kind", not evolves or self.correction.kind == "none", fix)
         self.check("advantages", not evolves or self.advantages == "prompt", fix)
+        self.check("normalize", not evolves or self.normalize == "step", fix)
+        self.check("cumulative", not (evolves and self.cumulative), fix)
         self.check("log_evolution", not (evolves and self.log_evolution), fix)
         self.check("advantage.unlikeliness", not (evolves and self.advantage.unlikeliness), fix)
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"
@@ -225,12 +227,13 @@ class NoiseConfig(Settings, table="noise"):
     size: NotNegative = 1.0
     """Sigma in that unit, at the beginning: [ess_schedule] changes it with 1 / sqrt(ess). 0 switches noise off; with
     IVON this freezes the Hessian, as a check."""
-    where: Annotated[dict[str, NotNegative], must(bool, "must name some parameters")] = field(
-        default_factory=lambda: {"all": 1.0}
-    )
+    where: Annotated[
+        dict[str, NotNegative],
+        must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
+    ] = field(default_factory=lambda: {"all": 1.0})
     """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
     of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
-    has no noise."""
+    has no noise. Keys add to those of a preset or an extended recipe: 0 takes one of them away."""
 
 
 class SGDConfig(Settings, table="optimizer"):
@@ -242,7 +245,7 @@ class SGDConfig(Settings, table="optimizer"):
     """Learning rate. An evolution strategy that adds alpha * mean(fitness * z) has lr = alpha * sigma (default: sigma =
     1e-3 and alpha = sigma / 2)."""
     max_grad_norm: NotNegative = 0.0
-    """Gradients are scaled down to this total norm; 0: never. Of no effect on an evolution strategy."""
+    """Gradients are scaled down to this total norm; 0: never, as with an evolution strategy."""
 
 
 OptimizerConfig = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]

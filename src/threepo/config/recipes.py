@@ -175,15 +175,18 @@ def load_evaluation(
 ) -> EvaluationConfig:
     """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
 
-    A training recipe gives the tables that an evaluation has; for benchmarks, which are evaluated as in the paper, it
-    gives [model] and [engine] only. `benchmarks` are overrides of that table.
+    A training recipe gives the tables that an evaluation has, but for [noise]; for benchmarks, which are evaluated as
+    in the paper, it gives [model] and [engine] only. `benchmarks` are overrides of that table.
     """
     table: Table = {}
     if recipe:
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
         table = merge(read_json(Path(model) / CONFIG), {"model": {"tokenizer": ""}})  # the checkpoint has its own
+    trained = "optimizer" in table or "method" in table
     table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
+    if trained:  # its [noise] is that with which a training begins; a checkpoint has its own, as training left it
+        table.pop("noise", None)
     given = merge(parse_overrides(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:

@@ -57,8 +57,8 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
     """The observed gradient beside the one that an evolution strategy makes of the same rollouts.
 
     `evolution/cosine`: between the two, over all parameters with noise. `evolution/correlation`: over the draws,
-    between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. A collective
-    where parameters are sharded.
+    between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. Nothing if
+    the gradient was rejected. A collective where parameters are sharded.
     """
     weights, observed = _by_noise(fitness), optimizer.gradients()
     products: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -76,6 +76,8 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         evolved = _divide(total, entry)
         for key, a, b in (("both", evolved, grad), ("evolved", evolved, evolved), ("observed", grad, grad)):
             add(key, entry.p, a, b)
+    if not products:
+        return {}
     sums = {key: sum_over_shards(values) for key, values in products.items()}
     norms = math.sqrt(sums["evolved"] * sums["observed"])
     predicted = [-sums[_base(draw)] * (-1 if draw.mirrored else 1) for draw in fitness]

@@ -51,8 +51,10 @@ class Posterior:
 
     def __repr__(self) -> str:
         elements = sum(hessian.numel() for hessian in self.hessian.values())
+        learned = f"{len(self.hessian)} parameters, {elements:,} elements"
+        fixed = f"fixed noise on {sum(len(group.parameters) for group in self.groups if group.noise_scale)} parameters"
         folder = f", from {str(self.folder)!r}" if self.folder else ""
-        return f"Posterior({len(self.hessian)} parameters, {elements:,} elements, step {self.step}{folder})"
+        return f"Posterior({learned if self.hessian else fixed}, step {self.step}{folder})"
 
     @property
     def is_point(self) -> bool:
@@ -159,6 +161,9 @@ class Posterior:
 
     def load_into(self, optimizer: IVON) -> None:
         """Start an optimizer from this Hessian; its own ess, weight decay and learning rate stay (method.md 1.5)."""
+        if not self.hessian:
+            fixed = "has noise of a given size and no Hessian; name a run of IVON, or leave it out"
+            raise UserError(f"optimizer.load_hessian: {self.folder} {fixed}")
         for name, p, _ in optimizer.trainable():
             h = self.hessian.get(name)
             if h is None or h.shape != p.shape:
@@ -210,6 +215,15 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 def _groups(metadata: Mapping[str, str]) -> tuple[GroupSettings, ...]:
     entries = json.loads(metadata["groups"])
     return tuple(GroupSettings(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
+
+
+def has_hessian(folder: Path) -> bool:
+    """Whether a checkpoint has a learned posterior."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return False
+    with _opened(path) as (file, _):
+        return bool(file.keys())
 
 
 def saved_groups(folder: Path) -> tuple[GroupSettings, ...]:
@@ -287,10 +301,10 @@ def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, floa
 def sigma_growth(optimizer: IVON) -> dict[str, float]:
     """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init.
 
-    A collective like posterior_metrics.
+    Of weights that have noise. A collective like posterior_metrics.
     """
     ratios: dict[str, list[torch.Tensor]] = {}
-    entries = [entry for entry in optimizer.trainable() if entry[1].numel()]
+    entries = [entry for entry in optimizer.trainable() if entry[1].numel() and entry[2]["noise_scale"]]
     hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
     for (name, _, group), h in zip(entries, hessians, strict=True):
         ratio = ((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).sqrt()

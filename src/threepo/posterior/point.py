@@ -29,6 +29,8 @@ class Point(Perturbable, torch.optim.Optimizer):
 
     _observed = 0
     _norm = 0.0
+    _sums: dict[torch.Tensor, torch.Tensor] = {}  # noqa: RUF012 - replaced, never written into
+    """Of the gradients that were divided when they were observed."""
 
     def __init__(
         self,
@@ -74,12 +76,21 @@ class Point(Perturbable, torch.optim.Optimizer):
             for group, names in names_by_group(self.param_groups)
         )
 
-    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
-        """Leave the gradients where they are; they add up in the parameters until `step`, wherever they were taken."""
+    def observe(self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False) -> bool:
+        """Add the gradients to those of the step, wherever they were taken.
+
+        Without a divisor they stay in the parameters, where backward adds the next ones; with one they are taken out,
+        because it is not that of the next ones. All of a step must have one, or none.
+        """
         if cumulative:
             raise RuntimeError("only IVON carries gradients over from draw to draw")
-        for grad in self._grads() if divisor != 1.0 else []:
-            grad.div_(divisor)
+        if divisor is not None:
+            sums = dict(self._sums)
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                grad = p.grad.div_(divisor)
+                sums[p] = sums[p].add_(grad) if p in sums else grad
+                p.grad = None
+            self._sums = sums
         self._observed += 1
         return True
 
@@ -88,6 +99,8 @@ class Point(Perturbable, torch.optim.Optimizer):
         """Divide the gradients, clip their norm, and step; then clear them. Takes no closure."""
         assert closure is None
         self._refuse_while_perturbed("the mean is updated")
+        for p, grad in self._sums.items():
+            p.grad = grad
         grads, most = self._grads(), self.param_groups[0]["max_grad_norm"]
         torch._foreach_mul_(grads, 1.0 / (divisor or max(self._observed, 1)))
         norm = total_norm(grads)
@@ -98,20 +111,23 @@ class Point(Perturbable, torch.optim.Optimizer):
             torch._foreach_mul_(grads, most / norm)
         self._reshard()
         super().step()
-        self._observed, self._norm = 0, norm
+        self._forget(norm)
         for group in self.param_groups:
             group["step"] += 1
-        self.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Of every parameter, observed since the last step, as a sum."""
-        return {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        held = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        return held | self._sums
 
     def discard(self) -> None:
         """Clear the gradients, and count a skipped step."""
-        self._observed, self._norm = 0, 0.0
-        self.zero_grad(set_to_none=True)
+        self._forget()
         self.param_groups[0]["skipped_steps"] += 1
+
+    def _forget(self, norm: float = 0.0) -> None:
+        self._observed, self._norm, self._sums = 0, norm, {}
+        self.zero_grad(set_to_none=True)
 
     def step_metrics(self) -> dict[str, float]:
         """Norm of the last gradient before clipping (0 if the step was skipped), and the count of skipped steps."""

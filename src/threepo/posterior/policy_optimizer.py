@@ -44,8 +44,11 @@ class PolicyOptimizer(WeightSource, Protocol):
     def at(self, draw: Draw | None) -> AbstractContextManager[None]:
         """Put the weights of `draw` into the model for the body, and restore the mean bitwise afterwards."""
 
-    def observe(self, draw: Draw | None, divisor: float = 1.0, *, cumulative: bool = False) -> bool:
-        """Take the gradient of the model, divided by `divisor`, as measured at `draw`; False if it is not finite."""
+    def observe(self, draw: Draw | None, divisor: float = ..., *, cumulative: bool = False) -> bool:
+        """Take the gradient of the model, divided by `divisor`, as measured at `draw`; False if it is not finite.
+
+        Within a step, either all gradients have a divisor or none has.
+        """
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Of every parameter, observed since the last step, as a sum."""

@@ -34,7 +34,9 @@ def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> d
             )
     found = {name: settings.size * factor for name, factor in factors.items()}
     if settings.unit == "rms":
-        return {name: size and size * root_mean_square(parameters[name]) for name, size in found.items()}
+        found = {name: size and size * root_mean_square(parameters[name]) for name, size in found.items()}
+        if settings.size and not any(found.values()):
+            raise UserError("noise.unit = 'rms': all weights of noise.where are 0, and so is their RMS; name others")
     return found
 
 

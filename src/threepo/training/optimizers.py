@@ -15,7 +15,7 @@ import torch
 
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics, saved_groups, sigma_growth
+from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer
@@ -92,7 +92,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
     """Load a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
     assert isinstance(optimizer, IVON)
     if not settings.load_hessian:
-        if (model_folder(Path(model.path)) / FILE_NAME).is_file():
+        if has_hessian(model_folder(Path(model.path))):
             unused = f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
             print(unused + f"optimizer.load_hessian={model.path} starts from its Hessian", file=sys.stderr)
         return
@@ -110,7 +110,8 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             f"optimizer.load_hessian = {settings.load_hessian!r}: sigma has grown beyond what hess_init = "
             f"{settings.hess_init:g} gives, by factors of: {kinds}; posterior/sigma_to_rms is now "
             f"{posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f}, and optimizer.ess = "
-            f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth",
+            f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth (where noise.unit is not "
+            f"'posterior': noise.size divided by {max(grown.values()):.1f})",
             ThreepoWarning,
             stacklevel=2,
         )

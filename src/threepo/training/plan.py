@@ -144,6 +144,9 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     moved = isinstance(config, TrainConfig) and config.method.gradient_at == "evolution" and optimizer.kind == "sgd"
     held = {"weights": 1} | ({} if moved else {"gradients": 1})  # else each parameter is moved at once
     held |= {"weights of the reference": 1} if compared else {}
+    if isinstance(config, TrainConfig) and optimizer.kind != "ivon" and gradient_draws > 1:
+        divided = config.method.gradient_at == "fresh" or config.method.normalize == "part"
+        held |= {"sums over gradient draws": 1} if divided else {}
     return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 

@@ -95,7 +95,9 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
         louder = (value < settings.target / DEAD_ZONE) - (value > settings.target * DEAD_ZONE)
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
     if settings.kind == "similarity":  # PSN's variant II, with other measures
-        certainty = 1 - metrics["policy/entropy"] / state.highest_entropy if state.highest_entropy else 1.0
+        if not math.isfinite(entropy := metrics.get("policy/entropy", math.nan)):
+            return state.ess_factor
+        certainty = 1 - entropy / state.highest_entropy if state.highest_entropy else 1.0
         indicator = settings.weight * value + (1 - settings.weight) * certainty
         louder = 1 if indicator > settings.target else -1
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))

@@ -136,9 +136,10 @@ def update_policy(
                 with optimizer.at(part.draw):
                     loss, count = update.backward(part, weights)
                 sums.append((loss, count))
-                divisor = 1.0 if batch.normalize == "step" else count
-                if divisor > 0:
-                    optimizer.observe(part.draw, divisor, cumulative=batch.cumulative)
+                if batch.normalize == "step":
+                    optimizer.observe(part.draw, cumulative=batch.cumulative)
+                elif count > 0:
+                    optimizer.observe(part.draw, count, cumulative=batch.cumulative)
         losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
         if batch.fitness and counts:
             record.compared = compare(optimizer, batch.fitness)
