@@ -73,14 +73,14 @@ def test_a_probe_counts_what_the_draws_solve(model: Path, tmp_path: Path, capsys
 
 
 def test_a_probe_that_was_stopped_goes_on_as_if_it_had_not_been(model: Path, tmp_path: Path) -> None:
-    settings = ["--rollouts", "2", "probe.solved_at_most=1"]
+    settings = ["--rollouts", "2", "probe.solved_at_most=1", 'probe.places=["embedding"]', "probe.sizes=[0.1]"]
     whole = probed(model, tmp_path / "probe", *settings)
-    gone = tmp_path / "probe" / "parts" / "004.json"
-    before, kept = gone.read_bytes(), (tmp_path / "probe" / "parts" / "003.json").stat().st_mtime_ns
+    gone = tmp_path / "probe" / "parts" / "003.json"
+    before, kept = gone.read_bytes(), (tmp_path / "probe" / "parts" / "002.json").stat().st_mtime_ns
     gone.unlink()
     assert probed(model, tmp_path / "probe", *settings) == whole
     assert gone.read_bytes() == before
-    assert (tmp_path / "probe" / "parts" / "003.json").stat().st_mtime_ns == kept, "it was not made again"
+    assert (tmp_path / "probe" / "parts" / "002.json").stat().st_mtime_ns == kept, "it was not made again"
 
 
 def test_exact_chances_are_those_of_the_answer(model: Path, tmp_path: Path) -> None:
