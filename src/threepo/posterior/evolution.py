@@ -13,7 +13,7 @@ import torch
 
 from threepo.posterior import kernels
 from threepo.posterior.layout import local, sum_over_shards
-from threepo.posterior.noise import noise_key
+from threepo.posterior.noise import CHUNK, noise_key
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.perturbation import Noisy
 from threepo.posterior.point import PointSGD
@@ -64,7 +64,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
     products: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(key: Any, p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        products.setdefault(key, []).append((p, (local(a).double() * local(b).double()).sum()))
+        products.setdefault(key, []).append((p, _product(local(a), local(b))))
 
     for entry in (entry for entry in optimizer.noisy() if entry.p in observed):
         grad, total = observed[entry.p].float(), _zeros(entry)
@@ -84,6 +84,12 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
     cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sum of products in float64, without a copy of the whole in it."""
+    parts = zip(torch.split(a.reshape(-1), CHUNK), torch.split(b.reshape(-1), CHUNK), strict=True)
+    return sum(((x.double() * y).sum() for x, y in parts), torch.zeros((), dtype=torch.float64, device=a.device))
 
 
 def _base(draw: Draw) -> Draw:
