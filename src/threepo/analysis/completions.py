@@ -1,0 +1,201 @@
+"""Saved completions as groups by step and problem: those of threepo, TRL and verl, or any with such columns.
+
+docs/analysis.md lists the columns. Files are read one after the other, and only figures of a text are kept.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from threepo.analysis.statistics import PairMeans, distances, pair_means
+from threepo.errors import UserError
+from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.scores import normalised
+from threepo.files import read_json
+from threepo.run_folder import COMPLETIONS, SUMMARY
+
+NAMES = {
+    "step": ("step",),
+    "problem": ("problem_id", "prompt", "input"),
+    "completion": ("completion", "output"),
+    "correct": ("correct", "acc"),
+    "reward": ("reward", "score"),
+    "answer": ("parsed_answer", "pred"),
+    "status": ("status",),
+    "tokens": ("tokens",),
+}
+"""What is read, and the columns that can have it; the first that is there counts.
+
+TRL: `_logs` in trl/trainer/grpo_trainer.py (f2cd577) is written as step, prompt, completion, a column for each reward
+function, those of `log_extra`, advantage. verl: `_dump_generations` in verl/trainer/ppo/ray_trainer.py (b178a3c) has
+input, output, gts, score, step and what the reward function returned, such as acc and pred.
+"""
+DRAW = ("draw_seed", "draw_step", "draw_index", "draw_mirrored")
+NO_ANSWER = (None, "", "[INVALID]")
+"""Answers that are none; the last is how verl/utils/reward_score/math_dapo.py says so."""
+Table = dict[str, Sequence[Any]]
+"""Columns of a file by name."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of a problem at a step, in the order of the file; G values each."""
+
+    right: tuple[bool, ...]
+    no_answer: tuple[bool, ...] | None
+    """No answer was found in them; None: not recorded."""
+    answers: tuple[str | None, ...] | None
+    """Spelled alike if they are; None: not recorded."""
+    draws: tuple[int, ...]
+    """Which weights wrote them, numbered from 0 within the group."""
+    text_distance: PairMeans
+    """1 - cosine of the token counts."""
+
+
+Groups = dict[tuple[int, str], Group]
+"""By step and problem."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What says that a completion is right, where the columns do not."""
+
+    column: str = ""
+    """The column; empty: `correct`, or else the reward."""
+    above: float | None = None
+    """Right is a value above this; None: right is 1, and 0 and -1 are wrong."""
+
+
+def read_completions(path: Path, verdict: Verdict = Verdict(), *, heldout: bool = False) -> Groups:
+    """The groups of a run, from its folder or a file; `heldout`: of an evaluation, without steps and texts.
+
+    `UserError` names the file, what is wrong with it, and the fix.
+    """
+    groups: Groups = {}
+    last: Any = None
+    for file, label in _files(path):
+        table = _table(file, verdict, texts=not heldout)
+        texts = None if heldout else (table["problem"], table["completion"])
+        if texts is not None and texts == last:
+            continue  # TRL writes its last batch at every logging step, also if no other was generated since
+        last = texts
+        rows = defaultdict(list)
+        for i, problem in enumerate(table["problem"]):
+            step = 0 if heldout else int(table["step"][i])
+            rows[step, f"{label}{problem}"].append(i)
+        if twice := rows.keys() & groups.keys():
+            step, problem = min(twice)
+            raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
+        groups |= {key: _group(table, chosen) for key, chosen in rows.items()}
+    if not groups:
+        raise UserError(f"{path}: its files have no rows; name a run that has finished a step")
+    return groups
+
+
+def _files(path: Path) -> Iterator[tuple[Path, str]]:
+    """The files of a run or an evaluation, with what comes before the ids of their problems."""
+    if (path / EVALUATION).is_file():
+        if not (path / SUMMARY).is_file():
+            raise UserError(f"{path}: this evaluation is not finished; repeat the command that began it")
+        for name in read_json(path / SUMMARY)["benchmarks"]:
+            yield completions_file(path, name), f"{name}: "
+        return
+    folder = path / COMPLETIONS if (path / COMPLETIONS).is_dir() else path
+    files = [path] if path.is_file() else sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{path}: holds no completions (no .parquet or .jsonl file); check the path")
+    yield from ((file, "") for file in files)
+
+
+def _table(file: Path, verdict: Verdict, *, texts: bool) -> Table:
+    """What is read of a file, by our names; `right` is always among them."""
+    columns = _columns(file)
+    wanted = {name: next((c for c in names if c in columns), "") for name, names in NAMES.items()}
+    wanted |= {name: name for name in DRAW if name in columns}
+    if verdict.column or not wanted["correct"]:
+        wanted["correct"] = verdict.column or wanted["reward"] or _only_reward(file, columns)
+    for name in ("step", "problem", "completion", "correct") if texts else ("problem", "correct"):
+        if wanted[name] not in columns:
+            names = " or ".join(filter(None, (verdict.column,) if name == "correct" else NAMES[name]))
+            raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
+    unread = {"reward"} if texts else {"reward", "step", "completion", "tokens"}
+    unread |= {"completion"} if wanted["tokens"] and not wanted["problem"] else set()
+    table = {name: columns[column] for name, column in wanted.items() if column and name not in unread}
+    read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
+    return read | {"right": _right(file, wanted["correct"], read["correct"], verdict.above)}
+
+
+def _columns(file: Path) -> dict[str, Any]:
+    """The columns of a parquet file (lazy) or of a JSONL file, whose rows have the same keys."""
+    try:
+        if file.suffix == ".parquet":
+            found = pyarrow.parquet.read_table(file)
+            return dict(zip(found.column_names, found.columns, strict=True))
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
+        kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"
+        raise UserError(f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file") from error
+
+
+def _values(column: Any) -> Sequence[Any]:
+    return column if isinstance(column, list) else column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
+    """TRL's column of the reward, where there is one reward function and nothing else was logged."""
+    names = list(columns)
+    between = names[names.index("completion") + 1 : names.index("advantage")] if "advantage" in names else []
+    if len(between) > 1:
+        raise UserError(f"{file}: has the columns {', '.join(between)}; say which one is the verdict with --verdict")
+    return between[0] if between else ""
+
+
+def _right(file: Path, column: str, values: Sequence[Any], above: float | None) -> list[bool]:
+    """Which completions are right."""
+    for i, value in enumerate(values):
+        if not isinstance(value, bool | int | float) or math.isnan(value):
+            raise UserError(f"{file}: {column} of row {i} is {value!r}; it must be a number, or true or false")
+        if above is None and value not in (-1, 0, 1):
+            raise UserError(f"{file}: {column} of row {i} is {value}; say from where on it is right with --right-above")
+    return [bool(value == 1 if above is None else value > above) for value in values]
+
+
+def _group(table: Table, rows: Sequence[int]) -> Group:
+    def of(name: str) -> list[Any] | None:
+        return [table[name][i] for i in rows] if name in table else None
+
+    right, answers, statuses = [table["right"][i] for i in rows], of("answer"), of("status")
+    no_answer = None
+    if statuses is not None:
+        no_answer = tuple(status == "no_answer" for status in statuses)
+    elif answers is not None:
+        no_answer = tuple(answer in NO_ANSWER for answer in answers)
+    found: tuple[str | None, ...] | None = None
+    if answers is not None and no_answer is not None:
+        found = tuple(None if answer in NO_ANSWER else normalised(str(answer)) for answer in answers)
+        if any(good and answer is None for good, answer in zip(right, found, strict=True)):
+            found = None  # a verifier that reports no answers, as a user's own function does not
+    labels = list(zip(*(values for name in DRAW if (values := of(name)) is not None), strict=True)) or [()] * len(rows)
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    draws = tuple(numbers[label] for label in labels)
+    means = PairMeans(math.nan, math.nan, math.nan)
+    if "completion" in table and len(rows) > 1:
+        means = pair_means(distances([_tokens(table, i) for i in rows]), draws)
+    return Group(tuple(right), no_answer, found, draws, means)
+
+
+def _tokens(table: Table, row: int) -> np.ndarray:
+    """The tokens of a completion; without them, its words, and its end as one more."""
+    if "tokens" not in table:
+        return np.array([*table["completion"][row].split(), ""])
+    tokens = table["tokens"][row]
+    return np.asarray(tokens if isinstance(tokens, list) else tokens.values)
