@@ -61,7 +61,7 @@ def allowed(room: str, imported: str) -> bool:
     if imported in ASIDE:
         return LEVEL_OF[room] >= LEVEL_OF["evaluation"]
     if room == "analysis":
-        return False  # reads run folders only
+        return imported == "evaluation"  # reads folders of runs and evaluations only
     return LEVEL_OF[imported] < LEVEL_OF[room]
 
 

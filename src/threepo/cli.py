@@ -137,6 +137,17 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
     report.set_defaults(command=_report, more="runs")
 
+    explore = commands.add_parser("explore", help="did runs explore more than a baseline, from saved completions")
+    explore.add_argument("runs", nargs="+", metavar="RUN", help="the baseline, then the runs: folders or files")
+    explore.add_argument(
+        "--heldout", nargs="+", type=_path, metavar="EVAL", help="an evaluation of each, in this order"
+    )
+    explore.add_argument("--by-draw", action="store_true", help="a group is what one draw wrote, as M3PO credits it")
+    explore.add_argument("--verdict", default="", metavar="COLUMN", help="column that says what is right, as a reward")
+    explore.add_argument("--right-above", type=float, metavar="X", help="right is a verdict above this (default: is 1)")
+    explore.add_argument("--output", type=_path, metavar="FOLDER", help="write exploration.json and .png there")
+    explore.set_defaults(command=_explore, more="runs")
+
     sample = commands.add_parser("sample", help="write models drawn from a checkpoint's posterior")
     sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
     sample.add_argument("--draws", type=int, default=1, help="number of models (default 1)")
@@ -332,6 +343,28 @@ def _report(options: argparse.Namespace) -> None:
         Console().print(table)
     if options.output:
         plot(list(runs.values()), options.output)
+
+
+def _explore(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    baseline, *runs = map(Path, options.runs)
+    if not runs:
+        raise UserError(f"explore {baseline}: name the baseline, and at least one run to compare with it")
+    from threepo.analysis.exploration import explore
+    from threepo.analysis.exploration_view import exploration_tables, plot_exploration
+
+    rule = {"verdict": options.verdict, "above": options.right_above, "by_draw": options.by_draw}
+    comparison = explore(baseline, runs, heldout=options.heldout or (), **rule)
+    for table in exploration_tables(comparison):
+        Console().print(table)
+    for name, run in comparison["runs"].items():
+        for side, steps in run["steps_in_one_only"].items():
+            if steps:
+                print(f"{name}: left out {steps} steps that only the {side} has")
+    if options.output:
+        write_json(options.output / "exploration.json", comparison)
+        plot_exploration(comparison, options.output / "exploration.png")
 
 
 def _sample(options: argparse.Namespace) -> None:

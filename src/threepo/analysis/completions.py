@@ -64,32 +64,23 @@ Groups = dict[tuple[int, str], Group]
 """By step and problem."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What says that a completion is right, where the columns do not."""
-
-    column: str = ""
-    """The column; empty: `correct`, or else the reward."""
-    above: float | None = None
-    """Right is a value above this; None: right is 1, and 0 and -1 are wrong."""
-
-
-def read_completions(path: Path, verdict: Verdict = Verdict(), *, heldout: bool = False) -> Groups:
+def read_completions(path: Path, verdict: str = "", above: float | None = None, *, heldout: bool = False) -> Groups:
     """The groups of a run, from its folder or a file; `heldout`: of an evaluation, without steps and texts.
 
-    `UserError` names the file, what is wrong with it, and the fix.
+    The column `verdict` says what is right, or else `correct`, or else the reward. Right is a value above `above`; if
+    that is None, 1 is right, and 0 and -1 are wrong. `UserError` names the file, what is wrong with it, and the fix.
     """
     groups: Groups = {}
     last: Any = None
     for file, label in _files(path):
-        table = _table(file, verdict, texts=not heldout)
+        table = _table(file, verdict, above, texts=not heldout)
         texts = None if heldout else (table["problem"], table["completion"])
         if texts is not None and texts == last:
             continue  # TRL writes its last batch at every logging step, also if no other was generated since
         last = texts
         rows = defaultdict(list)
         for i, problem in enumerate(table["problem"]):
-            step = 0 if heldout else int(table["step"][i])
+            step = 0 if heldout else _step(file, table, i)
             rows[step, f"{label}{problem}"].append(i)
         if twice := rows.keys() & groups.keys():
             step, problem = min(twice)
@@ -115,22 +106,21 @@ def _files(path: Path) -> Iterator[tuple[Path, str]]:
     yield from ((file, "") for file in files)
 
 
-def _table(file: Path, verdict: Verdict, *, texts: bool) -> Table:
+def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Table:
     """What is read of a file, by our names; `right` is always among them."""
     columns = _columns(file)
     wanted = {name: next((c for c in names if c in columns), "") for name, names in NAMES.items()}
     wanted |= {name: name for name in DRAW if name in columns}
-    if verdict.column or not wanted["correct"]:
-        wanted["correct"] = verdict.column or wanted["reward"] or _only_reward(file, columns)
+    if verdict or not wanted["correct"]:
+        wanted["correct"] = verdict or wanted["reward"] or _only_reward(file, columns)
     for name in ("step", "problem", "completion", "correct") if texts else ("problem", "correct"):
         if wanted[name] not in columns:
-            names = " or ".join(filter(None, (verdict.column,) if name == "correct" else NAMES[name]))
+            names = " or ".join([verdict] if verdict and name == "correct" else NAMES[name])
             raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
     unread = {"reward"} if texts else {"reward", "step", "completion", "tokens"}
-    unread |= {"completion"} if wanted["tokens"] and not wanted["problem"] else set()
     table = {name: columns[column] for name, column in wanted.items() if column and name not in unread}
     read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
-    return read | {"right": _right(file, wanted["correct"], read["correct"], verdict.above)}
+    return read | {"right": _right(file, wanted["correct"], read["correct"], above)}
 
 
 def _columns(file: Path) -> dict[str, Any]:
@@ -143,11 +133,20 @@ def _columns(file: Path) -> dict[str, Any]:
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
     except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
         kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"
-        raise UserError(f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file") from error
+        raise UserError(
+            f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file"
+        ) from error
 
 
 def _values(column: Any) -> Sequence[Any]:
-    return column if isinstance(column, list) else column.to_pylist()  # type: ignore[no-any-return]
+    return column if isinstance(column, list) else column.to_pylist()
+
+
+def _step(file: Path, table: Table, row: int) -> int:
+    try:
+        return int(table["step"][row])
+    except (TypeError, ValueError):
+        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number") from None
 
 
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
