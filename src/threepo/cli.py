@@ -139,9 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     explore = commands.add_parser("explore", help="did runs explore more than a baseline, from saved completions")
     explore.add_argument("runs", nargs="+", metavar="RUN", help="the baseline, then the runs: folders or files")
-    explore.add_argument(
-        "--heldout", nargs="+", type=_path, metavar="EVAL", help="an evaluation of each, in this order"
-    )
+    explore.add_argument("--heldout", nargs="+", type=_path, metavar="EVAL", help="an evaluation of each, in order")
     explore.add_argument("--by-draw", action="store_true", help="a group is what one draw wrote, as M3PO credits it")
     explore.add_argument("--verdict", default="", metavar="COLUMN", help="column that says what is right, as a reward")
     explore.add_argument("--right-above", type=float, metavar="X", help="right is a verdict above this (default: is 1)")

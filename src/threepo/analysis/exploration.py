@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from threepo.analysis.completions import Group, Groups, read_completions
-from threepo.analysis.statistics import count_chances, distinct, fewer, pair_means, ratios
+from threepo.analysis.statistics import count_chances, distinct, estimates, fewer, pair_means
 from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.files import finite
@@ -59,8 +59,8 @@ def explore(
         if heldout:
             evaluated = read_completions(heldout[1 + i], verdict, above, heldout=True)
             pairs = _paired(heldout[0], heldout[1 + i], examined, evaluated)
-            figures = _figures([_terms(a, b, by_draw=False) for _, a, b in pairs])
-            found[name]["heldout"] = {HELDOUT_NAMES.get(figure, figure): value for figure, value in figures.items()}
+            results = figures([terms_of(a, b) for _, a, b in pairs])
+            found[name]["heldout"] = {HELDOUT_NAMES.get(figure, figure): value for figure, value in results.items()}
     return {"baseline": str(baseline), "by_draw": by_draw, "runs": found}
 
 
@@ -69,7 +69,7 @@ def _comparison(baseline: Path, run: Path, first: Groups, second: Groups, *, by_
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
     pairs = _paired(baseline, run, *({k: v for k, v in groups.items() if k[0] in common} for groups in (first, second)))
-    terms = [_terms(a, b, by_draw=by_draw) for _, a, b in pairs]
+    terms = [terms_of(a, b, by_draw=by_draw) for _, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
     sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
@@ -79,7 +79,7 @@ def _comparison(baseline: Path, run: Path, first: Groups, second: Groups, *, by_
         "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
         "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for t in terms})},
         "phases": {
-            name: _figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if step in set(chosen)])
+            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if step in set(chosen)])
             for name, chosen in phases.items()
         },
         "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
@@ -108,7 +108,7 @@ def _parts(group: Group, values: Sequence[Any], by_draw: bool) -> list[Sequence[
     return [[v for v, d in zip(values, group.draws, strict=True) if d == draw] for draw in sorted(set(group.draws))]
 
 
-def _terms(base: Group, run: Group, *, by_draw: bool) -> Terms:
+def terms_of(base: Group, run: Group, *, by_draw: bool = False) -> Terms:
     """All figures of a pair of groups."""
     groups = {"baseline": base, "run": run}
     right = {name: _parts(group, group.right, by_draw) for name, group in groups.items()}
@@ -169,7 +169,7 @@ def _second_draw(run: Group) -> Terms:
     return terms
 
 
-def _figures(terms: Sequence[Terms]) -> dict[str, Any]:
+def figures(terms: Sequence[Terms]) -> dict[str, Any]:
     """Value and 95 % interval of every figure over the pairs of a phase."""
     shared = [name for name in terms[0] if all(name in t for t in terms) and name != "size"]  # k up to the smallest
     columns = {name: np.array([t[name] for t in terms]) for name in shared}
@@ -178,7 +178,7 @@ def _figures(terms: Sequence[Terms]) -> dict[str, Any]:
     for name, x in columns.items():
         stem, _, last = name.rpartition("/")
         if name in SUMS or last in ("wins", "losses", "ties"):
-            fractions[name] = (x, ones / len(terms))
+            fractions[name] = (x, ones * math.nan)
         else:
             fractions[name] = (np.nan_to_num(x), ~np.isnan(x) * ones)
         if last == "losses":
@@ -187,7 +187,7 @@ def _figures(terms: Sequence[Terms]) -> dict[str, Any]:
             d = x - columns[f"{stem}/{'baseline' if last == 'run' else 'same_draw'}"]
             fractions[f"{stem}/difference"] = (np.nan_to_num(d), ~np.isnan(d) * ones)
     numerators, denominators = (np.array(side) for side in zip(*fractions.values(), strict=True))
-    found = ratios(numerators, denominators)
+    found = estimates(numerators, denominators)
     values = zip(found.values.tolist(), found.low.tolist(), found.high.tolist(), strict=True)
     result = {
         name: {"value": value, "interval": [low, high]}

@@ -33,7 +33,7 @@ def exploration_tables(comparison: Mapping[str, Any]) -> list[Table]:
 def _table(title: str, parts: Mapping[str, Mapping[str, Any]], sides: tuple[str, str]) -> Table:
     """Both sides over all steps, and their difference, win rate or count in every phase."""
     heads = [side.replace("_", " ") for side in sides] + [f"difference, {part}" for part in parts]
-    table = Table("", *(Column(head, justify="right") for head in heads), title=title)
+    table = Table(Column(no_wrap=True), *(Column(head, justify="right") for head in heads), title=title)
     largest = max((k for k, _ in _pass_at_k(parts["all"], sides[0])), default=0)
     for figure, found in parts["all"].items():
         stem, _, last = figure.partition("/")
@@ -53,7 +53,7 @@ def _cell(part: Mapping[str, Any], figure: str) -> str:
     """A figure with its interval, and what a win rate is made of."""
     form = ".1f" if figure in COUNTS else "+.3f" if figure.endswith("difference") else ".3f"
     value, interval = part[figure]["value"], part[figure]["interval"]
-    text = "-" if value is None else f"{value:{form}} [{', '.join(format(bound, form) for bound in interval)}]"
+    text = "-" if value is None else f"{value:{form}} {'..'.join(format(bound, form) for bound in interval)}"
     if figure.endswith("/win_rate"):
         counts = (part[figure.replace("win_rate", name)]["value"] for name in ("wins", "losses", "ties"))
         text += "\n" + "/".join(f"{round(count, 1):g}" for count in counts)
@@ -116,7 +116,7 @@ def _win_rates(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -
             found = run["phases"][phase].get(f"{kind}/win_rate")
             _point(axis, x + _shift(i, len(runs)), found, colours[name])
     axis.axhline(0.5, color="black", linewidth=1)
-    axis.set_xticks(range(len(labels)), [f"{kind}\n{phase}".replace("_", " ") for kind, phase in labels], fontsize=9)
+    axis.set_xticks(range(len(labels)), [f"{kind}_{phase}".replace("_", "\n") for kind, phase in labels], fontsize=9)
     axis.set(
         title="Win rate against the baseline: fewer bad rollouts", ylim=(-0.02, 1.02), xlim=(-0.5, len(labels) - 0.5)
     )
@@ -153,7 +153,8 @@ def _pass_curves(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any])
             axis.fill_between(
                 ks, *zip(*(found["interval"] for _, found in curve), strict=True), color=colour, alpha=0.12
             )
-    axis.set_xscale("log", base=2)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ks, map(str, ks))
     of = "held-out problems" if heldout else "training rollouts, last third"
     axis.set(title=f"pass@k, {of}", xlabel="k", ylim=(-0.02, 1.02))
 

@@ -76,24 +76,27 @@ class Estimates:
     high: np.ndarray
 
 
-def ratios(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> Estimates:
-    """sum of numerators / sum of denominators over P pairs, both [F, P], with percentile bootstrap over pairs.
+def estimates(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> Estimates:
+    """Sums over P pairs of numerators, [F, P], over those of denominators, with percentile bootstrap over pairs.
 
-    All figures see the same resamples, so their differences have the same noise.
+    A figure whose denominators are all NaN is the sum of its numerators. All figures see the same resamples.
     """
     both = np.concatenate([numerators, denominators]).T  # [P, 2 F]
     size = len(both)
     generator = np.random.default_rng(seed)
     chunk = max(1, _AT_ONCE // size)
-    sums = np.concatenate(
-        [
-            generator.multinomial(size, np.full(size, 1 / size), size=min(chunk, resamples - start)) @ both
-            for start in range(0, resamples, chunk)
-        ]
-    )
+    counts = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
+    # A resample of P pairs says how often each pair is in it.
+    sums = [generator.multinomial(size, np.full(size, 1 / size), size=count) @ both for count in counts]
+    total = np.isnan(denominators).all(axis=1)
+
+    def quotient(found: np.ndarray) -> np.ndarray:
+        above, below = np.split(found, 2, axis=-1)
+        return np.asarray(above / np.where(total, 1, below))
+
     with np.errstate(divide="ignore", invalid="ignore"):
-        value, resampled = (np.divide(*np.split(found, 2, axis=-1)) for found in (both.sum(axis=0), sums))
-    low, high = np.full((2, len(value)), np.nan)
+        values, resampled = quotient(both.sum(axis=0)), quotient(np.concatenate(sums))
+    low, high = np.full((2, len(values)), np.nan)
     known = np.isfinite(resampled).any(axis=0)
     low[known], high[known] = np.nanquantile(resampled[:, known], (0.025, 0.975), axis=0)
-    return Estimates(value, low, high)
+    return Estimates(values, low, high)
