@@ -285,11 +285,18 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     settings = ("run.steps=2", "eval.every=0")
     api.train(train_config(tmp_path / "grpo", *settings))
     api.train(train_config(tmp_path / "c3po", *settings, "method.preset=c3po"))
+    problems = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=4", "eval.max_new_tokens=2")
+    examined = str(tmp_path / "examined")
+    assert main(["eval", str(tmp_path / "grpo"), *problems, "--output", examined]) == 0
     arguments = ["explore", str(tmp_path / "grpo"), str(tmp_path / "c3po"), "--output", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    assert "rescued minus lost" in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--heldout", examined, examined]) == 0
+    assert "rescued - lost" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "exploration.json").read_text())["runs"]["c3po"]
     assert (found["pairs"], found["steps"], found["group_sizes"]["compared"]) == (8, 2, [8])
+    scores = json.loads((tmp_path / "examined" / "summary.json").read_text())["benchmarks"]["sorting"]["pass_at"]
+    for k in ("1", "2", "4"):
+        assert found["heldout"][f"pass_at_{k}/run"]["value"] == pytest.approx(scores[k])
+    assert found["heldout"]["gained"]["value"] == 0
     assert found["entropy"]["run"]["step"] == [0, 1]
     phases = found["phases"]["all"]
     assert phases["second/text_distance/other_draw"]["value"] > 0

@@ -1,73 +1,87 @@
 """The tables and the picture of an exploration analysis, from what `explore` returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
+from threepo.analysis.exploration import BAD
 from threepo.files import atomic_file
 
-COUNTS = ("rescued", "lost", "rescued_minus_lost", "gained", "gained_minus_lost")
+OUTCOMES = ("wins", "losses", "ties")
 Run = Mapping[str, Any]
+Figures = Mapping[str, Any]
+"""Value and interval by name."""
 
 
 def exploration_tables(comparison: Mapping[str, Any]) -> list[Table]:
-    """For each run: against the baseline, a second draw against a second completion, and on held-out problems."""
+    """For each run: groups and win rates by phase, means beside the baseline's, two draws beside one, held-out ones."""
     tables = []
     for name, run in comparison["runs"].items():
-        sizes, parts = run["group_sizes"], run["phases"]
+        sizes, phases = {side: ", ".join(map(str, found)) for side, found in run["group_sizes"].items()}, run["phases"]
         title = f"{name} against {comparison['baseline']}: {run['pairs']:,} groups at {run['steps']} common steps"
-        if sizes["baseline"] != sizes["run"] or sizes["run"] != sizes["compared"]:
-            title += f"; groups of {_list(sizes['baseline'])} and {_list(sizes['run'])}, at {_list(sizes['compared'])}"
-        tables.append(_table(title, parts, ("baseline", "run")))
-        second = {p: {k[7:]: v for k, v in figures.items() if k.startswith("second/")} for p, figures in parts.items()}
-        if any(figure["value"] is not None for key, figure in second["all"].items() if key.endswith("other_draw")):
-            title = f"{name}: a second completion, of the same draw or of another one"
-            tables.append(_table(title, second, ("same_draw", "other_draw")))
+        if len(set(sizes.values())) > 1:
+            title += f"; groups of {sizes['baseline']} and {sizes['run']}, compared at {sizes['compared']}"
+        tables += [_outcomes(title, phases), _means(f"{name}: means", phases["all"], ("baseline", "run"))]
+        second = {key[7:]: found for key, found in phases["all"].items() if key.startswith("second/")}
+        if any(found["value"] is not None for key, found in second.items() if key.endswith("other_draw")):
+            title = f"{name}: pairs of completions of the same draw, and of two draws"
+            tables.append(_means(title, second, ("same_draw", "other_draw")))
         if "heldout" in run:
-            tables.append(_table(f"{name}: held-out problems", {"all": run["heldout"]}, ("baseline", "run")))
+            tables.append(_means(f"{name}: held-out problems", run["heldout"], ("baseline", "run")))
     return tables
 
 
-def _table(title: str, parts: Mapping[str, Mapping[str, Any]], sides: tuple[str, str]) -> Table:
-    """Both sides over all steps, and their difference, win rate or count in every phase."""
-    heads = [side.replace("_", " ") for side in sides] + [f"difference, {part}" for part in parts]
-    table = Table(Column(no_wrap=True), *(Column(head, justify="right") for head in heads), title=title)
-    largest = max((k for k, _ in _pass_at_k(parts["all"], sides[0])), default=0)
-    for figure, found in parts["all"].items():
-        stem, _, last = figure.partition("/")
-        hidden = stem.startswith("pass_at_") and stem not in ("pass_at_1", f"pass_at_{largest}")
-        known = parts["all"][f"{stem}/ties"]["value"] if last == "win_rate" else found["value"]
-        if known is None or hidden or not (figure in COUNTS or last in ("difference", "win_rate")):
-            continue
-        label = stem.replace("_at_", "@").replace("_", " ")
-        ends = [parts["all"][f"{stem}/{side}"]["value"] for side in sides] if last == "difference" else []
-        cells = [f"{value:.3f}" for value in ends] or ["", ""]
-        label += ": win rate\n  (won/lost/tied)" if last == "win_rate" else ""
-        table.add_row(label, *cells, *(_cell(part, figure) for part in parts.values()))
+def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
+    """Groups rescued and lost, and win rates in per cent with what they are made of."""
+    table = Table(Column(no_wrap=True), *(Column(phase, justify="right") for phase in phases), title=title)
+    for figure in ("rescued", "lost", "rescued_minus_lost"):
+        table.add_row(figure.replace("_minus_", " - "), *(_counted(part[figure]) for part in phases.values()))
+    for kind in BAD:
+        parts = [{name: part[f"{kind}/{name}"] for name in (*OUTCOMES, "win_rate")} for part in phases.values()]
+        if parts[0]["ties"]["value"] is not None:
+            table.add_section()
+            table.add_row(
+                f"{kind.replace('_', ' ')}, won %", *(_estimate(part["win_rate"], ".1f", 100) for part in parts)
+            )
+            counts = ("/".join(f"{round(part[name]['value'], 1):g}" for name in OUTCOMES) for part in parts)
+            table.add_row("  won/lost/tied", *counts)
     return table
 
 
-def _cell(part: Mapping[str, Any], figure: str) -> str:
-    """A figure with its interval, and what a win rate is made of."""
-    form = ".1f" if figure in COUNTS else "+.3f" if figure.endswith("difference") else ".3f"
-    value, interval = part[figure]["value"], part[figure]["interval"]
-    text = "-" if value is None else f"{value:{form}} {'..'.join(format(bound, form) for bound in interval)}"
-    if figure.endswith("/win_rate"):
-        counts = (part[figure.replace("win_rate", name)]["value"] for name in ("wins", "losses", "ties"))
-        text += "\n" + "/".join(f"{round(count, 1):g}" for count in counts)
-    return text
+def _means(title: str, figures: Figures, sides: tuple[str, str]) -> Table:
+    """The means of both sides and their difference; of pass@k, only the first and the last."""
+    heads = [side.replace("_", " ") for side in sides] + ["difference"]
+    table = Table("", *(Column(head, justify="right") for head in heads), title=title)
+    for figure in (name for name in ("gained", "lost") if "gained" in figures):
+        table.add_row(figure, "", "", _counted(figures[figure]))
+    ks = [k for k, _ in _pass_at_k(figures, sides[1])]
+    for figure, found in figures.items():
+        stem, _, last = figure.partition("/")
+        hidden = stem.startswith("pass_at_") and int(stem.removeprefix("pass_at_")) not in (ks[0], ks[-1])
+        if last == "difference" and found["value"] is not None and not hidden:
+            ends = (f"{figures[f'{stem}/{side}']['value']:.3f}" for side in sides)
+            table.add_row(stem.replace("_at_", "@").replace("_", " "), *ends, _estimate(found, "+.3f"))
+    return table
 
 
-def _pass_at_k(figures: Mapping[str, Any], side: str) -> list[tuple[int, Any]]:
+def _counted(found: Figures) -> str:
+    return _estimate(found, ".1f" if abs(found["value"]) < 100 else ".0f")
+
+
+def _estimate(found: Figures, form: str, scale: float = 1) -> str:
+    """A value with its interval."""
+    if found["value"] is None:
+        return "-"
+    low, high = found["interval"]
+    return f"{scale * found['value']:{form}} {scale * low:{form}}..{scale * high:{form}}"
+
+
+def _pass_at_k(figures: Figures, side: str) -> list[tuple[int, Any]]:
     """The figures pass_at_K/SIDE with their K, in its order."""
     found = [(name.removeprefix("pass_at_").partition("/"), figure) for name, figure in figures.items()]
     return sorted((int(k), figure) for (k, _, end), figure in found if k.isdecimal() and end == side)
-
-
-def _list(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def plot_exploration(comparison: Mapping[str, Any], path: Path) -> None:
@@ -110,7 +124,7 @@ def _rescued(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> 
 
 
 def _win_rates(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    labels = [(kind, phase) for kind in ("no_answer", "incorrect", "wrong_answer") for phase in ("early", "late")]
+    labels = [(kind, phase) for kind in BAD for phase in ("early", "late")]
     for i, (name, run) in enumerate(runs.items()):
         for x, (kind, phase) in enumerate(labels):
             found = run["phases"][phase].get(f"{kind}/win_rate")
