@@ -141,7 +141,9 @@ def test_bigger_groups_count_as_the_mean_over_their_subsets() -> None:
 
 def test_groups_by_draw_are_the_mean_over_draws() -> None:
     """As M3PO's: each of two draws wrote two; the baseline's group of four is compared at two."""
-    found = terms_of(group("aaab"), group("RRab", "0011"), by_draw=True)
+    texts = PairMeans(0.5, 0.25, 0.75)
+    found = terms_of(group("aaab"), group("RRab", "0011", texts), by_draw=True)
+    assert found["text_distance/run"] == 0.25
     assert (found["size"], found["rescued"], found["all_right/run"], found["distinct_answers/run"]) == (
         2,
         0.5,
@@ -150,6 +152,24 @@ def test_groups_by_draw_are_the_mean_over_draws() -> None:
     )
     pooled = terms_of(group("aaab"), group("RRab", "0011"))
     assert (pooled["size"], pooled["rescued"], pooled["all_right/run"]) == (4, 1, 0)
+
+
+def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_path: Path) -> None:
+    def read(name: str, **columns: list[Any]) -> Group:
+        made = [{"step": "3", "problem_id": "p", "completion": "a", "correct": i == 0} for i in range(3)]
+        table = [row | {key: values[i] for key, values in columns.items()} for i, row in enumerate(made)]
+        return read_completions(written(tmp_path / f"{name}.jsonl", table))[3, "p"]
+
+    answered = read("answered", parsed_answer=["27.0", "27", None])
+    assert answered.answers is not None
+    assert (len(set(answered.answers[:2])), answered.no_answer) == (1, (False, False, True))
+    for name, columns in (
+        ("right", {"parsed_answer": [None, "1", "2"]}),
+        ("judged", {"parsed_answer": ["1", None, "2"], "status": ["right", "wrong", "wrong"]}),
+    ):
+        assert read(name, **columns).answers is None
+    assert read("status", status=["right", "no_answer", "error"]).no_answer == (False, True, False)
+    assert read("plain").no_answer is None
 
 
 def drawn(generator: np.random.Generator, chances: np.ndarray) -> list[Group]:

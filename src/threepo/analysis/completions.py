@@ -41,8 +41,8 @@ input, output, gts, score, step and what the reward function returned, such as a
 DRAW = ("draw_seed", "draw_step", "draw_index", "draw_mirrored")
 NO_ANSWER = (None, "", "[INVALID]")
 """Answers that are none; the last is how verl/utils/reward_score/math_dapo.py says so."""
-Table = dict[str, Sequence[Any]]
-"""Columns of a file by name."""
+Table = dict[str, Any]
+"""Columns of a file by name, each a sequence."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Tab
     unread = {"reward"} if texts else {"reward", "step", "completion", "tokens"}
     table = {name: columns[column] for name, column in wanted.items() if column and name not in unread}
     read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
-    return read | {"right": _right(file, wanted["correct"], read["correct"], above)}
+    read["right"] = _right(file, wanted["correct"], read["correct"], above)
+    return read | _answers(read)
 
 
 def _columns(file: Path) -> dict[str, Any]:
@@ -168,33 +169,36 @@ def _right(file: Path, column: str, values: Sequence[Any], above: float | None) 
     return [bool(value == 1 if above is None else value > above) for value in values]
 
 
-def _group(table: Table, rows: Sequence[int]) -> Group:
-    def of(name: str) -> list[Any] | None:
-        return [table[name][i] for i in rows] if name in table else None
-
-    right, answers, statuses = [table["right"][i] for i in rows], of("answer"), of("status")
-    no_answer = None
+def _answers(table: Table) -> Table:
+    """The answers in one spelling, None where there is none, and which completions have none; as far as recorded."""
+    found: Table = {"answer": [None if a in NO_ANSWER else normalised(str(a)) for a in table.get("answer", ())]}
+    statuses = table.get("status")
+    judged = table["right"] if statuses is None else [status in ("right", "wrong") for status in statuses]
+    if not found["answer"] or any(j and a is None for j, a in zip(judged, found["answer"], strict=True)):
+        found = {"answer": None}  # not all are reported, as by a user's own function
     if statuses is not None:
-        no_answer = tuple(status == "no_answer" for status in statuses)
-    elif answers is not None:
-        no_answer = tuple(answer in NO_ANSWER for answer in answers)
-    found: tuple[str | None, ...] | None = None
-    if answers is not None and no_answer is not None:
-        found = tuple(None if answer in NO_ANSWER else normalised(str(answer)) for answer in answers)
-        if any(good and answer is None for good, answer in zip(right, found, strict=True)):
-            found = None  # a verifier that reports no answers, as a user's own function does not
+        found["no_answer"] = [status == "no_answer" for status in statuses]
+    elif found["answer"] is not None:
+        found["no_answer"] = [answer is None for answer in found["answer"]]
+    return found
+
+
+def _group(table: Table, rows: Sequence[int]) -> Group:
+    def of(name: str) -> tuple[Any, ...] | None:
+        return tuple(table[name][i] for i in rows) if table.get(name) is not None else None
+
     labels = list(zip(*(values for name in DRAW if (values := of(name)) is not None), strict=True)) or [()] * len(rows)
     numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     draws = tuple(numbers[label] for label in labels)
     means = PairMeans(math.nan, math.nan, math.nan)
     if "completion" in table and len(rows) > 1:
         means = pair_means(distances([_tokens(table, i) for i in rows]), draws)
-    return Group(tuple(right), no_answer, found, draws, means)
+    return Group(of("right") or (), of("no_answer"), of("answer"), draws, means)
 
 
 def _tokens(table: Table, row: int) -> np.ndarray:
     """The tokens of a completion; without them, its words, and its end as one more."""
     if "tokens" not in table:
-        return np.array([*table["completion"][row].split(), ""])
+        return np.array([*str(table["completion"][row]).split(), ""])
     tokens = table["tokens"][row]
     return np.asarray(tokens if isinstance(tokens, list) else tokens.values)

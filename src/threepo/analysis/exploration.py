@@ -8,6 +8,7 @@ the bigger group is its mean over all subsets of that size.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def _comparison(baseline: Path, run: Path, first: Groups, second: Groups, *, by_
     """All figures of one run against the baseline."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
-    pairs = _paired(baseline, run, *({k: v for k, v in groups.items() if k[0] in common} for groups in (first, second)))
+    shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
+    pairs = _paired(baseline, run, *shared)
     terms = [terms_of(a, b, by_draw=by_draw) for _, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
@@ -79,7 +81,7 @@ def _comparison(baseline: Path, run: Path, first: Groups, second: Groups, *, by_
         "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
         "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for t in terms})},
         "phases": {
-            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if step in set(chosen)])
+            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if chosen[0] <= step <= chosen[-1]])
             for name, chosen in phases.items()
         },
         "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
@@ -198,7 +200,10 @@ def figures(terms: Sequence[Terms]) -> dict[str, Any]:
 
 def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
     """By common step: groups rescued and lost so far, and the shares of groups without a signal."""
-    by_step = [[t for at, t in terms if at == step] for step in steps]
+    found_at = defaultdict(list)
+    for step, found in terms:
+        found_at[step].append(found)
+    by_step = [found_at[step] for step in steps]
     curves: dict[str, list[float]] = {"step": list(steps)}
     for name in ("rescued", "lost"):
         curves[name] = np.cumsum([sum(t[name] for t in found) for found in by_step]).tolist()

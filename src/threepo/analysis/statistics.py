@@ -59,11 +59,11 @@ def pair_means(values: np.ndarray, draws: Sequence[int]) -> PairMeans:
 
 
 def distances(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """1 - cosine of the token counts of every two texts, each at least one token: [G, G]."""
+    """1 - cosine of the token counts of every two texts: [G, G]. A text without tokens is like none, at 1."""
     tokens, numbers = np.unique(np.concatenate(texts), return_inverse=True)
     parts = np.split(numbers, np.cumsum([len(text) for text in texts])[:-1])
     counts = np.stack([np.bincount(part, minlength=len(tokens)) for part in parts]).astype(float)
-    units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+    units = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1)
     return np.asarray(1 - units @ units.T)
 
 
