@@ -1,5 +1,6 @@
 """The exploration analysis: figures worked by hand, subsets counted one by one, planted effects, others' logs."""
 
+import io
 import itertools
 import json
 import math
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from rich.console import Console
 from scipy import stats
 
 from runs import train_config
 from threepo import api
 from threepo.analysis.completions import Group, read_completions
 from threepo.analysis.exploration import explore, figures, terms_of
-from threepo.analysis.exploration_view import plot_exploration
+from threepo.analysis.exploration_view import exploration_tables, plot_exploration
 from threepo.analysis.statistics import PairMeans, count_chances, distances, distinct, estimates, fewer, pair_means
 from threepo.cli import main
 from threepo.errors import UserError
@@ -172,6 +174,26 @@ def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_
     assert read("plain").no_answer is None
 
 
+def test_no_answer_is_not_a_different_answer() -> None:
+    """Of two draws that wrote R, none and none, a: only R and a are two answers, one of the four pairs across."""
+    found = terms_of(group("aaaa"), group("R--a", "0011"))
+    assert (found["second/two_answers/same_draw"], found["second/two_answers/other_draw"]) == (0, 0.25)
+
+
+def test_the_table_by_hand(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.jsonl", rows([["Raaa", "----"], ["RRRR", "aaaa"]]))
+    second = written(tmp_path / "b.jsonl", rows([["RRaa", "R---"], ["aaaa", "aaaa"]]))
+    console = Console(record=True, width=80, file=io.StringIO())
+    console.print(*exploration_tables(explore(first, [second])))
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    for beginning in ("rescued 1.0 ", "lost 1.0 ", "rescued - lost 0.0 ", "incorrect, won % 66.7 "):
+        assert any(line.startswith(beginning) for line in lines), beginning
+    assert "won/lost/tied 2/1/1 2/0/0 0/1/1" in lines
+    assert "b.jsonl against" in lines[0]
+    assert any(line.startswith("pass@1 0.312 0.188 -0.125 ") for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith("pass@")] == ["pass@1", "pass@4"]
+
+
 def drawn(generator: np.random.Generator, chances: np.ndarray) -> list[Group]:
     """Groups of four, with these chances of a right completion."""
     return [group("".join("R" if hit else "a" for hit in generator.random(4) < chance)) for chance in chances]
@@ -299,6 +321,23 @@ def test_heldout_problems_gained_and_lost(tmp_path: Path) -> None:
     assert [found[name]["value"] for name in ("gained", "lost", "gained_minus_lost")] == [1, 1, 0]
     assert found["pass_at_1/difference"]["value"] == pytest.approx((-0.25 + 1) / 3)
     assert found["pass_at_4/run"]["value"] == pytest.approx(2 / 3)
+
+
+def test_evaluations_of_several_sets(tmp_path: Path) -> None:
+    """Problems of two sets may have the same ids."""
+    evaluation = tmp_path / "evaluation"
+    (evaluation / "completions").mkdir(parents=True)
+    (evaluation / "evaluation.json").write_text("{}")
+    with pytest.raises(UserError, match="this evaluation is not finished"):
+        read_completions(evaluation, heldout=True)
+    (evaluation / "summary.json").write_text('{"benchmarks": {"one": {}, "two": {}}}')
+    for name, letters in (("one", "Ra"), ("two", "RR"), ("one.mean", "aa")):
+        written(evaluation / "completions" / f"{name}.parquet", rows([[letters]]))
+    found = read_completions(evaluation, heldout=True)
+    assert {key: one.right for key, one in found.items()} == {
+        (0, "one: p0"): (True, False),
+        (0, "two: p0"): (True, True),
+    }
 
 
 def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
