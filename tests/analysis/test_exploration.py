@@ -374,19 +374,26 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert [g.draws for g in ours.values()] == [g.draws for g in plain.values()] == [(0, 0, 1, 1, 2, 2, 3, 3)] * 8
 
 
-def test_no_panel_of_the_picture_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panel_has_data_or_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 
     drawn_figures: list[Any] = []
     monkeypatch.setattr(plt, "close", drawn_figures.append)
     first = written(tmp_path / "a.jsonl", rows(STEPS))
     second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS)), "0011"))
-    for heldout in ((), (first, second)):
-        comparison = explore(first, [second], heldout=heldout)
-        comparison["runs"]["b.jsonl"]["entropy"] = {s: {"step": [0, 1], "nats": [1, 0.5]} for s in ("baseline", "run")}
-        plot_exploration(comparison, tmp_path / "picture.png")
-    for figure in drawn_figures:
-        panels = [axis for axis in figure.axes if axis.get_visible()]
-        assert len(panels) == 6
-        assert all(any(len(line.get_xdata()) and line.get_linewidth() != 1 for line in axis.lines) for axis in panels)
-    assert "held-out" in drawn_figures[1].axes[4].get_title()
+    comparison = explore(first, [second], heldout=(first, second))
+    plot_exploration(explore(first, [first]), tmp_path / "less.png")
+    comparison["runs"]["b.jsonl"]["entropy"] = {s: {"step": [0, 1], "nats": [1, 0.5]} for s in ("baseline", "run")}
+    plot_exploration(comparison, tmp_path / "all.png")
+    less, everything = (figure.axes for figure in drawn_figures)
+    unknown = [
+        "Win rate against the baseline: fewer bad rollouts",
+        "Pairs of two draws minus pairs of one draw",
+        "Token entropy (nats): no measure of exploration",
+    ]
+    assert [axis.get_title() for axis in less if axis.texts] == unknown
+    assert less[4].get_title() == "pass@k, training rollouts, last third"
+    assert everything[4].get_title() == "pass@k, held-out problems"
+    for axis in everything:
+        assert not axis.texts
+        assert sum(len(line.get_xdata()) > 0 for line in axis.lines) >= 2, axis.get_title()

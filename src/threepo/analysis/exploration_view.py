@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Column, Table
 
 from threepo.analysis.exploration import BAD
+from threepo.analysis.report import SMOOTHING
 from threepo.files import atomic_file
 
+LINE_AT_ZERO = 1
+"""Depth of the lines that mark zero and one half, below all data."""
 OUTCOMES = ("wins", "losses", "ties")
 Run = Mapping[str, Any]
 Figures = Mapping[str, Any]
@@ -102,6 +106,9 @@ def plot_exploration(comparison: Mapping[str, Any], path: Path) -> None:
     _pass_curves(axes[1, 1], runs, colours)
     _entropy(axes[1, 2], runs, colours)
     for axis in axes.flat:
+        if not any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines):
+            axis.set(xticks=[], yticks=[])
+            axis.text(0.5, 0.6, "no data", transform=axis.transAxes, ha="center", color="grey")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Line2D([], [], color="black", label="baseline")]
@@ -119,7 +126,7 @@ def _rescued(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> 
         axis.plot(curves["step"], net, color=colours[name])
         axis.plot(curves["step"], curves["rescued"], color=colours[name], alpha=0.4, linestyle="--")
         axis.plot(curves["step"], [-lost for lost in curves["lost"]], color=colours[name], alpha=0.4, linestyle=":")
-    axis.axhline(0, color="black", linewidth=1)
+    axis.axhline(0, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set(title="Groups rescued so far (dashed), lost (dotted), difference", xlabel="training step")
 
 
@@ -129,7 +136,7 @@ def _win_rates(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -
         for x, (kind, phase) in enumerate(labels):
             found = run["phases"][phase].get(f"{kind}/win_rate")
             _point(axis, x + _shift(i, len(runs)), found, colours[name])
-    axis.axhline(0.5, color="black", linewidth=1)
+    axis.axhline(0.5, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set_xticks(range(len(labels)), [f"{kind}_{phase}".replace("_", "\n") for kind, phase in labels], fontsize=9)
     axis.set(
         title="Win rate against the baseline: fewer bad rollouts", ylim=(-0.02, 1.02), xlim=(-0.5, len(labels) - 0.5)
@@ -137,12 +144,13 @@ def _win_rates(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -
 
 
 def _without_signal(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    for name, run in runs.items():
-        curves = run["curves"]
-        for side, colour in (("baseline", "black"), ("run", colours[name])):
-            for kind, style in (("all_wrong", "-"), ("all_right", "--")):
-                axis.plot(curves["step"], curves[f"{kind}/{side}"], color=colour, linestyle=style, linewidth=1.3)
-    axis.set(title="Groups all wrong (solid), all right (dashed)", xlabel="training step", ylim=(-0.02, 1.02))
+    for side, run, colour in _lines(runs, colours):
+        for kind, style in (("all_wrong", "-"), ("all_right", "--")):
+            shares = run["curves"][f"{kind}/{side}"]
+            smooth = [fmean(shares[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(shares))]
+            axis.plot(run["curves"]["step"], smooth, color=colour, linestyle=style, linewidth=1.3)
+    title = f"Groups all wrong (solid), right (dashed), {SMOOTHING}-step mean"
+    axis.set(title=title, xlabel="training step", ylim=(-0.02, 1.02))
 
 
 def _second_draw(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
@@ -151,33 +159,35 @@ def _second_draw(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any])
         for x, label in enumerate(labels):
             found = run["phases"]["all"].get(f"second/{label}/difference")
             _point(axis, x + _shift(i, len(runs)), found, colours[name])
-    axis.axhline(0, color="black", linewidth=1)
+    axis.axhline(0, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set_xticks(range(len(labels)), [label.replace("_", " ") for label in labels])
     axis.set(title="Pairs of two draws minus pairs of one draw", xlim=(-0.5, len(labels) - 0.5))
 
 
 def _pass_curves(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
     heldout = all("heldout" in run for run in runs.values())
-    for name, run in runs.items():
-        figures = run["heldout"] if heldout else run["phases"]["late"]
-        for side, colour in (("baseline", "black"), ("run", colours[name])):
-            curve = _pass_at_k(figures, side)
-            ks = [k for k, _ in curve]
-            axis.plot(ks, [found["value"] for _, found in curve], color=colour, marker="o", markersize=3)
-            axis.fill_between(
-                ks, *zip(*(found["interval"] for _, found in curve), strict=True), color=colour, alpha=0.12
-            )
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ks, map(str, ks))
+    for side, run, colour in _lines(runs, colours):
+        curve = _pass_at_k(run["heldout"] if heldout else run["phases"]["late"], side)
+        ks = [k for k, _ in curve]
+        axis.plot(ks, [found["value"] for _, found in curve], color=colour, marker="o", markersize=3)
+        low, high = zip(*(found["interval"] for _, found in curve), strict=True)
+        axis.fill_between(ks, low, high, color=colour, alpha=0.12)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ks, map(str, ks))
     of = "held-out problems" if heldout else "training rollouts, last third"
     axis.set(title=f"pass@k, {of}", xlabel="k", ylim=(-0.02, 1.02))
 
 
 def _entropy(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    for name, run in runs.items():
-        for side, colour in (("baseline", "black"), ("run", colours[name])):
-            axis.plot(run["entropy"][side]["step"], run["entropy"][side]["nats"], color=colour, linewidth=1.3)
+    for side, run, colour in _lines(runs, colours):
+        if (entropy := run["entropy"][side])["step"]:
+            axis.plot(entropy["step"], entropy["nats"], color=colour, linewidth=1.3)
     axis.set(title="Token entropy (nats): no measure of exploration", xlabel="training step")
+
+
+def _lines(runs: Mapping[str, Run], colours: Mapping[str, Any]) -> list[tuple[str, Run, Any]]:
+    """What has a line: the baseline, as paired with the first run, and every run; with the side it is on."""
+    return [("baseline", next(iter(runs.values())), "black"), *(("run", run, colours[n]) for n, run in runs.items())]
 
 
 def _point(axis: Any, x: float, found: Any, colour: Any) -> None:
