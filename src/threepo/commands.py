@@ -1,0 +1,227 @@
+"""What the commands of the command line do, given their parsed arguments; cli.py has the arguments.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from threepo.errors import UserError
+from threepo.files import write_json
+from threepo.ranks.group import joined, started
+
+
+def train(options: argparse.Namespace) -> None:
+    """Start or resume a training run of either kind."""
+    from threepo.config import SFTConfig, TrainConfig, recipes
+
+    record: Any = TrainConfig if options.kind == "train" else SFTConfig
+    if options.list:
+        print("\n".join(recipes.shipped_recipes()))
+        return
+    if "=" in options.recipe:  # settings alone, without a recipe
+        options.recipe, options.settings = "", [options.recipe, *options.settings]
+    if options.dry_run and options.resume:
+        raise UserError("--dry-run --resume: --dry-run plans a recipe; leave out one of the two")
+    for name, tokens in (("prompt", options.prompt_tokens), ("response", options.response_tokens)):
+        if tokens < 0 or (tokens and not options.dry_run):
+            raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
+    if options.ranks < 0 or (options.ranks and not options.dry_run):
+        raise UserError(f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only: torchrun starts them")
+    config: Any = None
+    steps = None
+    if options.resume:
+        config, steps = _recorded(options, record)
+    elif options.recipe or options.settings:
+        config = recipes.load(record, options.recipe, options.settings)
+    else:
+        raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
+    if options.dry_run:
+        from threepo.training.plan import plan
+
+        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or started().size)
+        for label, lines in found.items() if started().first else ():
+            print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
+        return
+    if not config.run.folder:
+        raise UserError("run.folder = '': no recipe names the folder; set run.folder")
+    with joined(config.parallel.timeout_s) as ranks:
+        folder = None
+        if options.resume:
+            config, folder = _resumed(options.resume, config, steps, ranks)
+        from threepo import api
+
+        train: Any = api.train if options.kind == "train" else api.fine_tune
+        path = train(config, folder, ranks)
+        if ranks.first:
+            print(api.closing_words(path))
+
+
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
+"""Beginnings of settings that say where a run runs; a run that is resumed may run elsewhere."""
+
+
+def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
+    """The configuration of the run to resume, and the length that it gets; None: its own."""
+    from threepo.config.recipes import merge, parse_overrides
+    from threepo.config.records import build
+    from threepo.files import read_json
+    from threepo.run_folder import CONFIG, refuse_no_run
+
+    names = [text.partition("=")[0].strip() for text in options.settings]
+    if options.recipe or not all(name == "run.steps" or name.startswith(_WHERE) for name in names):
+        taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
+        raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
+    given = parse_overrides(options.settings)
+    steps = given.pop("run", {}).get("steps")
+    refuse_no_run(options.resume)
+    recorded = read_json(options.resume / CONFIG)
+    made_by = "train" if "method" in recorded else "sft"
+    if made_by != options.kind:
+        raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
+    return build(record, merge(recorded, given)), steps
+
+
+def _resumed(path: Path, config: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:
+    """The configuration and the open folder of the run to resume; the first rank opens it."""
+    from threepo.run_folder import FollowedFolder, RunFolder
+
+    folder: RunFolder = FollowedFolder(path)
+    with ranks.together():
+        if ranks.first:
+            folder = RunFolder(path)
+            config = config if steps is None else folder.extend(config, steps)
+    return ranks.gather(config)[0], folder
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.config import recipes
+
+    if options.compare:
+        _compare(options)
+        return
+    if not options.model:
+        raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
+    benchmarks: dict[str, Any] = {} if options.benchmarks is None else {"names": options.benchmarks.split(",")}
+    if options.benchmark_files:
+        benchmarks["folder"] = str(options.benchmark_files)
+    config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
+    from threepo.api import evaluate
+    from threepo.evaluation.records import default_folder
+    from threepo.evaluation.scores import evaluation_table
+
+    folder = options.output or default_folder(config)
+    with joined(config.parallel.timeout_s) as ranks:
+        summary = evaluate(config, folder, ranks=ranks)
+        if ranks.first:
+            Console().print(evaluation_table(summary))
+            print(f"every completion and the settings: {folder}")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
+        raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
+    from threepo.evaluation.compare import compare, comparison_table
+
+    comparison = compare(*options.compare)
+    Console().print(comparison_table(comparison))
+    for name in comparison["only_in_one"]:
+        print(f"left out, because only one of them has it: {name}")
+    for different in comparison["settings_that_differ"]:
+        print(f"different setting: {different['setting']} = {different['first']!r} in A, {different['second']!r} in B")
+    if options.output:
+        write_json(options.output / "comparison.json", comparison)
+
+
+def probe(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.config.probe import load_probing
+
+    flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
+    flags |= {"exact": True} if options.exact else {}
+    if options.ess:
+        try:
+            flags["ess"] = [float(size) for size in options.ess.split(",")]
+        except ValueError:
+            raise UserError(f"--ess {options.ess}: must be numbers with commas between them, such as 1e8,1e9") from None
+    if options.write and options.write.suffix != ".toml":
+        raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
+    config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
+    from threepo import api
+    from threepo.evaluation.probe_report import table
+
+    folder = options.output or api.probe_folder(config, settings)
+    summary = api.probe(config, settings, folder, training, options.write)
+    console = Console()
+    console.print(table(summary))
+    console.print(summary["verdict"], highlight=False)
+    print(f"all figures: {folder}")
+    if options.write and options.write.is_file():
+        print(f"next: threepo train {options.write}")
+
+
+def report(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.analysis.report import plot, read_run, tables
+
+    runs = {path: read_run(Path(path)) for path in options.runs}
+    for table in tables(runs):
+        Console().print(table)
+    if options.output:
+        plot(list(runs.values()), options.output)
+
+
+def explore(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    baseline, *runs = map(Path, options.runs)
+    if not runs:
+        raise UserError(f"explore {baseline}: name the baseline, and at least one run to compare with it")
+    from threepo.analysis.exploration import explore
+    from threepo.analysis.exploration_view import exploration_tables, plot_exploration
+
+    rule = {"verdict": options.verdict, "above": options.right_above, "by_draw": options.by_draw}
+    comparison = explore(baseline, runs, heldout=options.heldout or (), **rule)
+    for table in exploration_tables(comparison):
+        Console().print(table)
+    for name, run in comparison["runs"].items():
+        for side, steps in run["steps_in_one_only"].items():
+            if steps:
+                print(f"{name}: left out {steps} steps that only the {side} has")
+    if options.output:
+        write_json(options.output / "exploration.json", comparison)
+        plot_exploration(comparison, options.output / "exploration.png")
+
+
+def sample(options: argparse.Namespace) -> None:
+    if options.draws < 1 or options.first < 0:
+        raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
+    from threepo import api
+
+    for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
+        print(path)
+
+
+def show_data(options: argparse.Namespace) -> None:
+    from threepo.show import listing, shown_problem
+
+    if options.source is None:
+        print(listing())
+        return
+    split: Any = "heldout" if options.heldout else "train"
+    print(shown_problem(options.source, options.settings, split, options.index, options.model))
+
+
+def demo(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.api import demonstrate
+
+    demonstrate(options.folder, Console())
