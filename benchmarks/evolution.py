@@ -14,7 +14,10 @@ import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import matplotlib.pyplot as plt
 
 from threepo.run_folder import read_metrics
 
@@ -25,6 +28,8 @@ METHODS = {
     "es": ("demo/es",),
     "es, antithetic": ("demo/es", "method.antithetic=true"),
 }
+WEIGHTS = 821_888
+"""Of the demonstration's policy."""
 T_95 = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 """Student's t, two-sided, by degrees of freedom."""
 
@@ -69,11 +74,11 @@ def learn(seeds: int) -> None:
         print(f"| {method} | {' | '.join(at)} | {gain[0]:.1f} ± {gain[1]:.1f} | {beside[0]:.1f} ± {beside[1]:.1f} |")
 
 
-def angle() -> None:
-    """Cosine and correlation, with standard errors over steps."""
-    weights = 821_888
+def angle(picture: Path) -> None:
+    """Cosine and correlation, with standard errors over steps, as a table and as a picture."""
     print("| sigma | draws | rollouts a draw and prompt | steps | cosine | sqrt(N / d) | correlation over draws |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
+    curves: dict[float, list[tuple[int, list[tuple[float, float]]]]] = {}
     for ess, sigma in (("1e9", 1e-3), ("1e7", 1e-2)):
         for draws, each, steps in ((4, 4, 40), (16, 4, 20), (64, 4, 6), (16, 16, 6)):
             rows = run(
@@ -82,10 +87,34 @@ def angle() -> None:
                 *(f"optimizer.ess={ess}", f"method.draws={draws}", f"method.rollouts_per_prompt={draws * each}"),
                 *("method.correction.kind=none", "schedule.warmup_share=0"),
             )
-            found = [[row[f"evolution/{name}"] for row in rows] for name in ("cosine", "correlation")]
-            cells = [f"{statistics.fmean(v):.4f} ± {statistics.stdev(v) / len(v) ** 0.5:.4f}" for v in found]
-            share = f"{(draws / weights) ** 0.5:.4f}"
+            columns = [[row[f"evolution/{name}"] for row in rows] for name in ("cosine", "correlation")]
+            found = [(statistics.fmean(v), statistics.stdev(v) / len(v) ** 0.5) for v in columns]
+            cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in found]
+            share = f"{(draws / WEIGHTS) ** 0.5:.4f}"
             print(f"| {sigma:g} | {draws} | {each} | {steps} | {cells[0]} | {share} | {cells[1]} |", flush=True)
+            if each == 4:
+                curves.setdefault(sigma, []).append((draws, found))
+    draw(curves, picture)
+
+
+def draw(curves: Mapping[float, Sequence[tuple[int, Sequence[tuple[float, float]]]]], picture: Path) -> None:
+    """Cosine and correlation over the number of draws, a line for each sigma."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
+    for sigma, points in curves.items():
+        for ax, column in zip(axes, zip(*(found for _, found in points), strict=True), strict=True):
+            means, errors = zip(*column, strict=True)
+            draws = [draws for draws, _ in points]
+            ax.errorbar(draws, means, errors, marker="o", capsize=3, label=f"sigma = {sigma:g}")
+    axes[0].plot(draws, [(n / WEIGHTS) ** 0.5 for n in draws], "k--", linewidth=1, label="sqrt(N / d)")
+    axes[0].legend(frameon=False)
+    for ax, title in zip(axes, ("cosine of the two gradients", "correlation over draws"), strict=True):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(draws, [str(n) for n in draws])
+        ax.set(title=title, xlabel="draws, 4 rollouts each of a prompt")
+        ax.axhline(0, color="k", linewidth=0.6)
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=110)
 
 
 def main() -> None:
@@ -93,8 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("learn", "angle"))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--picture", type=Path, default=Path("evolution.png"), help="angle: where to draw it")
     options = parser.parse_args()
-    learn(options.seeds) if options.what == "learn" else angle()
+    learn(options.seeds) if options.what == "learn" else angle(options.picture)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None
     _, second = engine._shared
     engine._replicas[0].call("share", 0, engine._layout, second.path)
     with pytest.raises(
-        UserError, match=r"other weights than those of Draw\(.*index=0, mirrored=False\) at step 7 .*: those of .*index=1"
+        UserError,
+        match=r"other weights than those of Draw\(.*index=0, mirrored=False\) at step 7 .*: those of .*index=1",
     ):
         engine.load(IVON(policy.model.named_parameters(), ess=1e13), DRAWS[:2], 7)
 
