@@ -18,6 +18,7 @@ from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
 from threepo.evaluation.probe import FIRST_DRAW, Condition, conditions
 from threepo.evaluation.probe_findings import findings, recipe, write_recipe
+from threepo.evaluation.probe_report import draw_picture
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints
@@ -168,10 +169,13 @@ def test_luck_among_many_is_measured_again() -> None:
     assert "will not help" in summary["verdict"]
 
 
-def test_nothing_solved_is_not_taken_for_an_answer() -> None:
+def test_nothing_solved_is_not_taken_for_an_answer(tmp_path: Path) -> None:
     config, settings, everything = planted(0.05)
     none = [dict(m, rates=np.zeros_like(m["rates"]).tolist(), rollouts=16) for m in everything]
-    assert findings(config, settings, none)["verdict"].startswith("Cannot be told")
+    found = findings(config, settings, none)
+    assert found["verdict"].startswith("Cannot be told")
+    draw_picture(found, tmp_path / "probe.png")  # with panels that have no point
+    assert (tmp_path / "probe.png").is_file()
 
 
 def test_noise_too_far_from_the_mean_is_not_proposed() -> None:

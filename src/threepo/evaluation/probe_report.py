@@ -77,7 +77,8 @@ def draw_picture(summary: Row, path: Path) -> None:
     if warm and math.isfinite(warm["ratio"]["value"]) and warm["ratio"]["value"] > 0:
         text = f"temperature {warm['size']:g}"
         axes[0, 0].axhline(warm["ratio"]["value"], color="grey", linestyle=":", linewidth=1.5, label=text)
-    axes[0, 0].set_yscale("log")
+    if _drawn(axes[0, 0]):
+        axes[0, 0].set_yscale("log")
     _rescued(axes[0, 1], summary, warm)
     titles = (
         ("mu / p: solved how often, relative to the mean", "KL to the mean, nats a token"),
@@ -90,7 +91,7 @@ def draw_picture(summary: Row, path: Path) -> None:
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        if axis is not axes[0, 1]:
+        if axis is not axes[0, 1] and _drawn(axis):
             axis.set_xscale("log")
     axes[1, 0].set_ylim(-0.03, 1.03)
     handles, names = axes[0, 0].get_legend_handles_labels()
@@ -111,6 +112,11 @@ def _with_bars(
     axis.errorbar([at for at, _ in found], values, yerr=bars, capsize=2, linewidth=1.3, elinewidth=0.7, **style)
 
 
+def _drawn(axis: Any) -> bool:
+    """Whether a curve has a point; without one, for which nothing needs to be solved, an axis cannot be logarithmic."""
+    return any(len(line.get_xdata()) and line.get_marker() == "o" for line in axis.get_lines())
+
+
 def _rescued(axis: Any, summary: Row, warm: Row | None) -> None:
     """One minus the share of dead groups, for the chosen noise or the best of all, the mean, and a temperature."""
     shown = summary["confirmed"] or max(summary["noise"], key=lambda row: row["ratio"]["low"])
@@ -124,7 +130,8 @@ def _rescued(axis: Any, summary: Row, warm: Row | None) -> None:
             name = "the mean" if row["place"] != TEMPERATURE else f"temperature {row['size']:g}"
             line = {"color": colour, "linestyle": ":" if colour == "grey" else "-", "linewidth": 1.5, "label": name}
             axis.axhline(1 - row["dead_share"]["1"]["value"], **line)
-    axis.set_xscale("log", base=2)
+    if _drawn(axis):
+        axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(n) for n in counts])
     values = [f["value"] for f in flipped]
     if min(values, default=0) > 0:
