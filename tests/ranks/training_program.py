@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from threepo.cli import main
 from threepo.models.policy import Policy
-from threepo.posterior.ivon import IVON
+from threepo.posterior.perturbation import Noisy
 from threepo.ranks import sharding
 from threepo.ranks.group import joined
 
@@ -59,13 +59,15 @@ def no_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no memory left")
 
 
-FAILING = {"pass": (Policy, "logprobs"), "draw": (IVON, "_write")}
+FAILING = {"pass": (Policy, "logprobs"), "draw": (Noisy, "under")}
 
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     if sys.argv[2:] and os.environ["RANK"] == "1":
-        setattr(*FAILING[sys.argv[2]], no_memory)
+        owner, method = FAILING[sys.argv[2]]
+        assert hasattr(owner, method), "what is not there cannot fail"
+        setattr(owner, method, no_memory)
     with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
             with patch("threepo.commands.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process
