@@ -1,6 +1,6 @@
 """The rows of the lattice by name: a method, and what else of a recipe belongs to it. To add a row, add it here.
 
-docs/generate.py writes the table of README.md and docs/method.md from them. Nothing else knows a row's name.
+docs/generate.py writes the table of README.md and docs/method.md from them. The trainer knows no row's name.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any
 
 
 def _psn(name: str, **schedule: Any) -> Preset:
-    """Noise on the MLPs generates, the mean is updated; sigma stays within [1e-6, 0.5]."""
+    """Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5]."""
     correction = Correction(kind="token_tis", high=10.0)
     bounds = {"lowest": 6.4e-5, "highest": 1.6e7}  # (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
     noise = {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}}

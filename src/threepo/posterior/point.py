@@ -61,10 +61,10 @@ class Point(Perturbable, torch.optim.Optimizer):
         """The parameters that draws perturb. Refused if there are none: a draw would be the mean."""
         parameters = dict(self.named())
         found = []
-        for group in self.noise_groups():
+        for group in (group for group in self.noise_groups() if group.noise_scale):
             scalars = sigma_scalars(vars(group))
-            some = [parameters[name] for name in group.parameters if group.noise_scale]
-            found += [Noisy(name, p, p, p, scalars) for name, p in zip(group.parameters, some, strict=False)]
+            some = ((name, parameters[name]) for name in group.parameters)
+            found += [Noisy(name, p, p, p, scalars) for name, p in some]
         if not found:
             raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
         return found
