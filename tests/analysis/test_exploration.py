@@ -254,6 +254,19 @@ def test_logs_of_trl_and_verl_are_read_as_ours(tmp_path: Path) -> None:
     assert values["no_answer/wins"]["value"] is None
 
 
+def test_files_that_trl_wrote() -> None:
+    """trl_logs has two runs of TRL 1.16's GRPOTrainer, which differ in the learning rate; figures counted by hand."""
+    logs = Path(__file__).parent / "trl_logs"
+    with pytest.raises(UserError, match="has the columns right, length; say which one is the verdict"):
+        read_completions(logs / "base")
+    compared = explore(logs / "base", [logs / "fast"], verdict="right")["runs"]["fast"]
+    values = {figure: found["value"] for figure, found in compared["phases"]["all"].items()}
+    assert (values["rescued"], values["lost"]) == (2, 3)
+    assert (values["all_wrong/baseline"], values["all_wrong/run"]) == (pytest.approx(7 / 12), pytest.approx(8 / 12))
+    assert (values["incorrect/baseline"], values["incorrect/run"]) == (pytest.approx(40 / 48), pytest.approx(44 / 48))
+    assert (values["incorrect/wins"], values["incorrect/losses"], values["incorrect/ties"]) == (2, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

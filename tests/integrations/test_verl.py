@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl_on_cpu import share_of_vowels
 
+from threepo.analysis.completions import read_completions
 from threepo.config import ModelConfig, ObjectiveConfig, SamplingConfig, TinyConfig
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
@@ -274,6 +275,7 @@ def settings(folder: Path, method: str) -> list[str]:
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=2",
         f"trainer.default_local_dir={folder}/checkpoints",
+        f"trainer.rollout_data_dir={folder}/rollouts",
         "trainer.logger=[file]",
         "trainer.val_before_train=False",
         "trainer.test_freq=1",
@@ -341,6 +343,17 @@ def test_evaluation_is_of_the_mean(run: Run) -> None:
         assert not any(written(run, AFTER_STEP + 3 * step)), "the draws come back after the evaluation"
         before, after = weights_sent(run, AFTER_STEP + 3 * step)[0], weights_sent(run, AGAIN + 3 * step)[0]
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_verl_writes_can_be_analysed(run: Run) -> None:
+    groups = read_completions(run.folder / "rollouts", above=0.5)
+    assert [step for step, _ in groups] == [step + 1 for step in run.steps for _ in range(PROMPTS)]
+    for step in run.steps:
+        served = [row["tokens"] for rows in written(run, DRAWN + 3 * step) for row in rows]
+        tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in served]
+        right = sum(share_of_vowels("", text, "") > 0.5 for text in texts)
+        assert sum(sum(group.right) for (at, _), group in groups.items() if at == step + 1) == right
 
 
 def test_a_checkpoint_is_saved_on_every_rank(run: Run) -> None:
