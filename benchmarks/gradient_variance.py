@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from threepo.types import Group
 LR = 1e3
 """So large that the difference of two float32 weights has all digits of the gradient."""
 MIS = Correction(kind="seq_mis")
-WAYS: Mapping[str, dict[str, object]] = {
+WAYS: Mapping[str, dict[str, Any]] = {
     "replay": {"gradient_at": "generator"},
     "fresh draw": {"gradient_at": "fresh"},
     "fresh draw, Seq-MIS": {"gradient_at": "fresh", "correction": MIS},
