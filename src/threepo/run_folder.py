@@ -166,6 +166,12 @@ class RunFolder(LockedFolder):
             file.write((json.dumps(finite(row)) + "\n").encode())
             os.fsync(file.fileno())  # after a power cut, no checkpoint is ahead of the log
 
+    def add_to_row(self, row: Mapping[str, float]) -> None:
+        """Add metrics to the row of their step in metrics.jsonl, which may be missing."""
+        rows = {found["step"]: found for found in read_metrics(self.path)}
+        rows[row["step"]] = rows.get(row["step"], {}) | finite(row)
+        write_text(self.path / METRICS, "".join(json.dumps(found) + "\n" for found in rows.values()))
+
     def forget_after(self, step: int) -> None:
         """Delete metrics and completions of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
@@ -201,6 +207,9 @@ class FollowedFolder(RunFolder):
         pass
 
     def log(self, row: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def add_to_row(self, row: Mapping[str, float]) -> None:
         """Nothing."""
 
     def forget_after(self, step: int) -> None:

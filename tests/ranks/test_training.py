@@ -17,7 +17,7 @@ import torch
 from launch import ended, launch, start, working_folder
 from safetensors.torch import load_file
 
-from runs import RLVR, SFT, outcome
+from runs import BRITTLE, RLVR, SFT, outcome
 from threepo.cli import main
 from threepo.models.packing import pack
 from threepo.models.policy import Policy
@@ -322,6 +322,27 @@ def test_an_error_ends_all_with_its_message(where: str, folder: Path) -> None:
     assert len(lines) == 1, said
     assert expected in lines[0]
     assert not (folder / where).exists(), "nothing was learnt, so nothing is left"
+
+
+def test_an_evaluation_that_failed_on_one_rank_is_made_up_bitwise(folder: Path) -> None:
+    """Its reward raises in the middle of the run, and is killed with its rank at the end: all ranks save, then end."""
+    (folder / "brittle.py").write_text(BRITTLE)
+    settings = [*COMMON, "method.preset=c3po", *IVON, "run.steps=3", "eval.every=2"]
+    brittle, parts = "reward.function=brittle:when_evaluated", folder / "evaluated"
+    command = [*settings, brittle, f"run.folder={parts}"]
+    for fault, evaluations, steps in (("raise", 1, 2), ("kill", 1, 3)):
+        (folder / "evaluations-left").write_text(f"{fault} {evaluations}")
+        status, said = train(2, *command)
+        assert status == 1
+        assert ("the verifier is down" if fault == "raise" else "Signal 9 (SIGKILL) received by PID") in said
+        assert [row["step"] for row in read_metrics(parts)] == [-1, *range(steps)]
+        assert checkpoints(parts)[-1][0] == steps
+        command = ["--resume", str(parts)]
+    (folder / "evaluations-left").unlink()
+    whole = ["train", *settings, f"run.folder={folder / 'evaluated-whole'}"]
+    (folder / "made-up.json").write_text(json.dumps([whole, ["train", *command]]))
+    launch(PROGRAM, str(folder / "made-up.json"), ranks=2)
+    assert outcome(parts) == outcome(folder / "evaluated-whole")
 
 
 @pytest.mark.parametrize("what", ["pass", "draw"])

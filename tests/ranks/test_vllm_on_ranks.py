@@ -29,8 +29,16 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = str(Path(__file__).with_name("vllm_program.py"))
 REWARD = """
+import os, signal
 def reward(completions, **_):
     return [float(bool(c) and c[0] < "4") for c in completions]
+calls = 0
+def before_the_last_evaluation(completions, **_):
+    global calls
+    calls += 1  # for an evaluation, and ten steps
+    if calls == 11 and os.environ["RANK"] == "1":
+        os.kill(int(open("replica-of-1").read()), signal.SIGKILL)
+    return reward(completions)
 """
 """At first every fourth completion begins so."""
 COMMON = (
@@ -182,3 +190,16 @@ def test_a_replica_that_dies_or_hangs_ends_all_and_the_run_goes_on(folder: Path,
     whole, parts = outcome(folder / "two" / "run"), outcome(run)
     assert parts["completions"] == whole["completions"]
     assert parts["tensors"] == whole["tensors"]
+
+
+def test_an_evaluation_whose_replica_dies_is_made_up(folder: Path, said: str) -> None:
+    """After the last step: the resumed run has nothing left but the evaluation, and ends like one never stopped."""
+    run, reward = folder / "evaluated", "reward.function=first_character:before_the_last_evaluation"
+    status, words = ended(start(PROGRAM, *TWO, reward, "eval.every=10", f"run.folder={run}", ranks=2))
+    assert status == 1
+    (line,) = messages(words)
+    assert "rank 1: engine.vllm: replica 0 ended during" in line
+    assert "eval/pass_at_1" not in read_metrics(run)[-1]
+    assert checkpoints(run)[-1][0] == 10
+    assert ended(start("-m", "threepo", "train", "--resume", str(run), ranks=2))[0] == 0
+    assert outcome(run) == outcome(folder / "two" / "run")

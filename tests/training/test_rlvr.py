@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import forked, outcome, sft_config, train_config
+from runs import BRITTLE, RLVR, forked, outcome, sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import IVONConfig, ModelConfig, NoiseConfig, TrainConfig
@@ -316,6 +316,33 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [-1, 1, 3, 4]
     assert [row["step"] for row in rows] == [-1, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_an_evaluation_that_failed_is_made_up_bitwise(fault: str, tmp_path: Path, learnable: list[str]) -> None:
+    """In the middle of a run, and at its end, where nothing is left to train."""
+    settings = [*learnable, "method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6"]
+    settings += ["run.steps=5", "eval.every=2"]
+    api.train(train_config(tmp_path / "whole", *settings))
+    (tmp_path / "brittle.py").write_text(BRITTLE)
+    parts, left = tmp_path / "parts", tmp_path / "evaluations-left"
+    # A kill leaves what was saved before it, so a checkpoint must be due.
+    own = ["reward.function=brittle:when_evaluated", f"run.checkpoint_every={2 if fault == 'kill' else 0}"]
+    command = ["train", *RLVR, *settings, *own, f"run.folder={parts}"]
+    for evaluations, steps in ((2, 4), (0, 4), (1, 5)):
+        left.write_text(f"{fault} {evaluations}")
+        process = forked(*command, said=str(tmp_path / "said"))
+        process.join()
+        assert process.exitcode == (2 if fault == "raise" else -signal.SIGKILL)
+        rows = read_metrics(parts)
+        assert [row["step"] for row in rows] == [-1, *range(steps)]
+        assert "eval/pass_at_1" not in rows[-1]
+        assert checkpoints(parts)[-1][0] == len(outcome(parts)["completions"]) == steps
+        command = ["train", "--resume", str(parts)]
+    left.unlink()
+    assert main(command) == 0
+    assert outcome(parts) == outcome(tmp_path / "whole")
+    assert json.loads((parts / "summary.json").read_text())["pass_at_1_after"] is not None
 
 
 def test_evaluating_does_not_disturb_training(tmp_path: Path, learnable: list[str]) -> None:

@@ -151,8 +151,10 @@ def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Pat
     folder, _ = RunFolder.open(tmp_path)
     folder.forget_after(3)
     folder.log({"step": 3, "value": 9.0})
+    folder.add_to_row({"step": 2, "score": 0.5})
     folder.close()
     assert [(r["step"], r["value"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 0.1), (2, None), (3, 9.0)]
+    assert [r.get("score") for r in read_metrics(tmp_path)] == [None, None, 0.5, None]
     assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [f"step-00000{i}.parquet" for i in range(3)]
     saved = pyarrow.parquet.read_table(tmp_path / "completions" / "step-000001.parquet").to_pylist()[0]
     assert (saved["draw_seed"], saved["draw_step"], saved["draw_index"]) == (1, 1, 2)

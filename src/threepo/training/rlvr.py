@@ -15,14 +15,13 @@ from typing import Any
 from threepo.config import TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
-from threepo.errors import UserError
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
+from threepo.run_folder import PROBLEMS, RunFolder, completion_row, read_metrics, refuse_changed
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
@@ -55,6 +54,23 @@ class Run(TrainingRun[TrainConfig]):
         """The reference, if it changes."""
         return self.reference.saved() if self.reference else {}
 
+    def evaluate(self) -> None:
+        """Scores of the held-out problems: before the first step (its row is -1), every so many, and at the end."""
+        done, config = self.state.step, self.config
+        if not self.examination or not due(done, config.eval.every, config.run.steps):
+            return
+        rows = [row for row in read_metrics(self.folder.path) if row["step"] == done - 1]
+        if self.ranks.gather(any("eval/pass_at_1" in row for row in rows))[0]:  # the first rank writes the log
+            return
+        clock = Clock()
+        metrics = self.examination.metrics(self.engine, self.optimizer, done)
+        clock.lap("time/eval")
+        metrics |= clock.times
+        with self.ranks.together():
+            self.folder.add_to_row({"step": done - 1, **metrics})
+        if self.tensorboard:
+            self.tensorboard.log(done - 1, metrics)
+
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
 """Metrics on the progress bar, by their short names there."""
@@ -63,17 +79,13 @@ SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "grou
 def train(run: Run) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     steps = run.config.run.steps
-    if run.state.step == 0 and run.examination:
-        run.folder.log({"step": -1, **run.examination.metrics(run.engine, run.optimizer, 0)})
+    run.evaluate()  # before the first step; of a resumed run, what failed or was killed in an earlier process
     with run.ending_steps(run.config.method.name, steps, SHOWN) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
-            try:
+            with run.saved_on_failure():
                 rollouts = rollout(run, step, clock)
-            except UserError:  # from a reward function or a problem: keep what was learnt until here
-                run.save()
-                raise
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= update_metrics(record) | run.optimizer_metrics()
@@ -83,9 +95,6 @@ def train(run: Run) -> None:
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
             schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
-            if run.examination and due(step + 1, run.config.eval.every, steps):
-                metrics |= run.examination.metrics(run.engine, run.optimizer, step + 1)
-                clock.lap("time/eval")
             with run.ranks.together():
                 run.folder.write_completions(step, completion_rows(step, rollouts.generated, record))
             clock.lap("time/log")

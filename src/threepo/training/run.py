@@ -101,6 +101,9 @@ class TrainingRun(Generic[Config]):
         """What a checkpoint has to hold besides the policy and its optimizer."""
         return {}
 
+    def evaluate(self) -> None:
+        """Add an evaluation to the row of the step that was done last, if one is due and not there yet."""
+
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.folder.checkpoint_path(self.state.step)
@@ -110,11 +113,21 @@ class TrainingRun(Generic[Config]):
             self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
 
     @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Keep what was learnt if something that all ranks know of ends the body, such as a reward function."""
+        try:
+            yield
+        except UserError:
+            self.save()
+            raise
+
+    @contextmanager
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
-        """Yield a function that ends a training step, given its metrics: it logs them, and saves when that is due.
+        """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
         It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. `shown` has the metrics on
-        the progress bar, by their short names there.
+        the progress bar, by their short names there. What ends an evaluation leaves a row without it, which a resumed
+        run adds.
         """
         console = Console(stderr=True, quiet=not self.ranks.first)
         with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
@@ -125,8 +138,12 @@ class TrainingRun(Generic[Config]):
                     self.folder.log({"step": done - 1, **metrics})
                 if self.tensorboard:
                     self.tensorboard.log(done - 1, metrics)
+                if due(done, self.config.run.checkpoint_every, steps):
+                    self.save()
+                with self.saved_on_failure():
+                    self.evaluate()
                 stopping = max(self.ranks.gather(stop.signal_number))  # a signal after this is for the next step
-                if stopping or due(done, self.config.run.checkpoint_every, steps):
+                if stopping:
                     self.save()
                 reporter.update(done, {short: metrics[name] for short, name in shown.items() if name in metrics})
                 obey(stopping, done, steps, self.folder.path)
@@ -174,7 +191,7 @@ def open_folder(
     Rows of a resumed run that are later than its checkpoint are deleted, because they will be made again.
     """
     if resumed:
-        resumed.forget_after(done or -1)  # the row of the evaluation before the first step has step -1
+        resumed.forget_after(done)
     folder = resumed
     with ranks.together():
         if not folder and ranks.first:
