@@ -254,6 +254,13 @@ def test_logs_of_trl_and_verl_are_read_as_ours(tmp_path: Path) -> None:
     assert values["no_answer/wins"]["value"] is None
 
 
+def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
+    table = [row | {"completion": "one\u2028two\x85three"} for row in rows(STEPS)]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in table)  # without escapes, as verl writes it
+    (tmp_path / "raw.jsonl").write_text(lines, encoding="utf-8")
+    assert list(read_completions(tmp_path / "raw.jsonl")) == [(0, "p0"), (0, "p1"), (1, "p0"), (1, "p1")]
+
+
 def test_files_that_trl_wrote() -> None:
     """trl_logs has two runs of TRL 1.16's GRPOTrainer, which differ in the learning rate; figures counted by hand."""
     logs = Path(__file__).parent / "trl_logs"

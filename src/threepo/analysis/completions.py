@@ -130,7 +130,7 @@ def _columns(file: Path) -> dict[str, Any]:
         if file.suffix == ".parquet":
             found = pyarrow.parquet.read_table(file)
             return dict(zip(found.column_names, found.columns, strict=True))
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
     except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
         kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"

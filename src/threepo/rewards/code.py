@@ -192,7 +192,7 @@ def _call(given: Any, result: Any) -> tuple[str, Any]:
     """The JSON of a function's arguments, and what it must return."""
     if isinstance(given, str):
         try:
-            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+            given = [json.loads(line) for line in given.split("\n") if line.strip()]
         except ValueError as error:
             raise ValueError(f"have 'inputs' with a line that is not JSON ({error})") from error
         with suppress(ValueError):
