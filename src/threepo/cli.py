@@ -151,6 +151,13 @@ def _add_tools(subparsers: Any) -> None:
     explore.add_argument("--output", type=_path, metavar="FOLDER", help="write exploration.json and .png there")
     explore.set_defaults(command=commands.explore, more="runs")
 
+    study = subparsers.add_parser("study", help="methods x seeds: tuned alike, compared in pairs, with intervals")
+    study.add_argument("study", metavar="STUDY", help="a TOML file or a shipped study; started again, it goes on")
+    study.add_argument("settings", nargs="*", metavar="section.key=value", help="such as study.jobs=4")
+    study.add_argument("--summary", action="store_true", help="run nothing; write the tables of what is finished")
+    study.add_argument("--dry-run", action="store_true", help="list the runs, and how long the rest may take")
+    study.set_defaults(command=commands.study, more="settings")
+
     sample = subparsers.add_parser("sample", help="write models drawn from a checkpoint's posterior")
     sample.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run")
     sample.add_argument("--draws", type=int, default=1, help="number of models (default 1)")

@@ -200,6 +200,33 @@ def explore(options: argparse.Namespace) -> None:
         plot_exploration(comparison, options.output / "exploration.png")
 
 
+def study(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from threepo.config.study import load_study
+
+    study = load_study(options.study, options.settings)
+    if options.dry_run:
+        from threepo.analysis.study import forecast
+
+        print("\n".join(forecast(study)))
+        return
+    if not options.summary:
+        from threepo.analysis.study import run_study
+
+        run_study(study)
+    from threepo.analysis.study_summary import summarise
+    from threepo.analysis.study_view import tables, write_results
+
+    summary = summarise(study)
+    write_results(study, summary)
+    for table in tables(summary):
+        Console().print(table)
+    for entry in summary["left_out"]:
+        print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")
+    print(f"figures, tables and curves: {study.folder}")
+
+
 def sample(options: argparse.Namespace) -> None:
     if options.draws < 1 or options.first < 0:
         raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")

@@ -24,6 +24,8 @@ Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
 RUNS = Path("runs")
 """Where the runs of recipes go that name no folder."""
+STUDIES = "studies"
+"""The folder of the studies, among the recipes and among the runs."""
 _NOT_FOR_EVALUATION = {
     "model.path": "the model is the command's first argument",
     "eval.every": "it belongs to training",
@@ -98,8 +100,8 @@ def recipes_folder() -> Path:
 def shipped_recipes() -> list[str]:
     """Names of the shipped recipes, as `load` takes them; those that begin with _ are only there to be extended."""
     folder = recipes_folder()
-    paths = [path for path in folder.rglob("*.toml") if not path.name.startswith("_")]
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in paths)
+    paths = [path.relative_to(folder) for path in folder.rglob("*.toml") if not path.name.startswith("_")]
+    return sorted(str(path.with_suffix("")) for path in paths if path.parts[0] != STUDIES)
 
 
 def find_recipe(name: str) -> Path:

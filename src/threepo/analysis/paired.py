@@ -1,0 +1,179 @@
+"""Statistics over seeds: intervals, paired comparisons with a baseline, their power, and steps to a target.
+
+Legend: n seeds, d paired differences (method - baseline, of the same seed), m comparisons at once, T values of a curve.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from scipy import optimize, stats
+
+LEVEL = 0.95
+POWER = 0.8
+RESAMPLES = 5000
+MOST_FLIPS = 14
+"""Up to so many seeds all 2^n signs are tried; with more, as many random ones."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with its 95 % interval; one seed has none."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean and t interval of n values."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, None, None)
+    half = float(stats.sem(values) * stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_interval(values: Sequence[float]) -> Interval:
+    """Mean and BCa bootstrap interval of n values, which are resampled. It is too short for few of them."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, None, None)
+    if np.ptp(values) == 0:
+        return Interval(mean, mean, mean)
+    data = (np.asarray(values),)
+    with warnings.catch_warnings():  # where BCa is not defined, as with one value of n that differs, it is NaN
+        warnings.simplefilter("ignore")
+        found = stats.bootstrap(data, np.mean, n_resamples=RESAMPLES, rng=np.random.default_rng(0)).confidence_interval
+        if not math.isfinite(found.low + found.high):
+            rng = np.random.default_rng(0)
+            found = stats.bootstrap(
+                data, np.mean, n_resamples=RESAMPLES, method="percentile", rng=rng
+            ).confidence_interval
+    return Interval(mean, float(found.low), float(found.high))
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of a randomisation test: how often a mean is as far from 0 if the signs of d are by chance.
+
+    It asks nothing of the distribution but symmetry, and is exact. With n seeds it is 2 / 2^n or more.
+    """
+    d = np.asarray(differences, dtype=float)
+    n = len(d)
+    if n <= MOST_FLIPS:
+        signs = np.array(list(product((1.0, -1.0), repeat=n)))
+    else:
+        signs = np.random.default_rng(0).choice((1.0, -1.0), size=(2**MOST_FLIPS, n))
+        signs[0] = 1.0  # what was seen is one of them, so p is never 0
+    return float(np.mean(np.abs(signs @ d) >= abs(d.sum()) * (1 - 1e-9)))
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """Two-sided p of the paired t-test; where d is the same for all seeds, t has no scale, and the signs decide."""
+    if len(differences) < 2:
+        return 1.0
+    if np.ptp(differences) <= 1e-12 * np.max(np.abs(differences)):
+        return sign_flip_p(differences)
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values adjusted for being m at once (Holm): the chance of any false claim among them stays at the level."""
+    order = np.argsort(ps, kind="stable")
+    scaled = np.asarray(ps)[order] * np.arange(len(ps), 0, -1)
+    adjusted = np.empty(len(ps))
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return adjusted.tolist()
+
+
+def power(difference: float, deviation: float, n: int, level: float = 1 - LEVEL) -> float:
+    """Chance that the two-sided paired t-test finds a true difference; `deviation` is the standard deviation of d."""
+    centre, critical = difference / deviation * math.sqrt(n), stats.t.isf(level / 2, n - 1)
+    return float(stats.nct.sf(critical, n - 1, centre) + stats.nct.cdf(-critical, n - 1, centre))
+
+
+def detectable(deviation: float, n: int, level: float = 1 - LEVEL) -> float | None:
+    """The smallest true difference that is found with a chance of 80 %; None for one seed."""
+    if n < 2:
+        return None
+    if deviation == 0:
+        return 0.0
+    # In units of deviation / sqrt(n); the bound is beyond any level that Holm makes of 5 %.
+    most = 10 * float(stats.t.isf(level / 2, n - 1))
+    return (
+        deviation
+        / math.sqrt(n)
+        * float(optimize.brentq(lambda c: power(c / math.sqrt(n), 1, n, level) - POWER, 0, most))
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method against the baseline, over the n seeds that both have."""
+
+    n: int
+    difference: float
+    low: float | None
+    """Ends of the paired t interval."""
+    high: float | None
+    bootstrap_low: float | None
+    bootstrap_high: float | None
+    p: float
+    """Of the paired t-test, before any adjustment."""
+    p_adjusted: float
+    """By Holm, among all comparisons of the family."""
+    p_sign_flip: float
+    detectable: float | None
+    """The smallest true difference that this n finds with a chance of 80 % at the level 5 % / m, Holm's first."""
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, or `undecided`: whether the adjusted p is below 5 %, and on which side."""
+        if self.p_adjusted >= 1 - LEVEL:
+            return "undecided"
+        return "better" if self.difference > 0 else "worse"
+
+
+def compare(families: Sequence[Sequence[float]]) -> list[Comparison]:
+    """Comparisons from the paired differences of each: one family, whose p-values are adjusted together."""
+    adjusted = holm([paired_p(d) for d in families])
+    return [_comparison(d, p, (1 - LEVEL) / len(families)) for d, p in zip(families, adjusted, strict=True)]
+
+
+def _comparison(d: Sequence[float], adjusted: float, level: float) -> Comparison:
+    t, bootstrap, deviation = t_interval(d), bootstrap_interval(d), float(np.std(d, ddof=1)) if len(d) > 1 else 0.0
+    return Comparison(
+        n=len(d),
+        difference=t.mean,
+        low=t.low,
+        high=t.high,
+        bootstrap_low=bootstrap.low,
+        bootstrap_high=bootstrap.high,
+        p=paired_p(d),
+        p_adjusted=adjusted,
+        p_sign_flip=sign_flip_p(d),
+        detectable=detectable(deviation, len(d), level),
+    )
+
+
+def smoothed(values: Sequence[float], width: int) -> np.ndarray:
+    """Means over the last `width` values: [T - width + 1], so the first belongs to value number width - 1."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    return np.asarray((sums[width:] - sums[:-width]) / width)
+
+
+def steps_to(steps: Sequence[int], values: Sequence[float], width: int, target: float) -> int | None:
+    """Training steps done when the smoothed curve is first at the target or above; None: never."""
+    reached = np.flatnonzero(smoothed(values, width) >= target)
+    return steps[width - 1 + reached[0]] + 1 if len(reached) else None
+
+
+def censored_median(reached: Sequence[int | None]) -> float | None:
+    """Median of steps, where None is more than any number; None if the median is one of these."""
+    ordered = sorted(math.inf if steps is None else steps for steps in reached)
+    half = len(ordered) // 2
+    median = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return median if math.isfinite(median) else None

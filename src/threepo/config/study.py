@@ -1,0 +1,320 @@
+"""A study: methods x seeds x settings from one TOML file, resolved to runs before the first of them starts.
+
+docs/studies.md says what a study is, and what it assumes.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from threepo.config import SFTConfig, TrainConfig
+from threepo.config.recipes import RUNS, STUDIES, find_recipe, load, merge, parse_overrides, read_toml, recipes_folder
+from threepo.config.records import Count, CountOrZero, Settings, build, first_difference, must, require, to_dict
+from threepo.errors import UserError
+
+Overrides = tuple[str, ...]
+Seeds = Annotated[tuple[CountOrZero, ...], must(lambda seeds: len(set(seeds)) == len(seeds) > 0, "must all differ")]
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_OWN = {"run.seed", "run.folder", "run.threads"}
+"""Settings that the study makes itself."""
+
+
+class StudyConfig(Settings, table="study"):
+    """[study]: what is compared, on which seeds, and how many runs go on at once."""
+
+    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Folder of the study; empty: runs/studies/ followed by its name."""
+    baseline: str
+    """The method that all others are compared with."""
+    seeds: Annotated[Seeds, must(lambda seeds: len(seeds) > 1, "name two or more")]
+    """Seeds that are reported. A seed gives every method the same problems in the same order (seed + data.seed of the
+    recipe), and the same seed of draws and sampling."""
+    metric: str = "eval/pass_at_1"
+    """What is compared: the value of this metric after the last step."""
+    curve: str = "reward/mean"
+    """The metric of training whose curve is compared: its area, and when it reaches the target."""
+    smoothing: Count = 10
+    """Values of the curve in a running mean, before anything is said to be reached; half of the curve at most."""
+    target: float | str = "baseline"
+    """What the smoothed curve has to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
+    jobs: CountOrZero = 0
+    """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
+    threads: Count = 1
+    """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
+    settings: Overrides = ()
+    """Overrides for every run of a method."""
+
+
+class StartConfig(Settings, table="start"):
+    """[start]: a warm start (`threepo sft`) that is made first; it is model.path of every run."""
+
+    recipe: str = ""
+    """Its recipe: a path, from the study's folder or from here, or the name of a shipped one."""
+    settings: Overrides = ()
+    """Overrides of it."""
+    per_seed: bool = False
+    """Each seed has a warm start of its own: intervals are then about warm starts like these, not about this one."""
+
+
+class TuningConfig(Settings, table="tuning"):
+    """[tuning]: chooses a point of every method's grid, by the metric on seeds that are not reported."""
+
+    seeds: Seeds
+    """Seeds of these runs; none may be reported."""
+    trials: Count
+    """Points of every grid: all methods that are tuned have the same budget."""
+    settings: Overrides = ()
+    """More overrides for these runs, such as fewer steps."""
+    variant: str = ""
+    """The variant on which methods are tuned for all of them; empty: each variant has its own choice."""
+
+
+class VariantConfig(Settings, table="variants"):
+    """[variants.NAME]: a setting in which all methods are compared with one another; without any, there is one."""
+
+    settings: Overrides = ()
+    """Overrides for all methods; a method's own go before them."""
+    start: str = ""
+    """Another recipe of the warm start; empty: that of [start]."""
+
+
+class StudyMethod(Settings, table="methods"):
+    """[methods.NAME]: a method, or any other set of settings to compare."""
+
+    recipe: str = ""
+    """Its recipe, named as in [start]; empty: settings alone."""
+    settings: Overrides = ()
+    """Overrides of it."""
+    grid: tuple[Overrides, ...] = ()
+    """The points to choose from in [tuning], each a list of overrides; empty: the method is not tuned."""
+
+
+class StudyTables(Settings, table=""):
+    """`threepo study`: the tables of a study."""
+
+    study: StudyConfig
+    methods: Mapping[str, StudyMethod]
+    start: StartConfig | None = None
+    tuning: TuningConfig | None = None
+    variants: Mapping[str, VariantConfig] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Runs that are left out whatever they give, by name, such as "runs/grpo/seed-3", each with its reason."""
+
+    def __post_init__(self) -> None:
+        study, tuning = self.study, self.tuning
+        for name in (*self.methods, *self.variants):
+            require(bool(re.fullmatch(_NAME, name)), "a name", name, "is that of a folder, too: letters, digits, . _ -")
+        study.check("baseline", study.baseline in self.methods, f"must be one of {', '.join(self.methods)}")
+        numeric = not isinstance(study.target, str)
+        study.check("target", numeric or study.target == "baseline", "must be a number, or 'baseline'")
+        for name, method in self.methods.items():
+            fix = "there is no [tuning]; write what you have chosen into settings"
+            require(tuning is not None or not method.grid, f"methods.{name}.grid", method.grid, fix)
+            budget, points = (tuning.trials if tuning else 0), len(set(method.grid))
+            fix = f"has {points} different points; tuning.trials = {budget} is the budget of every method"
+            require(points == len(method.grid) in (0, budget), f"methods.{name}.grid", method.grid, fix)
+        if tuning:
+            both = sorted(set(tuning.seeds) & set(study.seeds))
+            tuning.check("seeds", not both, f"{both} are reported, so nothing may be chosen on them; take other seeds")
+            tuning.check("trials", any(m.grid for m in self.methods.values()), "no method has a grid to choose from")
+            known = tuning.variant in ("", *self.variants)
+            tuning.check("variant", known, f"must be one of {', '.join(self.variants)}")
+        for name, variant in self.variants.items():
+            fix = "there is no [start] that it could replace; write the table [start]"
+            require(self.start is not None or not variant.start, f"variants.{name}.start", variant.start, fix)
+        for name, reason in self.excluded.items():
+            require(bool(reason.strip()), f"excluded.{name}", reason, "give the reason")
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study. Its log, which the process that trains has locked, lies next to its folder."""
+
+    name: str
+    """Its folder, relative to that of the study."""
+    folder: Path
+    record: type[TrainConfig] | type[SFTConfig]
+    recipe: str
+    settings: Overrides
+    seed: int
+    start: "StudyRun | None" = None
+    """The warm start that has to be finished before."""
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def command(self) -> list[str]:
+        """What follows `threepo` to begin the run."""
+        kind = "train" if self.record is TrainConfig else "sft"
+        return [kind, *([self.recipe] if self.recipe else []), *self.settings]
+
+    def config(self) -> Any:
+        """The resolved configuration."""
+        record: Any = self.record
+        return load(record, self.recipe, self.settings)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method in a variant."""
+
+    variant: str
+    """Empty: the study has no variants."""
+    method: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}/{self.method}".lstrip("/")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study with all that its file says, and the runs that follow from it."""
+
+    name: str
+    file: Path
+    tables: StudyTables
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.tables.study.folder or RUNS / STUDIES / self.name).absolute()
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """Every method in every variant."""
+        return [Cell(variant, method) for variant in (self.tables.variants or ("",)) for method in self.tables.methods]
+
+    def starts(self) -> list[StudyRun]:
+        """The warm starts, each once."""
+        tuned = self.tables.tuning.seeds if self.tables.tuning else ()
+        found = [self._start(c.variant, seed) for seed in (*self.tables.study.seeds, *tuned) for c in self.cells]
+        return list({run.name: run for run in found if run}.values())
+
+    def tuned_in(self, cell: Cell) -> Cell | None:
+        """Where the point of this cell's grid is chosen; None: it has no grid."""
+        tuning = self.tables.tuning
+        if not tuning or not self.tables.methods[cell.method].grid:
+            return None
+        return Cell(tuning.variant or cell.variant, cell.method)
+
+    def tuning(self, cell: Cell) -> list[list[StudyRun]]:
+        """The runs among which a cell's point is chosen, by point."""
+        tuning = self.tables.tuning
+        assert tuning is not None
+        more, grid = tuning.settings, self.tables.methods[cell.method].grid
+        return [
+            [self._run(cell, (*point, *more), seed, f"tuning/{cell.name}/point-{index}") for seed in tuning.seeds]
+            for index, point in enumerate(grid)
+        ]
+
+    def reported(self, cell: Cell, point: Overrides) -> list[StudyRun]:
+        """The runs of a cell that are reported, by seed."""
+        return [self._run(cell, point, seed, f"runs/{cell.name}") for seed in self.tables.study.seeds]
+
+    def _start(self, variant: str, seed: int) -> StudyRun | None:
+        start = self.tables.start
+        if not start:
+            return None
+        other = self.tables.variants[variant].start if variant else ""
+        parts = ["start", *([variant] if other else []), *([f"seed-{seed}"] if start.per_seed else [])]
+        recipe, settings = self._recipe(other or start.recipe), start.settings
+        if start.per_seed:
+            settings = _seeded(SFTConfig, recipe, settings, seed)
+        return self._made("/".join(parts), SFTConfig, recipe, settings, seed)
+
+    def _run(self, cell: Cell, point: Overrides, seed: int, place: str) -> StudyRun:
+        method, start = self.tables.methods[cell.method], self._start(cell.variant, seed)
+        recipe = self._recipe(method.recipe)
+        variant = self.tables.variants[cell.variant].settings if cell.variant else ()
+        settings = (*self.tables.study.settings, *variant, *method.settings, *point)
+        settings += (f"model.path={start.folder}",) if start else ()
+        settings = _seeded(TrainConfig, recipe, settings, seed)
+        return self._made(f"{place}/seed-{seed}", TrainConfig, recipe, settings, seed, start)
+
+    def _made(self, name: str, record: Any, recipe: str, settings: Overrides, *rest: Any) -> StudyRun:
+        folder = self.folder / name
+        settings = (*settings, f"run.threads={self.tables.study.threads}", f"run.folder={folder}")
+        return StudyRun(name, folder, record, recipe, settings, *rest)
+
+    def _recipe(self, name: str) -> str:
+        """A recipe's file, looked for in the folder of the study first; "" for none."""
+        beside = self.file.parent / name
+        return str((beside if beside.is_file() else find_recipe(name)).absolute()) if name else ""
+
+    def check(self) -> None:
+        """`UserError` for anything that can be refused before the first run starts."""
+        tables, baseline = self.tables, self.tables.study.baseline
+        for name, settings in self._all_settings():
+            own = _OWN | ({"model.path"} if tables.start and name != "start" else set())
+            for text in settings:
+                key = text.partition("=")[0].strip()
+                require(key not in own, f"{name}: {key}", text, "is set by the study itself; leave it out")
+        for run in self.starts():
+            run.config()
+        for variant in tables.variants or ("",):
+            first = self._checked(Cell(variant, baseline))
+            for method in tables.methods:
+                if difference := first_difference(first, self._checked(Cell(variant, method))):
+                    fix = f"{difference}; methods are compared on the same problems, examined in the same way"
+                    raise UserError(f"methods.{method} differs from {baseline}: {fix}")
+        known = [run.name for cell in self.cells for run in self.reported(cell, ())]
+        known += [r.name for c in self.cells if self.tuned_in(c) == c for runs in self.tuning(c) for r in runs]
+        for name in tables.excluded:
+            require(name in known, "excluded", name, f"is no run of the study; its runs have names such as {known[0]}")
+
+    def _all_settings(self) -> Iterator[tuple[str, Sequence[str]]]:
+        tables = self.tables
+        yield "study.settings", tables.study.settings
+        yield "start", tables.start.settings if tables.start else ()
+        yield "tuning.settings", tables.tuning.settings if tables.tuning else ()
+        for name, variant in tables.variants.items():
+            yield f"variants.{name}", variant.settings
+        for name, method in tables.methods.items():
+            yield f"methods.{name}", [text for point in (method.settings, *method.grid) for text in point]
+
+    def _checked(self, cell: Cell) -> Mapping[str, Any]:
+        """Load one run of every kind; returns the settings that must be those of the other methods."""
+        study = self.tables.study
+        tuned = self.tuning(cell) if self.tuned_in(cell) == cell else []
+        for runs in tuned:
+            runs[0].config()
+        configs = [self.reported(cell, point)[0].config() for point in self.tables.methods[cell.method].grid or ((),)]
+        shared = []
+        for config in configs:
+            fix = f"methods.{cell.method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
+            config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
+            longest, fix = config.run.steps // 2, f"must be half of run.steps = {config.run.steps} at most"
+            study.check("smoothing", study.smoothing <= longest or study.curve.startswith("eval/"), fix)
+            values = to_dict(config)
+            shared.append({"data": {key: values["data"][key] for key in ("train", "eval", "levels", "seed")}})
+            shared[-1]["eval"] = {key: value for key, value in values["eval"].items() if key not in ("draws", "every")}
+            if difference := first_difference(shared[0], shared[-1]):
+                raise UserError(f"methods.{cell.method}.grid: {difference}; points are examined in the same way")
+        return shared[0]
+
+
+def _seeded(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:
+    """The settings with everything random moved on by `seed`; 0 leaves the order of data that the recipe has."""
+    config: Any = load(record, recipe, settings)
+    table = next(key for key in ("data", "demonstrations", "conversations") if getattr(config, key, None))
+    return (*settings, f"run.seed={seed}", f"{table}.seed={getattr(config, table).seed + seed}")
+
+
+def load_study(name: str, overrides: Sequence[str] = ()) -> Study:
+    """Read a study: a TOML file, or the name of a shipped one; overrides are settings such as study.jobs=2."""
+    shipped = sorted(path.stem for path in (recipes_folder() / STUDIES).glob("*.toml"))
+    file = Path(name) if Path(name).is_file() else recipes_folder() / STUDIES / f"{name}.toml"
+    if not file.is_file():
+        raise UserError(f"study {name}: no such file and no shipped study of that name; shipped: {', '.join(shipped)}")
+    table = merge(read_toml(file), parse_overrides(overrides))
+    study = Study(file.stem, file.absolute(), build(StudyTables, table))
+    study.check()
+    return study
