@@ -51,8 +51,8 @@ def _caption(summary: Summary) -> str:
     seeds = ", ".join(map(str, summary["seeds"]))
     return (
         f"`{summary['metric']}` after the last step, seeds {seeds}: mean and 95 % t interval. Differences are "
-        f"to {summary['baseline']} of the same seed; p is of the paired t-test, adjusted (Holm) for the methods of a table. "
-        f"docs/studies.md explains every column."
+        f"to {summary['baseline']} of the same seed; p is of the paired t-test, adjusted (Holm) for the methods of a "
+        f"table. docs/studies.md explains every column."
     )
 
 
