@@ -4,7 +4,6 @@ Legend: n seeds, d paired differences (method - baseline, of the same seed), m c
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,45 +14,41 @@ from scipy import optimize, stats
 LEVEL = 0.95
 POWER = 0.8
 RESAMPLES = 5000
+_QUANTILES = 2000
 MOST_FLIPS = 14
 """Up to so many seeds all 2^n signs are tried; with more, as many random ones."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % interval; one seed has none."""
+    """A mean over seeds with its standard error and 95 % interval; one seed has neither."""
 
     mean: float
-    low: float | None
-    high: float | None
+    se: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 def t_interval(values: Sequence[float]) -> Interval:
     """Mean and t interval of n values."""
     mean = float(np.mean(values))
     if len(values) < 2:
-        return Interval(mean, None, None)
-    half = float(stats.sem(values) * stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
-    return Interval(mean, mean - half, mean + half)
+        return Interval(mean)
+    se = float(stats.sem(values))
+    half = se * float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
+    return Interval(mean, se, mean - half, mean + half)
 
 
-def bootstrap_interval(values: Sequence[float]) -> Interval:
-    """Mean and BCa bootstrap interval of n values, which are resampled. It is too short for few of them."""
-    mean = float(np.mean(values))
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """BCa bootstrap interval of the mean of n values, 95 %; None for one. It is too short if n is small."""
     if len(values) < 2:
-        return Interval(mean, None, None)
+        return None
     if np.ptp(values) == 0:
-        return Interval(mean, mean, mean)
-    data = (np.asarray(values),)
-    with warnings.catch_warnings():  # where BCa is not defined, as with one value of n that differs, it is NaN
-        warnings.simplefilter("ignore")
-        found = stats.bootstrap(data, np.mean, n_resamples=RESAMPLES, rng=np.random.default_rng(0)).confidence_interval
-        if not math.isfinite(found.low + found.high):
-            rng = np.random.default_rng(0)
-            found = stats.bootstrap(
-                data, np.mean, n_resamples=RESAMPLES, method="percentile", rng=rng
-            ).confidence_interval
-    return Interval(mean, float(found.low), float(found.high))
+        return values[0], values[0]
+    found = stats.bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, confidence_level=LEVEL, rng=np.random.default_rng(0)
+    ).confidence_interval
+    return float(found.low), float(found.high)
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -92,22 +87,19 @@ def holm(ps: Sequence[float]) -> list[float]:
 def power(difference: float, deviation: float, n: int, level: float = 1 - LEVEL) -> float:
     """Chance that the two-sided paired t-test finds a true difference; `deviation` is the standard deviation of d."""
     centre, critical = difference / deviation * math.sqrt(n), stats.t.isf(level / 2, n - 1)
-    return float(stats.nct.sf(critical, n - 1, centre) + stats.nct.cdf(-critical, n - 1, centre))
+    # The mean over what the estimate of `deviation` may be; scipy's noncentral t is NaN far out.
+    chances = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    edge = critical * np.sqrt(stats.chi2.ppf(chances, n - 1) / (n - 1))
+    return float(np.mean(stats.norm.cdf(centre - edge) + stats.norm.cdf(-centre - edge)))
 
 
 def detectable(deviation: float, n: int, level: float = 1 - LEVEL) -> float | None:
-    """The smallest true difference that is found with a chance of 80 %; None for one seed."""
-    if n < 2:
+    """The smallest true difference that is found with a chance of 80 %; None if nothing is known of d."""
+    if n < 2 or deviation == 0:
         return None
-    if deviation == 0:
-        return 0.0
-    # In units of deviation / sqrt(n); the bound is beyond any level that Holm makes of 5 %.
-    most = 10 * float(stats.t.isf(level / 2, n - 1))
-    return (
-        deviation
-        / math.sqrt(n)
-        * float(optimize.brentq(lambda c: power(c / math.sqrt(n), 1, n, level) - POWER, 0, most))
-    )
+    scale = deviation / math.sqrt(n)
+    most = 10 * float(stats.t.isf(level / 2, n - 1)) * scale
+    return float(optimize.brentq(lambda difference: power(difference, deviation, n, level) - POWER, 0.0, most))
 
 
 @dataclass(frozen=True)
@@ -144,25 +136,24 @@ def compare(families: Sequence[Sequence[float]]) -> list[Comparison]:
 
 
 def _comparison(d: Sequence[float], adjusted: float, level: float) -> Comparison:
-    t, bootstrap, deviation = t_interval(d), bootstrap_interval(d), float(np.std(d, ddof=1)) if len(d) > 1 else 0.0
+    t, (bootstrap_low, bootstrap_high) = t_interval(d), bootstrap_interval(d) or (None, None)
     return Comparison(
         n=len(d),
         difference=t.mean,
         low=t.low,
         high=t.high,
-        bootstrap_low=bootstrap.low,
-        bootstrap_high=bootstrap.high,
+        bootstrap_low=bootstrap_low,
+        bootstrap_high=bootstrap_high,
         p=paired_p(d),
         p_adjusted=adjusted,
         p_sign_flip=sign_flip_p(d),
-        detectable=detectable(deviation, len(d), level),
+        detectable=detectable((t.se or 0.0) * math.sqrt(len(d)), len(d), level),
     )
 
 
 def smoothed(values: Sequence[float], width: int) -> np.ndarray:
     """Means over the last `width` values: [T - width + 1], so the first belongs to value number width - 1."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    return np.asarray((sums[width:] - sums[:-width]) / width)
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(values, width).mean(axis=1))
 
 
 def steps_to(steps: Sequence[int], values: Sequence[float], width: int, target: float) -> int | None:

@@ -100,11 +100,8 @@ def chosen_point(study: Study, cell: Cell) -> Overrides | None:
     grid = study.tables.methods[cell.method].grid
     if not (entry := recorded_choices(study).get(place.name)):
         return None
-    fix = (
-        f"chosen were {shown(entry['grid'][entry['chosen']])} from {shown(entry['grid'])}; restore the grid, or choose"
-    )
-    same = entry["grid"] == [list(point) for point in grid]
-    require(same, f"methods.{cell.method}.grid", grid, f"{fix} another study.folder")
+    same, fix = entry["grid"] == [list(point) for point in grid], "restore the grid, or choose another study.folder"
+    require(same, f"methods.{cell.method}.grid", grid, f"{shown(entry['grid'])} was tuned on; {fix}")
     return grid[entry["chosen"]]
 
 
@@ -159,7 +156,7 @@ class _Elsewhere:
         """It is not ours."""
 
 
-def begin(run: StudyRun, threads: int, device: str) -> Process:
+def begin(study: Study, run: StudyRun, device: str) -> Process:
     """Start a run, or continue it; the process holds the lock of its log until it ends, even if the study is killed."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -169,15 +166,15 @@ def begin(run: StudyRun, threads: int, device: str) -> Process:
     command = run.command
     if (run.folder / CONFIG).is_file():
         command = [command[0], "--resume", str(run.folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    settings = study.tables.study
+    environment = {"OMP_NUM_THREADS": str(settings.threads)} | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    arguments = [*settings.launcher, sys.executable, "-m", "threepo", *command]
     with closing(log):
         log.write(f"{_MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
         # In a session of its own: the terminal's Ctrl-C must reach it once, from the study.
-        arguments = [sys.executable, "-m", "threepo", *command]
-        return subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        return subprocess.Popen(arguments, env=os.environ | environment, start_new_session=True, **pipes)
 
 
 class Runner:
@@ -220,7 +217,7 @@ class Runner:
             self._failed.add(run.name)
             return
         device = self._free.pop()
-        self._going[run.name] = run, begin(run, self._study.tables.study.threads, device), device
+        self._going[run.name] = run, begin(self._study, run, device), device
 
     def _end(self, name: str) -> StudyRun:
         run, process, device = self._going.pop(name)
@@ -300,8 +297,8 @@ def forecast(study: Study) -> list[str]:
             seconds += median(known) if known else 0.0
             unknown += not known
     jobs = len(job_devices(study))
-    text = f"{len(lines)} runs, {jobs} at once; those to come take {seconds / jobs / 60:.0f} minutes"
-    return [*lines, text + (f", and {unknown} of kinds of which none is finished" if unknown else "")]
+    last = f"{len(lines)} runs, {jobs} at once; those to come take about {seconds / jobs / 60:.0f} minutes"
+    return [*lines, last + (f" and what {unknown} take, of whose kind none is finished yet" if unknown else "")]
 
 
 def _kind(run: StudyRun) -> str:
@@ -312,7 +309,8 @@ def _kind(run: StudyRun) -> str:
 
 def job_devices(study: Study) -> list[str]:
     """For each run that goes on at once, the GPU that it gets; "" where there is none."""
-    settings, devices = study.tables.study, gpus()
+    settings = study.tables.study
+    devices = [] if settings.launcher else gpus()
     jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)
     return [devices[i % len(devices)] if devices else "" for i in range(jobs)]
 

@@ -1,15 +1,17 @@
-"""The tables and the picture of a study, from its summary and its folder."""
+"""The tables and the picture of a study, from its summary and its runs."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from rich.table import Column, Table
 
 from threepo.analysis.paired import t_interval
-from threepo.analysis.study import chosen_point, curve, outcome
+from threepo.analysis.study import curve
+from threepo.analysis.study_summary import finished_runs
 from threepo.config.study import Cell, Study
 from threepo.files import atomic_file, write_json, write_text
+from threepo.run_folder import SUMMARY
 
 PANELS = {
     "reward/mean": "Reward of the rollouts",
@@ -17,170 +19,135 @@ PANELS = {
     "groups/zero_advantage_share": "Share of prompts without any advantage",
     "policy/entropy": "Token entropy (nats)",
 }
-"""What is drawn, besides the metric and the curve of the study."""
+"""What is drawn, besides the metric and the curve of the study, with titles."""
+FINAL = ("method", "seeds", "final", "difference", "bootstrap", "p", "p of signs", "verdict", "finds")
+LEARNING = ("method", "to target", "reached", "at half", "ahead at half", "area", "rollouts", "seconds")
+SHOWN = ("method", "seeds", "final", "difference", "p", "verdict", "to target")
+"""Columns of the two tables of the page, and of the terminal's; docs/studies.md explains them."""
+Row = dict[str, str]
 Summary = Mapping[str, Any]
-Rows = list[list[str]]
 
 
 def write_results(study: Study, summary: Summary) -> None:
     """Write summary.json, table.md and curves.png into the folder of the study."""
     study.folder.mkdir(parents=True, exist_ok=True)
-    write_json(study.folder / "summary.json", summary)
+    write_json(study.folder / SUMMARY, summary)
     write_text(study.folder / "table.md", markdown(summary))
     draw_curves(study)
 
 
 def markdown(summary: Summary) -> str:
     """All tables as one page."""
-    parts = [f"# {summary['study']}", _caption(summary)]
+    settings = summary["tables"]["study"]
+    parts = [
+        f"# {summary['study']}",
+        f"`{settings['metric']}` after the last step, seeds {', '.join(map(str, settings['seeds']))}: mean and 95 % t "
+        f"interval. Differences are to {settings['baseline']} of the same seed; p is of the paired t-test, adjusted "
+        f"for all methods of a table (Holm).",
+    ]
     if summary["average"]:
-        parts += ["## All settings", _page(*across(summary))]
+        parts += ["## All settings", "Mean and standard error over seeds.", _page(across(summary))]
     for name, variant in summary["variants"].items():
-        title = [f"## {name}"] if name else []
-        parts += [*title, _page(*against_baseline(summary, variant)), _page(*learning(summary, variant))]
-    if tuning := summary["tuning"]:
-        rows = [[name, *_tuned(entry)] for name, entry in tuning.items()]
-        parts += ["## Tuning", _page(["method", "chosen", "mean of the metric at each point, in order"], rows)]
-    left_out = [[entry["run"], entry["state"], entry["reason"].replace("|", "\\|")] for entry in summary["left_out"]]
-    parts += ["## Runs that are not in the tables"]
-    parts += [_page(["run", "state", "reason"], left_out) if left_out else "None."]
-    return "\n\n".join(parts) + "\n"
+        found = rows(variant)
+        target = "" if variant["target"] is None else f"The target is {settings['curve']} = {variant['target']:.3f}."
+        parts += [f"## {name}" if name else "", _page(found, FINAL), target, _page(found, LEARNING)]
+    if summary["tuning"]:
+        parts += ["## Tuning", _page([{"method": name} | _tuned(entry) for name, entry in summary["tuning"].items()])]
+    parts += ["## Runs that are not in the tables", _page(summary["left_out"]) if summary["left_out"] else "None."]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _caption(summary: Summary) -> str:
-    seeds = ", ".join(map(str, summary["seeds"]))
-    return (
-        f"`{summary['metric']}` after the last step, seeds {seeds}: mean and 95 % t interval. Differences are "
-        f"to {summary['baseline']} of the same seed; p is of the paired t-test, adjusted (Holm) for the methods of a "
-        f"table. docs/studies.md explains every column."
-    )
+def rows(variant: Summary) -> list[Row]:
+    """A row for each method in one setting, the baseline included."""
+    found = []
+    for method, figures in variant["methods"].items():
+        row = {"method": method, "seeds": str(figures["n"])}
+        if figures["n"]:
+            reached = [steps for steps in figures["steps_to_target"].values() if steps is not None]
+            to = figures["median_steps_to_target"]
+            row["final"] = _interval(figures["final"], "mean")
+            row["to target"] = f"> {figures['steps']}" if to is None else f"{to:g}"
+            row["reached"] = f"{len(reached)} of {figures['n']}"
+            row["area"] = _interval(figures["area"], "mean")
+            row |= {"rollouts": f"{figures['rollouts']:,}", "seconds": f"{figures['seconds']:.0f}"}
+        if compared := variant["metric"].get(method):
+            row["difference"] = _interval(compared, "difference", "+")
+            row["bootstrap"] = _interval(compared, "", "", "bootstrap_low", "bootstrap_high")
+            row |= {"p": f"{compared['p_adjusted']:.2g}", "p of signs": f"{compared['p_sign_flip']:.2g}"}
+            row["verdict"] = compared["verdict"]
+            if compared["detectable"] is not None:
+                row["finds"] = f"{compared['detectable']:.3f}"
+        if half := variant["half"].get(method):
+            row["at half"] = _interval(half, "difference", "+")
+            row["ahead at half"] = {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided")
+        found.append(row)
+    return found
 
 
-def across(summary: Summary) -> tuple[list[str], Rows]:
-    """Methods x settings, as the paper's Table 1: mean and standard error over seeds, the best in bold."""
+def across(summary: Summary) -> list[Row]:
+    """Methods x settings, as the paper's Table 1: the best in bold."""
     columns = {**summary["variants"], "average": summary["average"]}
-    rows = []
+    found = []
     for method in summary["average"]["methods"]:
-        cells = []
-        for part in columns.values():
-            means = [figures["final"]["mean"] for figures in part["methods"].values() if figures["n"]]
-            figures = part["methods"][method]
-            text = _with_error(figures)
-            cells.append(f"**{text}**" if figures["n"] and figures["final"]["mean"] == max(means) else text)
-        comparison = summary["average"]["comparisons"]["metric"].get(method)
-        rows.append([method, *cells, _number(comparison, "p_adjusted")])
-    return ["method", *columns, "p of the average"], rows
+        row = {"method": method}
+        for name, part in columns.items():
+            means = {m: figures["final"]["mean"] for m, figures in part["methods"].items() if figures["n"]}
+            if method in means:
+                error = part["methods"][method]["final"]["se"]
+                text = f"{means[method]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+                row[name] = f"**{text}**" if means[method] == max(means.values()) else text
+        if compared := summary["average"]["metric"].get(method):
+            row["p of the average"] = f"{compared['p_adjusted']:.2g}"
+        found.append(row)
+    return found
 
 
-def _with_error(figures: Mapping[str, Any]) -> str:
-    if not figures["n"]:
-        return "-"
-    final, n = figures["final"], figures["n"]
-    if final["low"] is None:
-        return f"{final['mean']:.3f}"
-    from scipy import stats
-
-    error = (final["high"] - final["mean"]) / stats.t.ppf(0.975, n - 1)
-    return f"{final['mean']:.3f} ± {error:.3f}"
-
-
-COMPARED = ["method", "seeds", "final", "difference", "bootstrap", "p", "p (signs)", "verdict", "finds"]
-LEARNED = [
-    "method",
-    "steps to target",
-    "reached",
-    "at half, minus the end",
-    "ahead at half",
-    "area",
-    "rollouts",
-    "seconds",
-]
-
-
-def against_baseline(summary: Summary, variant: Mapping[str, Any]) -> tuple[list[str], Rows]:
-    """The final metric of each method, and its comparison with the baseline."""
-    rows = []
-    for method, figures in variant["methods"].items():
-        c = variant["comparisons"]["metric"].get(method)
-        cells = [_interval(c, "difference"), _interval(c, "", "bootstrap_low", "bootstrap_high")]
-        cells += [
-            _number(c, "p_adjusted"),
-            _number(c, "p_sign_flip"),
-            c["verdict"] if c else "-",
-            _number(c, "detectable"),
-        ]
-        rows.append([method, str(figures["n"]), _interval(figures.get("final"), "mean"), *cells])
-    return COMPARED, rows
-
-
-def learning(summary: Summary, variant: Mapping[str, Any]) -> tuple[list[str], Rows]:
-    """How soon each method learned, and what it cost."""
-    rows = []
-    for method, figures in variant["methods"].items():
-        if not figures["n"]:
-            rows.append([method, *["-"] * (len(LEARNED) - 1)])
-            continue
-        to, half = figures["steps_to_target"], variant["comparisons"]["half"].get(method)
-        median = f"> {figures['steps']}" if to["median"] is None else f"{to['median']:g}"
-        ahead = {"better": "yes", "worse": "no"}.get(half["verdict"], "undecided") if half else "-"
-        cells = [median, f"{to['reached']} of {figures['n']}", _interval(half, "difference"), ahead]
-        cells += [_interval(figures["area"], "mean"), f"{figures['rollouts']:,}", f"{figures['seconds']:.0f}"]
-        rows.append([method, *cells])
-    return LEARNED, rows
-
-
-def _tuned(entry: Mapping[str, Any]) -> list[str]:
-    means = [None if None in p["metric"] else float(np.mean(p["metric"])) for p in entry["points"]]
+def _tuned(entry: Summary) -> Row:
+    means = ["-" if None in point["metric"] else f"{fmean(point['metric']):.3f}" for point in entry["points"]]
     chosen = ", ".join(entry["grid"][entry["chosen"]]) or "the recipe as it is"
-    return [f"`{chosen}`", ", ".join("-" if mean is None else f"{mean:.3f}" for mean in means)]
+    return {"chosen": chosen, "mean of the metric, point by point": ", ".join(means)}
 
 
 def tables(summary: Summary) -> list[Table]:
     """What the terminal shows."""
-    shown = [("All settings", across(summary))] if summary["average"] else []
-    for name, variant in summary["variants"].items():
-        title = f"{summary['study']} {name}".strip()
-        target = "" if variant["target"] is None else f", target {variant['target']:.3f}"
-        shown += [(f"{title}: {summary['metric']}", against_baseline(summary, variant))]
-        shown += [(f"{title}: {summary['curve']}{target}", learning(summary, variant))]
-    tables = []
-    for title, (columns, rows) in shown:
-        table = Table(columns[0], *(Column(name, justify="right") for name in columns[1:]), title=title)
-        for row in rows:
-            table.add_row(*(cell.replace("**", "") for cell in row))
-        tables.append(table)
-    return tables
+    shown = {"all settings": (across(summary), ())} if summary["average"] else {}
+    shown |= {name: (rows(variant), SHOWN) for name, variant in summary["variants"].items()}
+    found = []
+    for title, (lines, columns) in shown.items():
+        names = columns or _columns(lines)
+        table = Table(*(Column(name, justify="left" if name == "method" else "right") for name in names))
+        table.title = " ".join(filter(None, [summary["study"], title, summary["tables"]["study"]["metric"]]))
+        for line in lines:
+            table.add_row(*(line.get(name, "-").replace("**", "") for name in names))
+        found.append(table)
+    return found
 
 
-def _interval(figure: Mapping[str, Any] | None, value: str, low: str = "low", high: str = "high") -> str:
-    if not figure:
-        return "-"
-    shown = [f"{figure[value]:.3f}"] if value else []
-    if figure[low] is not None:
-        shown.append(f"[{figure[low]:.3f}, {figure[high]:.3f}]")
-    return " ".join(shown) or "-"
+def _interval(figure: Summary, value: str, sign: str = "", low: str = "low", high: str = "high") -> str:
+    ends = "" if figure[low] is None else f"[{figure[low]:.3f}, {figure[high]:.3f}]"
+    return f"{figure[value]:{sign}.3f} {ends}".strip() if value else ends or "-"
 
 
-def _number(figure: Mapping[str, Any] | None, key: str) -> str:
-    return "-" if not figure or figure[key] is None else f"{figure[key]:.2g}"
+def _columns(lines: Sequence[Row]) -> Sequence[str]:
+    return list(dict.fromkeys(name for line in lines for name in line))
 
 
-def _page(columns: Sequence[str], rows: Rows) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _page(lines: Sequence[Row], columns: Sequence[str] = ()) -> str:
+    names = columns or _columns(lines)
+    cells = [[line.get(name, "-").replace("|", "\\|") for name in names] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *cells])
 
 
 def draw_curves(study: Study) -> None:
-    """curves.png: means over the seeds that are finished, with bands of their 95 % t intervals; a row per variant."""
-    settings = study.tables.study
+    """curves.png: means over the finished seeds, with bands of their 95 % t intervals; a row for each setting."""
+    settings, variants = study.tables.study, list(study.tables.variants or ("",))
     panels = list(dict.fromkeys([settings.metric, settings.curve, *PANELS]))
-    variants = list(study.tables.variants or ("",))
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (4.2 * len(panels), 3.4 * len(variants))
+    size = (4.2 * len(panels), 3.4 * len(variants) + 0.4)
     figure, axes = plt.subplots(len(variants), len(panels), figsize=size, squeeze=False, layout="constrained")
     lines: dict[str, Any] = {}
     for row, variant in zip(axes, variants, strict=True):
@@ -192,10 +159,7 @@ def draw_curves(study: Study) -> None:
             axis.set_xlabel("training steps")
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
-    if lines:
-        figure.legend(
-            list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(lines), 6), frameon=False
-        )
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=6, frameon=False)
     with atomic_file(study.folder / "curves.png") as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
@@ -203,18 +167,16 @@ def draw_curves(study: Study) -> None:
 
 def _band(study: Study, cell: Cell, metric: str, axis: Any, colour: str) -> Any:
     """Draw a metric of one method; returns its line, or None if there is nothing to draw."""
-    point = chosen_point(study, cell)
-    runs = study.reported(cell, point) if point is not None else []
     at: dict[int, list[float]] = {}
-    for run in runs:
-        if outcome(study, run).state == "finished":
-            for step, value in zip(*curve(run, metric), strict=True):
-                at.setdefault(step + 1, []).append(value)
+    for run in finished_runs(study, cell):
+        for step, value in zip(*curve(run, metric), strict=True):
+            at.setdefault(step + 1, []).append(value)
     if not at:
         return None
     steps = sorted(at)
-    means = [t_interval(at[step]) for step in steps]
-    line = axis.plot(steps, [m.mean for m in means], color=colour, linewidth=1.5, marker="o" if len(steps) < 20 else "")
-    low, high = ([m.mean if (end := getattr(m, side)) is None else end for m in means] for side in ("low", "high"))
-    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    bands = [t_interval(at[step]) for step in steps]
+    marker = "o" if len(steps) < 20 else ""
+    line = axis.plot(steps, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
+    ends = [(b.mean, b.mean) if b.low is None else (b.low, b.high) for b in bands]
+    axis.fill_between(steps, *zip(*ends, strict=True), color=colour, alpha=0.15, linewidth=0)
     return line[0]

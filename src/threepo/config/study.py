@@ -47,6 +47,8 @@ class StudyConfig(Settings, table="study"):
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
     threads: Count = 1
     """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
+    launcher: tuple[str, ...] = ()
+    """Words before the command of each run, which send it elsewhere and wait for it, such as ["srun", "--gpus=1"]."""
     settings: Overrides = ()
     """Overrides for every run of a method."""
 
@@ -122,7 +124,7 @@ class StudyTables(Settings, table=""):
         if tuning:
             both = sorted(set(tuning.seeds) & set(study.seeds))
             tuning.check("seeds", not both, f"{both} are reported, so nothing may be chosen on them; take other seeds")
-            tuning.check("trials", any(m.grid for m in self.methods.values()), "no method has a grid to choose from")
+            tuning.check("trials", any(method.grid for method in self.methods.values()), "no method has a grid")
             known = tuning.variant in ("", *self.variants)
             tuning.check("variant", known, f"must be one of {', '.join(self.variants)}")
         for name, variant in self.variants.items():
@@ -260,11 +262,13 @@ class Study:
         for run in self.starts():
             run.config()
         for variant in tables.variants or ("",):
-            first = self._checked(Cell(variant, baseline))
-            for method in tables.methods:
-                if difference := first_difference(first, self._checked(Cell(variant, method))):
-                    fix = f"{difference}; methods are compared on the same problems, examined in the same way"
-                    raise UserError(f"methods.{method} differs from {baseline}: {fix}")
+            shared = None
+            for method in dict.fromkeys([baseline, *tables.methods]):
+                for now in self._shared(Cell(variant, method)):
+                    shared = shared or now
+                    fix = "methods are compared on the same problems, examined in the same way"
+                    if difference := first_difference(shared, now):
+                        raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
         known = [run.name for cell in self.cells for run in self.reported(cell, ())]
         known += [r.name for c in self.cells if self.tuned_in(c) == c for runs in self.tuning(c) for r in runs]
         for name in tables.excluded:
@@ -280,25 +284,21 @@ class Study:
         for name, method in tables.methods.items():
             yield f"methods.{name}", [text for point in (method.settings, *method.grid) for text in point]
 
-    def _checked(self, cell: Cell) -> Mapping[str, Any]:
-        """Load one run of every kind; returns the settings that must be those of the other methods."""
-        study = self.tables.study
-        tuned = self.tuning(cell) if self.tuned_in(cell) == cell else []
-        for runs in tuned:
-            runs[0].config()
-        configs = [self.reported(cell, point)[0].config() for point in self.tables.methods[cell.method].grid or ((),)]
-        shared = []
-        for config in configs:
-            fix = f"methods.{cell.method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
+    def _shared(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
+        """For each point of a method, load a run; yields the settings that must be those of the other methods."""
+        study, points = self.tables.study, self.tables.methods[cell.method].grid or ((),)
+        runs = [self.reported(cell, point)[0] for point in points]
+        tuned = [of_point[0] for of_point in self.tuning(cell)] if self.tuned_in(cell) == cell else []
+        fix = f"methods.{cell.method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
+        for run in (*tuned, *runs):
+            config = run.config()
             config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
-            longest, fix = config.run.steps // 2, f"must be half of run.steps = {config.run.steps} at most"
-            study.check("smoothing", study.smoothing <= longest or study.curve.startswith("eval/"), fix)
-            values = to_dict(config)
-            shared.append({"data": {key: values["data"][key] for key in ("train", "eval", "levels", "seed")}})
-            shared[-1]["eval"] = {key: value for key, value in values["eval"].items() if key not in ("draws", "every")}
-            if difference := first_difference(shared[0], shared[-1]):
-                raise UserError(f"methods.{cell.method}.grid: {difference}; points are examined in the same way")
-        return shared[0]
+        for run in runs:
+            config = run.config()
+            most = f"must be half of run.steps = {config.run.steps} at most"
+            study.check("smoothing", 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/"), most)
+            data, examined = to_dict(config.data), to_dict(config.eval) | {"every": 0}
+            yield {"data": {key: data[key] for key in ("train", "eval", "levels", "seed")}, "eval": examined}
 
 
 def _seeded(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:
