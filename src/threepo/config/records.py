@@ -120,7 +120,7 @@ def field_names(table: str) -> dict[str, list[str]]:
 
 def _unknown(name: str, chosen: str) -> str:
     table, _, key = name.rpartition(".")
-    kinds = field_names(table)
+    kinds = field_names(table) or field_names(table.rpartition(".")[0])  # the table of a name, such as methods.grpo
     if owner := next((kind for kind, names in kinds.items() if key in names), ""):
         return f"{name}: is for {table}.kind = {owner!r}, and the kind is {chosen!r}; remove it, or change the kind"
     tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
