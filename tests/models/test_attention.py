@@ -54,7 +54,7 @@ def test_short_attention_is_in_float32_under_autocast(
     expected: torch.dtype,
 ) -> None:
     monkeypatch.setattr(attention, "LONGEST", longest)
-    logprobs, _ = half.logprobs(packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool()))
+    logprobs, *_ = half.logprobs(packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool()))
     logprobs.sum().backward()
     assert dtypes == [expected] * SHAPE.layers
 
@@ -182,6 +182,6 @@ def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
 def test_models_that_fail_on_packed_rows_are_run_on_padded_ones() -> None:
     """Nemotron slices the mask that it is handed, and adds it."""
     policy = policy_of(NemotronConfig(**FAMILY_SHAPE, num_key_value_heads=2))
-    expected, _ = token_logprobs(policy.model, rows_of(LENGTHS))
+    expected, *_ = token_logprobs(policy.model, rows_of(LENGTHS))
     assert not attention.takes_packed_rows(policy.model)
     assert torch.equal(token_logprobs(policy.model, rows_of(LENGTHS))[0], expected)

@@ -22,12 +22,14 @@ def batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def direct(model: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor, temperature: float):
-    """The textbook computation, with all logits at once; log-probs and entropies where `mask` is true, row by row."""
+    """The textbook computation, with all logits at once; log-probs and so on where `mask` is true, row by row."""
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
     all_logprobs = logits.log_softmax(-1)
     chosen = all_logprobs.gather(2, ids[:, 1:, None]).squeeze(2)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return chosen[mask], entropy[mask]
+    uniform = torch.full_like(all_logprobs, 1 / all_logprobs.shape[-1])
+    certainty = torch.nn.functional.kl_div(all_logprobs, uniform, reduction="none").sum(-1)
+    return chosen[mask], entropy[mask], certainty[mask].detach()
 
 
 def gemma() -> torch.nn.Module:
@@ -56,7 +58,7 @@ def test_equals_the_plain_computation(
     ids, attention, mask = batch(len(policy.tokenizer))
     weights = torch.randn(int(mask.sum()))
 
-    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
         policy.model.zero_grad()
         loss = (weights * logprobs).sum() + (0.3 * entropy.sum() if entropy_gradient else 0.0)
         loss.backward()
@@ -64,7 +66,7 @@ def test_equals_the_plain_computation(
 
     ours = token_logprobs(policy.model, packed(ids, mask), temperature, with_entropy_gradient=entropy_gradient)
     expected = direct(policy.model, ids, attention, mask, temperature)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(ours), expected, rtol=1e-5, atol=1e-5)
     if not entropy_gradient:
         assert not ours[1].requires_grad
     for a, b in zip(gradients(*ours), gradients(*expected), strict=True):
@@ -75,8 +77,8 @@ def test_models_that_shape_their_logits_are_found_out_and_right() -> None:
     model = gemma()
     assert not has_linear_head(model)
     ids, attention, mask = batch(60)
-    expected, _ = direct(model, ids, attention, mask, 1.0)
-    ours, _ = token_logprobs(model, packed(ids, mask), linear_head=False)
+    expected, *_ = direct(model, ids, attention, mask, 1.0)
+    ours, *_ = token_logprobs(model, packed(ids, mask), linear_head=False)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    wrong, _ = token_logprobs(model, packed(ids, mask), linear_head=True)
+    wrong, *_ = token_logprobs(model, packed(ids, mask), linear_head=True)
     assert (wrong - expected).abs().max() > 1e-3, "the probe would be pointless"

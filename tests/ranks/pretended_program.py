@@ -66,7 +66,7 @@ def measure(model: Any, recomputed: bool, ranks: Ranks, packed: PackedTokens) ->
         found["before"] = bytes_by_kind(tracker)
         with optimizer.perturbed(Draw(0, 0, 0)):
             found["perturbed"] = bytes_by_kind(tracker)
-            logprobs, entropies = policy.logprobs(packed)
+            logprobs, entropies, _ = policy.logprobs(packed)
             found["forward"] = bytes_by_kind(tracker)
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
             del logprobs, entropies

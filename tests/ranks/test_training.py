@@ -45,7 +45,7 @@ METHODS = {
     "m3po": (*IVON, "model.gradient_checkpointing=true"),
     "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
-    "psn": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3"),
+    "psn_similarity": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3"),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8"),
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),

@@ -150,8 +150,8 @@ def record_of(rows: list[RowRecord]) -> UpdateRecord:
 
 
 def test_correction_metrics_by_hand() -> None:
-    kept = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
-    dropped = RowRecord(1, tokens=6, logprob_sum=-1.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
+    kept = RowRecord(0, 4, -1.0, 1.0, rho=1.5, weight=1.5, kept_tokens=4, untouched=True)
+    dropped = RowRecord(1, 6, -1.0, 4.0, rho=3.0, weight=0.0, kept_tokens=0, untouched=False)
     metrics = update_metrics(record_of([kept, dropped]))
     assert metrics["policy/loss"] == -0.5
     assert metrics["policy/entropy"] == 0.5
@@ -162,11 +162,21 @@ def test_correction_metrics_by_hand() -> None:
     assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
 
 
+def test_certainty_is_normalised_over_the_completions_of_a_step() -> None:
+    """Of 1, 2 and 4 the mean is 7/3; (0 + 1/3 + 1) / 3 = 4/9. Of equal ones it is not defined."""
+    rows = [RowRecord(i, 4, -1.0, value, 1.0, 1.0, 4, True) for i, value in enumerate((1.0, 2.0, 4.0))]
+    metrics = update_metrics(record_of(rows))
+    assert metrics["policy/self_certainty"] == pytest.approx(7 / 3)
+    assert metrics["policy/certainty"] == pytest.approx(4 / 9)
+    assert math.isnan(update_metrics(record_of(rows[:1]))["policy/certainty"])
+
+
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     """Their log-probs are of the renormalised rest of a distribution, the trainer's of all of it."""
-    row = RowRecord(0, tokens=4, logprob_sum=-1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
+    row = RowRecord(0, 4, -1.0, 1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
     record = replace(record_of([row]), correction=None)
-    assert set(update_metrics(record)) == {"policy/loss", "policy/entropy"}
+    expected = {"policy/loss", "policy/entropy", "policy/self_certainty", "policy/certainty"}
+    assert set(update_metrics(record)) == expected
 
 
 # Optimizers and checkpoints

@@ -115,6 +115,23 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         ended[digest] = name
 
 
+def test_sigma_follows_what_an_encoder_says_of_the_completions(
+    tmp_path: Path, learnable: list[str], policy: Policy
+) -> None:
+    """PSN's variant II: the same rollouts are compared by other vectors, and the log has what sigma was set by."""
+    policy.save(tmp_path / "encoder")
+    settings = ["method.preset=psn_similarity", "run.steps=4", "ess_schedule.target=0.6", *learnable, *ADAMW]
+    encoders = {"tokens": "", "embeddings": str(tmp_path / "encoder")}
+    for name, encoder in encoders.items():
+        api.train(train_config(tmp_path / name, *settings, f"ess_schedule.encoder={encoder}"))
+    one, other = (read_metrics(tmp_path / name) for name in encoders)
+    assert one[0]["policy/certainty"] == other[0]["policy/certainty"]
+    assert one[0]["groups/similarity"] < other[0]["groups/similarity"] - 0.1, "texts are more alike than their tokens"
+    louder = [0.5 * (row["groups/similarity"] + row["policy/certainty"]) > 0.6 for row in other]
+    schedules = json.loads(outcome(tmp_path / "embeddings")["state"])["schedules"]
+    assert schedules["ess_factor"] == pytest.approx(1.01 ** (2 * (len(louder) - 2 * sum(louder))))
+
+
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:
     """Weights, posterior, metrics and completions of a whole run."""
     common = [*learnable, "run.steps=3", "optimizer.lr=1e3", "optimizer.ess=1e6"]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factories import completion
 from threepo.config import (
     Correction,
     DataConfig,
@@ -19,8 +20,9 @@ from threepo.config import (
     TrainConfig,
 )
 from threepo.config.method import C3PO
-from threepo.training.metrics import _similarity
+from threepo.training.metrics import similarity, token_counts
 from threepo.training.schedules import NO_NOISE, ScheduleState, _divergence, first_state, next_state, step_sampling
+from threepo.types import Group, Problem
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -81,17 +83,22 @@ def test_sigma_rises_while_completions_are_alike_and_certain() -> None:
     settings = EssScheduleConfig(kind="similarity", target=0.5, weight=0.25, ratio=1.1)
     run, state = config(settings), ScheduleState()
     sigmas = []
-    # 0.25 similarity + 0.75 (1 - entropy / highest): 0.2, 0.575, 0.7, 0.45
-    for similarity, entropy in ((0.8, 2.0), (0.8, 1.0), (1.0, 0.8), (0.6, 1.2)):
-        state = next_state(run, state, 1, {"groups/similarity": similarity, "policy/entropy": entropy})
+    # 0.25 similarity + 0.75 certainty: 0.2, 0.575, 0.7, unknown where all completions are equally certain, 0.45
+    for alike, certain in ((0.8, 0.0), (0.8, 0.5), (1.0, 0.6), (1.0, math.nan), (0.6, 0.4)):
+        state = next_state(run, state, 1, {"groups/similarity": alike, "policy/certainty": certain})
         sigmas.append(state.ess_factor**-0.5)
-    assert sigmas == pytest.approx([1 / 1.1, 1.0, 1.1, 1.0])
+    assert sigmas == pytest.approx([1 / 1.1, 1.0, 1.1, 1.1, 1.0])
 
 
-def test_similarity_is_the_mean_cosine_of_token_counts() -> None:
+def test_similarity_is_a_mean_over_pairs_and_then_over_prompts() -> None:
     """Pairs of (1, 1), (1, 1), (2, 0) by counts of two tokens: cosines 1, 1 / sqrt 2, 1 / sqrt 2."""
-    assert _similarity([(5, 9), (9, 5), (5, 5)]) == pytest.approx((1 + math.sqrt(2)) / 3)
-    assert _similarity([(1,), (2,)]) == 0
+    alike, apart = (
+        Group(Problem("p0", "p0"), tuple(completion(tokens=tokens) for tokens in texts))
+        for texts in ([(5, 9), (9, 5), (5, 5)], [(1,), (2,)])
+    )
+    assert similarity([alike], token_counts) == pytest.approx((1 + math.sqrt(2)) / 3)
+    assert similarity([apart], token_counts) == 0
+    assert similarity([alike, apart], token_counts) == pytest.approx((1 + math.sqrt(2)) / 6)
 
 
 def test_low_entropy_switches_to_more_noise_and_back() -> None:

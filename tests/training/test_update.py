@@ -66,7 +66,7 @@ def with_the_trainers_logprobs(policy: Policy, groups: list[Group]) -> list[Grou
     found = {}
     for bundle in pack(rows, 0, policy.device):
         with torch.no_grad():
-            logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
+            logprobs, *_ = policy.logprobs(flatten(bundle, policy.device))
         for row, own in zip(bundle, logprobs.split([len(row.completion.tokens) for row in bundle]), strict=True):
             found[row.completion.problem.id, row.completion.rollout] = tuple(own.tolist())
     return [

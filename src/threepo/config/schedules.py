@@ -34,8 +34,8 @@ class EssScheduleConfig(Settings, table="ess_schedule"):
         "similarity",
     ] = "constant"
     """Constant; falling over the run; sigma falling in stages; low while entropy is low; following entropy; steered to
-    `target`; or sigma times or over `ratio` a step, by the KL between draw and gradient, or by how much the
-    completions of a prompt are alike."""
+    `target`; or sigma times or over `ratio` a step, by the KL between draw and gradient, or by how alike and how
+    certain the completions of a prompt are."""
     floor: PositiveShare = 0.1
     """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
     entropy_share: Share = 0.75
@@ -48,6 +48,9 @@ class EssScheduleConfig(Settings, table="ess_schedule"):
     """kl_steps, similarity: factor of sigma in a step."""
     weight: Share = 0.5
     """similarity: weight of how alike the completions are; the rest is that of certainty."""
+    encoder: str = ""
+    """similarity: a Hugging Face encoder (directory or hub id), as in PSN: completions are compared by the means of its
+    last hidden states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model."""
     metric: Literal["kept_share", "kl"] = "kept_share"
     """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7
@@ -63,3 +66,4 @@ class EssScheduleConfig(Settings, table="ess_schedule"):
     def __post_init__(self) -> None:
         possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
         self.check("target", possible, "a kept share to hold must lie below 1")
+        self.check("encoder", not self.encoder or self.kind == "similarity", "is for kind = 'similarity'; remove it")

@@ -222,7 +222,7 @@ class Probe:
             mine = [TrainingRow(row, i, 0.0) for i, row in enumerate(rows) if draws[i] == draw]
             with source.at(draw):
                 for bundle in pack(mine, self.config.batching.tokens, device, padding=padding):
-                    logprobs, _ = self.policy.logprobs(flatten(bundle, device), temperature)
+                    logprobs = self.policy.logprobs(flatten(bundle, device), temperature).logprobs
                     by_row = torch.split(logprobs.double().cpu(), [len(row.completion.tokens) for row in bundle])
                     found |= {row.index: own.numpy() for row, own in zip(bundle, by_row, strict=True)}
         return [found[i] for i in range(len(rows))]

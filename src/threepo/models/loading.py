@@ -59,9 +59,9 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
     source = _found(path, with_tokenizer=not other_tokenizer)
     folder = Path(other_tokenizer).expanduser()
     other = str(model_folder(folder)) if other_tokenizer and folder.is_dir() else other_tokenizer
-    with _library_errors(other_tokenizer or path, "model.tokenizer" if other_tokenizer else "model.path"):
+    with library_errors(other_tokenizer or path, "model.tokenizer" if other_tokenizer else "model.path"):
         tokenizer = _load_tokenizer(other or source)
-    with _library_errors(path):
+    with library_errors(path):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -84,7 +84,7 @@ def model_shape(settings: ModelConfig) -> tuple[Any, int]:
             model = make_model(settings.path, settings.tiny, 0)
     else:
         source = _found(settings.path, with_tokenizer=not settings.tokenizer)
-        with _library_errors(settings.path), torch.device("meta"):
+        with library_errors(settings.path), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     return model.config, sum(p.numel() for p in model.parameters())
 
@@ -94,7 +94,7 @@ def load_tokenizer(path: str) -> Any:
     if path in TINY_MODELS:
         return make_tokenizer()
     source = _found(path)
-    with _library_errors(path):
+    with library_errors(path):
         return _load_tokenizer(source)
 
 
@@ -123,7 +123,7 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
 
 
 @contextmanager
-def _library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
+def library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     """Turn the libraries' errors into a `UserError`, and silence their lines about retries and weights."""
     hub = logging.getLogger("huggingface_hub")
     hub_level, level = hub.level, transformers_logging.get_verbosity()

@@ -1,12 +1,13 @@
-"""Log-probabilities and entropies of the tokens that a loss counts, in bounded memory.
+"""Log-probabilities of the tokens that a loss counts, and measures of their distributions, in bounded memory.
 
 Only positions that predict such a token go through the output head, one chunk at a time, and the backward pass
 recomputes each chunk's logits, so there is never a [tokens, vocabulary] tensor. Legend: R rows, L length of the
 longest, T tokens of all rows, K tokens that the loss counts, D width, V vocabulary.
 """
 
+import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,16 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits per chunk, K * V: 64 MiB in float32."""
 
 
+class TokenLogprobs(NamedTuple):
+    """Of the tokens that a loss counts: [K] each; nats, float32."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Of the distribution that the token was drawn from."""
+    self_certainty: torch.Tensor
+    """KL(uniform || that distribution) (arXiv 2502.18581); never with gradient."""
+
+
 def token_logprobs(
     model: torch.nn.Module,
     packed: PackedTokens,
@@ -26,8 +37,8 @@ def token_logprobs(
     linear_head: bool = True,
     packed_rows: bool = False,
     with_entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [K] of `packed.targets` and entropies [K] of their distributions; nats, float32.
+) -> TokenLogprobs:
+    """Log-probs of `packed.targets`, and measures of their distributions.
 
     Args:
         model: a Hugging Face causal LM.
@@ -41,20 +52,20 @@ def token_logprobs(
     inner: Any = model.base_model if linear_head else model
     head: Any = model.get_output_embeddings() if linear_head else torch.nn.Identity()  # type: ignore[operator]
 
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [K] of `targets` [K] from final hidden states [K, D]."""
+    def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
+        """Those of `targets` [K] from final hidden states [K, D]."""
         distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
         logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
         with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
-            return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
+            entropy = -(distribution.exp() * distribution).sum(dim=-1)
+        return TokenLogprobs(logprobs, entropy, -distribution.detach().mean(dim=-1) - math.log(distribution.shape[1]))
 
     states = _states(inner, packed, packed_rows)
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     step = max(1, CHUNK_ELEMENTS // vocabulary)
     chunks = list(zip(torch.split(states, step), torch.split(packed.targets, step), strict=True))
     again = partial(checkpoint, score, use_reentrant=False) if torch.is_grad_enabled() and len(chunks) > 1 else score
-    logprobs, entropies = zip(*(again(*chunk) for chunk in chunks), strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return TokenLogprobs(*map(torch.cat, zip(*(again(*chunk) for chunk in chunks), strict=True)))
 
 
 def _states(inner: Any, packed: PackedTokens, packed_rows: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
-from threepo.models.logprobs import has_linear_head, token_logprobs
+from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.posterior.layout import device_of
 from threepo.types import THINK, PackedTokens, Problem
@@ -31,9 +31,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
 
-    def forward(
-        self, packed: PackedTokens, temperature: float, with_entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, packed: PackedTokens, temperature: float, with_entropy_gradient: bool) -> TokenLogprobs:
         """See `Policy.logprobs`."""
         return token_logprobs(
             self.model,
@@ -85,8 +83,8 @@ class Policy:
 
     def logprobs(
         self, packed: PackedTokens, temperature: float = 1.0, *, with_entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies [K]: `models.logprobs.token_logprobs` of this model in its compute dtype."""
+    ) -> TokenLogprobs:
+        """`models.logprobs.token_logprobs` of this model in its compute dtype."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             return self.scorer(packed, temperature, with_entropy_gradient)  # type: ignore[no-any-return]
 
@@ -94,7 +92,7 @@ class Policy:
         """Take part in a pass of the other ranks, without rows; where gradients are enabled, it adds 0 to them."""
         two = torch.tensor([0, 0], device=self.device)
         first = torch.tensor([0], device=self.device)
-        logprobs, _ = self.logprobs(PackedTokens(two, (2,), first, first, first))
+        logprobs = self.logprobs(PackedTokens(two, (2,), first, first, first)).logprobs
         if logprobs.requires_grad:
             (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
 

@@ -7,7 +7,7 @@ Each warning comes once per run. The counts are part of the train state, so a re
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,9 +17,10 @@ from threepo.config import Method, TrainConfig
 from threepo.errors import ThreepoWarning
 from threepo.methods.corrections import effective_sample_share
 from threepo.methods.method import advantages
+from threepo.ranks.group import ALONE, Ranks
 from threepo.training.rollouts import Rollouts
 from threepo.training.update import UpdateRecord
-from threepo.types import Group
+from threepo.types import Completion, Group
 
 Metrics = dict[str, float]
 
@@ -67,18 +68,29 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     }
 
 
-def similarity(groups: Sequence[Group]) -> float:
-    """How much completions of a prompt are alike: mean cosine of their token counts over pairs, then over prompts."""
-    return _mean([_similarity([c.tokens for c in group.completions]) for group in groups])
+Embed = Callable[[Sequence[Completion]], torch.Tensor]
+"""Completions as vectors [G, width]."""
 
 
-def _similarity(texts: Sequence[Sequence[int]]) -> float:
-    """Of at least two texts, each with at least one token."""
-    tokens = {token: i for i, token in enumerate(sorted({token for text in texts for token in text}))}
-    found = [torch.tensor([tokens[token] for token in text]).bincount(minlength=len(tokens)) for text in texts]
-    units = torch.nn.functional.normalize(torch.stack(found).double(), dim=1)
-    pairs = len(texts) * (len(texts) - 1)
-    return float(((units @ units.T).sum() - len(texts)) / pairs)
+def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> float:
+    """How alike completions of a prompt are: mean cosine of their vectors over pairs, then over prompts."""
+
+    def of_groups(mine: list[int]) -> list[float]:
+        return [mean_cosine(embed(groups[i].completions)) for i in mine]
+
+    return _mean(ranks.deal([i % ranks.size for i in range(len(groups))], of_groups))
+
+
+def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
+    """How often each token occurs in each completion."""
+    index = {token: i for i, token in enumerate(sorted({token for c in completions for token in c.tokens}))}
+    return torch.stack([torch.tensor([index[t] for t in c.tokens]).bincount(minlength=len(index)) for c in completions])
+
+
+def mean_cosine(vectors: torch.Tensor) -> float:
+    """Over the pairs of at least two vectors [G, width] that are not 0."""
+    units, count = torch.nn.functional.normalize(vectors.double(), dim=1), len(vectors)
+    return float(((units @ units.T).sum() - count) / (count * (count - 1)))
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:
@@ -107,6 +119,9 @@ def update_metrics(record: UpdateRecord) -> Metrics:
         return {}
     metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
+    certainty = torch.tensor([row.self_certainty for row in record.rows], dtype=torch.float64)
+    lowest, mean, highest = certainty.min(), certainty.mean(), certainty.max()
+    metrics |= {"policy/self_certainty": float(mean), "policy/certainty": float((mean - lowest) / (highest - lowest))}
     if record.correction is None:
         return metrics
     rows = record.rows

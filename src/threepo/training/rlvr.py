@@ -17,6 +17,7 @@ from threepo.data.finite import FiniteProblems, content, problems_digest, warn_o
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
+from threepo.models.encoder import Encoder
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
@@ -25,10 +26,12 @@ from threepo.run_folder import PROBLEMS, RunFolder, completion_row, read_metrics
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
+    Embed,
     dynamic_metrics,
     rollout_metrics,
     similarity,
     time_metrics,
+    token_counts,
     update_metrics,
     watch,
 )
@@ -49,6 +52,8 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
+    embed: Embed
+    """Completions as vectors, to tell how alike they are."""
 
     def more_tensors(self) -> Files:
         """The reference, if it changes."""
@@ -90,7 +95,7 @@ def train(run: Run) -> None:
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= update_metrics(record) | run.optimizer_metrics()
             if run.config.ess_schedule.kind == "similarity":
-                metrics["groups/similarity"] = similarity(rollouts.generated)
+                metrics["groups/similarity"] = similarity(rollouts.generated, run.embed, run.ranks)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
             schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
@@ -164,6 +169,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, ranks)
     reference = open_reference(config, policy, folder, ranks)
+    with ranks.together():
+        embed = Encoder(encoder, policy.device) if (encoder := config.ess_schedule.encoder) else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
@@ -188,6 +195,5 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         folder, tensorboard = open_folder(config, folder, state.step, ranks, problems)
         on_failure.pop_all()
     grader = dealt_grader(grader, ranks)
-    return Run(
-        config, folder, tensorboard, policy, optimizer, state, ranks, engine, source, grader, examination, reference
-    )
+    parts_of_rlvr = (engine, source, grader, examination, reference, embed)
+    return Run(config, folder, tensorboard, policy, optimizer, state, ranks, *parts_of_rlvr)

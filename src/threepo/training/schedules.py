@@ -19,7 +19,7 @@ MOST_AT_ONCE = 2.0
 """The controller changes ess by no more than this factor in one step."""
 
 
-FOLLOW_ENTROPY = ("entropy_switch", "entropy_ratio", "similarity")
+FOLLOW_ENTROPY = ("entropy_switch", "entropy_ratio")
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,9 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
     if settings.kind == "kl_steps":  # PSN's code, variant I
         louder = (value < settings.target / DEAD_ZONE) - (value > settings.target * DEAD_ZONE)
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
-    if settings.kind == "similarity":  # PSN's variant II, with other measures
-        if not math.isfinite(entropy := metrics.get("policy/entropy", math.nan)):
+    if settings.kind == "similarity":  # PSN's variant II
+        if not math.isfinite(certainty := metrics.get("policy/certainty", math.nan)):
             return state.ess_factor
-        certainty = 1 - entropy / state.highest_entropy if state.highest_entropy else 1.0
         indicator = settings.weight * value + (1 - settings.weight) * certainty
         louder = 1 if indicator > settings.target else -1
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))

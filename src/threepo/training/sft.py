@@ -102,8 +102,7 @@ def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: i
         if not bundle:
             policy.idle()
             continue
-        logprobs, _ = policy.logprobs(flatten(bundle, policy.device))
-        loss = -logprobs.sum()
+        loss = -policy.logprobs(flatten(bundle, policy.device)).logprobs.sum()
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())

@@ -57,6 +57,8 @@ class RowRecord:
     tokens: int
     logprob_sum: float
     """At the weights where the gradient was taken; with several updates a batch, before the first of them."""
+    self_certainty: float
+    """Mean over its tokens (`models.logprobs.TokenLogprobs`), at the weights where the gradient was taken."""
     rho: float
     """Sequence ratio of the gradient's policy to the row's generator."""
     weight: float
@@ -92,17 +94,25 @@ class UpdateRecord:
         self.policy = {name: math.fsum(record.policy.get(name, 0.0) for record in records) for name in names}
         self.rows = sorted((row for record in records for row in record.rows), key=lambda row: row.index)
 
-    def add(self, micro: MicroBatch, inputs: LossInputs, corrected: Corrected, statistics: dict[str, float]) -> None:
-        """Add the sums and rows of a micro-batch."""
+    def add(
+        self,
+        micro: MicroBatch,
+        inputs: LossInputs,
+        corrected: Corrected,
+        statistics: dict[str, float],
+        certainty: torch.Tensor,
+    ) -> None:
+        """Add the sums and rows of a micro-batch; `certainty`: self-certainties [K]."""
         logprobs = inputs.old_logprobs
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - micro.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, corrected.weights, corrected.kept)
-        tokens, logprob, weight, kept = (sum_by_row(x, micro.row_of, len(micro.rows)) for x in by_token)
-        columns = (tokens.int(), logprob, corrected.rho, weight / tokens, kept.int(), corrected.untouched)
+        by_token = (torch.ones_like(logprobs), logprobs, certainty, corrected.weights, corrected.kept)
+        tokens, logprob, certain, weight, kept = (sum_by_row(x, micro.row_of, len(micro.rows)) for x in by_token)
+        means = (certain / tokens, corrected.rho, weight / tokens)
+        columns = (tokens.int(), logprob, *means, kept.int(), corrected.untouched)
         for row, values in zip(micro.rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 
@@ -213,7 +223,8 @@ class _Update:
             scores = self.policy.logprobs(flatten(bundle, self.policy.device), self.batch.temperature)
             lengths = [len(row.completion.tokens) for row in bundle]
             # Copies, because to send a part of a tensor is to send all of it.
-            logprobs, entropy = ([own.clone() for own in torch.split(x.cpu(), lengths)] for x in scores)
+            wanted = (scores.logprobs, scores.entropy)
+            logprobs, entropy = ([own.clone() for own in torch.split(x.cpu(), lengths)] for x in wanted)
             found |= {row.index: Scores(*own) for row, *own in zip(bundle, logprobs, entropy, strict=True)}
         return {index: scores for here in self.ranks.gather(found) for index, scores in here.items()}
 
@@ -257,13 +268,14 @@ class _Update:
                 micro = collate(bundle, weights, self.policy.device)
                 with torch.set_grad_enabled(enabled):
                     scores = self.policy.logprobs(micro, self.batch.temperature, with_entropy_gradient=of_entropy)
-                    inputs, corrected = self.inputs(part.draw, micro, *scores)
+                    inputs, corrected = self.inputs(part.draw, micro, scores.logprobs, scores.entropy)
                     loss = (policy_loss.token_losses(inputs, self.objective) * micro.weights).sum(dtype=torch.float64)
                 if enabled:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 count += float((inputs.counted * micro.weights).sum(dtype=torch.float64))
-                self.record.add(micro, inputs, corrected, policy_loss.statistics(inputs, self.objective))
+                statistics = policy_loss.statistics(inputs, self.objective)
+                self.record.add(micro, inputs, corrected, statistics, scores.self_certainty)
         totals, counts = (math.fsum(column) for column in zip(*self.ranks.gather((total, count)), strict=True))
         longest = self.batch.max_new_tokens
         return totals, policy_loss.divisor(counts, len(part.rows), self.objective.aggregation, longest)
