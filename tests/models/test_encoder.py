@@ -42,10 +42,11 @@ def texts(*found: str) -> list[Completion]:
 def test_a_text_is_the_mean_of_its_tokens(folder: Path) -> None:
     """a and b are (1, 1, -1, -1) and (1, -1, 1, -1), at a right angle, and "a b" halfway: cosines 0 and 1 / sqrt 2."""
     encoder = Encoder(str(folder), torch.device("cpu"))
-    vectors = encoder(texts("a b", "a", "b", "b b a b"))
-    expected = torch.tensor([[1, 0, 0, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -0.5, 0.5, -1]])
+    vectors = encoder(texts("a b", "a", "b", "b b a b", ""))
+    expected = torch.tensor([[1, 0, 0, -1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -0.5, 0.5, -1], [0, 0, 0, 0]])
     torch.testing.assert_close(vectors, expected)
     assert mean_cosine(vectors[:3]) == pytest.approx(math.sqrt(2) / 3)
+    assert mean_cosine(vectors[[0, 1, 4]]) == pytest.approx(math.sqrt(0.5) / 3)
 
 
 def test_a_text_that_is_too_long_is_read_from_its_beginning(folder: Path) -> None:

@@ -29,10 +29,11 @@ class Encoder:
 
     @torch.no_grad()
     def __call__(self, completions: Sequence[Completion]) -> torch.Tensor:
-        """Embeddings [G, D] of completions. What exceeds the model's context is not read."""
+        """Embeddings [G, D] of completions; 0 for an empty text. What exceeds the model's context is not read."""
         texts = [completion.text for completion in completions]
         fitted = {"padding": True, "truncation": True, "max_length": self._longest}
         tokens = self._tokenizer(texts, return_tensors="pt", **fitted).to(self._device)
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
         states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state  # [G, L, D]
-        return (states * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)  # type: ignore[no-any-return]
+        counts = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return (states * mask.unsqueeze(2)).sum(dim=1) / counts  # type: ignore[no-any-return]

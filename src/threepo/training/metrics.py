@@ -88,9 +88,10 @@ def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
 
 
 def mean_cosine(vectors: torch.Tensor) -> float:
-    """Over the pairs of at least two vectors [G, width] that are not 0."""
+    """Over the pairs of at least two vectors [G, width]."""
     units, count = torch.nn.functional.normalize(vectors.double(), dim=1), len(vectors)
-    return float(((units @ units.T).sum() - count) / (count * (count - 1)))
+    cosines = units @ units.T
+    return float((cosines.sum() - cosines.trace()) / (count * (count - 1)))
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:

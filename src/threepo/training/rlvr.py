@@ -194,6 +194,5 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
             examination.prepare(engine)
         folder, tensorboard = open_folder(config, folder, state.step, ranks, problems)
         on_failure.pop_all()
-    grader = dealt_grader(grader, ranks)
-    parts_of_rlvr = (engine, source, grader, examination, reference, embed)
-    return Run(config, folder, tensorboard, policy, optimizer, state, ranks, *parts_of_rlvr)
+    shared = (config, folder, tensorboard, policy, optimizer, state, ranks)
+    return Run(*shared, engine, source, dealt_grader(grader, ranks), examination, reference, embed)
