@@ -142,7 +142,7 @@ def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
     assert open_training(settings(path)).verifier is None
     with pytest.raises(UserError, match="did you mean sorting"):
         open_training(DataConfig(train="sortin"))
-    with pytest.raises(UserError, match=r"name a task \(choices, choices_zoo, paths, pointers, sorting, stack\)"):
+    with pytest.raises(UserError, match=r"name a task \(choices, choices_zoo, forks, paths, pointers, sorting, stack, sums\)"):
         open_training(DataConfig(train="zzz"))
     with pytest.raises(UserError, match="has no held-out problems of its own"):
         open_heldout(settings(path))
@@ -196,6 +196,17 @@ def test_demonstrations_follow_their_shares_and_stay_in_the_training_split() -> 
     assert sum(completion.startswith("<think>") for _, completion in shown) / 1000 == pytest.approx(0.25, abs=0.05)
     assert {split_of(str(problem.prompt)) for problem, _ in shown} == {"train"}
     assert Demonstrations(config).demonstration(77) == source.demonstration(77)
+
+
+def test_demonstrations_of_reasoning_gym_are_its_answers() -> None:
+    name = "reasoning-gym:spell_backward(min_word_len=5, max_word_len=7)"
+    source = Demonstrations(DemonstrationConfig(tasks=(name, "sorting"), behaviours={"direct": 1.0}))
+    for problem, completion in (source.demonstration(i) for i in range(0, 20, 2)):
+        word = str(problem.prompt).rsplit(" ", 1)[1]
+        assert completion == word[::-1]
+        assert split_of(str(problem.prompt)) == "train"
+    with pytest.raises(UserError, match=r"behaviours.worked: reasoning-gym:chain_sum has only direct"):
+        Demonstrations(DemonstrationConfig(tasks=("reasoning-gym:chain_sum",)))
 
 
 def test_demonstrations_that_do_not_exist_are_refused() -> None:

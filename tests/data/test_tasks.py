@@ -1,5 +1,7 @@
 """Every procedural task keeps the same promises."""
 
+from itertools import pairwise
+
 import pytest
 
 from threepo.data.task import ProceduralProblems, Task, split_of
@@ -105,6 +107,38 @@ def test_paths_takes_any_way_along_the_edges_and_no_other() -> None:
     for wrong in ("a e", "b d e", "a b d", "a d e", "e d b a", "abde"):
         assert not task.verify(problem, wrong).correct, wrong
     assert task.work("ab bc ad de; a to e\n") == "abcbade"
+
+
+def test_sums_by_hand() -> None:
+    task = TASKS["sums"]
+    assert task.work("sum 4821 9930 5716\n") == "3751\n8467"
+    assert task.verify(problem_of("sum 4821 9930\n", "3751"), "<think>no idea</think>3751").correct
+    for problem in ProceduralProblems(task, "train", 0, (7,)).first(50):
+        columns = zip(*str(problem.prompt).split()[1:], strict=True)
+        assert problem.answer == "".join(str(sum(map(int, column)) % 10) for column in columns)
+
+
+def test_forks_by_hand() -> None:
+    task = TASKS["forks"]
+    problem = problem_of("b:dhof m:bagq h:kcei; m to e\n", "mbhe")
+    assert task.work(str(problem.prompt)) == "ehbm"
+    assert task.verify(problem, "mbhe").correct
+    for wrong in ("mbhk", "mba", "mhe", "me", "ehbm"):
+        assert not task.verify(problem, wrong).correct, wrong
+
+
+def test_a_guess_walks_along_arms_to_a_dead_end_and_rarely_arrives() -> None:
+    task = TASKS["forks"]
+    right = 0
+    for problem in ProceduralProblems(task, "train", 0, (2,)).first(800):
+        *forks, start, _, _ = str(problem.prompt).replace(";", "").split()
+        arms = {fork[0]: fork[2:] for fork in forks}
+        way = task.demonstrate(problem, "guess")
+        assert way[0] == start
+        assert all(b in arms[a] for a, b in pairwise(way))
+        assert way[-1] not in arms
+        right += task.verify(problem, way).correct
+    assert right / 800 == pytest.approx(1 / 16, abs=0.035)  # 4 standard errors
 
 
 def test_choices_by_hand() -> None:

@@ -1,20 +1,24 @@
 """The procedural tasks, one file each, and demonstrations of them for supervised fine-tuning."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
 from threepo.config import DemonstrationConfig
-from threepo.data.task import ProceduralProblems, Task
+from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
+from threepo.data.task import Endless, ProceduralProblems, Task
 from threepo.data.tasks.choices import Choices, ChoicesZoo
+from threepo.data.tasks.forks import Forks
 from threepo.data.tasks.paths import Paths
 from threepo.data.tasks.pointers import Pointers
 from threepo.data.tasks.sorting import Sorting
 from threepo.data.tasks.stack import Stack
+from threepo.data.tasks.sums import Sums
 from threepo.errors import UserError
 from threepo.types import Problem
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (Choices(), ChoicesZoo(), Paths(), Pointers(), Sorting(), Stack())
+    task.name: task for task in (Choices(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
 }
 Demonstration = tuple[Problem, str]
 """A problem of the training split, and a completion of it."""
@@ -28,21 +32,33 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         for name in self.settings.tasks:
-            if name not in TASKS:
-                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join(TASKS)}")
-            known = TASKS[name].behaviours
+            gym = name.startswith(PREFIX)
+            if not gym and name not in TASKS:
+                listed = f"{', '.join(TASKS)} and {PREFIX}NAME"
+                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {listed}")
+            known = ("direct",) if gym else TASKS[name].behaviours
             for behaviour in self.settings.behaviours.keys() - set(known):
                 raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
         settings = self.settings
-        task = TASKS[settings.tasks[index % len(settings.tasks)]]
-        problems = ProceduralProblems(task, "train", settings.seed, settings.levels)
-        problem = problems.problem(index // len(settings.tasks))
+        number, place = divmod(index, len(settings.tasks))
+        name = settings.tasks[place]
+        problem = self._problems[name].problem(number)
         rng = Random(f"demonstration/{settings.seed}/{index}")
         (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
-        return problem, task.demonstrate(problem, behaviour)
+        return problem, TASKS[name].demonstrate(problem, behaviour) if name in TASKS else problem.answer
+
+    @cached_property
+    def _problems(self) -> dict[str, Endless]:
+        return {name: self._open(name) for name in self.settings.tasks}
+
+    def _open(self, name: str) -> Endless:
+        settings = self.settings
+        if name in TASKS:
+            return ProceduralProblems(TASKS[name], "train", settings.seed, settings.levels)
+        return ReasoningGymProblems(name.removeprefix(PREFIX), "train", settings.seed)
 
     def batch(self, step: int) -> list[Demonstration]:
         """The demonstrations of one optimizer step."""
