@@ -142,7 +142,9 @@ def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
     assert open_training(settings(path)).verifier is None
     with pytest.raises(UserError, match="did you mean sorting"):
         open_training(DataConfig(train="sortin"))
-    with pytest.raises(UserError, match=r"name a task \(choices, choices_zoo, forks, paths, pointers, sorting, stack, sums\)"):
+    with pytest.raises(
+        UserError, match=r"name a task \(choices, choices_zoo, forks, paths, pointers, sorting, stack, sums\)"
+    ):
         open_training(DataConfig(train="zzz"))
     with pytest.raises(UserError, match="has no held-out problems of its own"):
         open_heldout(settings(path))
