@@ -123,7 +123,7 @@ class DemonstrationConfig(Settings, table="demonstrations"):
     """[demonstrations]: worked texts of procedural tasks for supervised fine-tuning."""
 
     tasks: Annotated[tuple[str, ...], must(bool, 'name at least one task, such as ["sorting"]')]
-    """Procedural tasks, mixed evenly; `reasoning-gym:NAME` shows answers only, so it needs behaviours = { direct = 1 }."""
+    """Procedural tasks, or `reasoning-gym:NAME` with `direct` as its only behaviour, mixed evenly."""
     levels: tuple[int, ...] = ()
     """Difficulty levels; empty: each task's own default."""
     behaviours: Shares = field(default_factory=lambda: {"worked": 1.0})

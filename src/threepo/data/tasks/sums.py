@@ -15,9 +15,10 @@ class Sums(Task):
     default_levels = (3, 4, 5)
     min_level = 2
     width: ClassVar[int] = 4
-    """Digits of every number: a guess is right with chance 10 to the power of minus this."""
+    """Digits of every number; few guesses are right in all of them."""
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
+        # Half of the digits are 0: of uniform ones, none alone tells anything about the sum, and nothing is learnt.
         numbers = ["".join(rng.choices("0123456789", (9, *[1] * 9), k=self.width)) for _ in range(level)]
         prompt = f"sum {' '.join(numbers)}\n"
         return prompt, self.work(prompt).split("\n")[-1]
