@@ -152,3 +152,12 @@ def test_the_shipped_study_resolves_with_equal_budgets() -> None:
     assert len({c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs}) == 1
     assert [run.name for run in found.starts()] == ["start"]
     assert to_dict(found.tables)["tuning"]["trials"] == 4
+
+
+@pytest.mark.parametrize("name", ["testbed_chain", "testbed_star"])
+def test_studies_of_testbeds_compare_ten_methods_at_equal_rollouts_and_budgets(name: str) -> None:
+    found = load_study(name)
+    assert len(found.cells) == 10
+    configs = [run.config() for cell in found.cells for runs in found.tuning(cell) for run in runs]
+    assert len(configs) == 10 * 4 * 2
+    assert {c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs} == {256 * 100}
