@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from transformers.utils import logging
 
-from threepo.analysis.report import plot, read_run, tables
+from threepo.analysis.report import read_run, tables
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import Table, load
@@ -145,6 +145,8 @@ def demonstrate(
         "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
         "methods": {run.name: run.summary() for run in runs},
     }
+    from threepo.analysis.figures import plot  # slow to import
+
     plot(runs, folder / "curves.png")
     write_json(folder / SUMMARY, summary)
     for table in tables({run.name: run for run in runs}):

@@ -137,9 +137,11 @@ def _add_tools(subparsers: Any) -> None:
     probe.add_argument("--write", type=_path, metavar="RECIPE", help="write the training recipe that follows, if any")
     probe.set_defaults(command=commands.probe, more="settings")
 
-    report = subparsers.add_parser("report", help="table and curves of training runs")
+    report = subparsers.add_parser("report", help="tables of training runs, and a page with figures and rollouts")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    report.add_argument("--output", type=_path, help="draw the curves into this .png, .pdf or .svg file")
+    text = "write a page into this folder, or only curves into a .png, .pdf or .svg file"
+    report.add_argument("--output", type=_path, metavar="FOLDER", help=text)
+    report.add_argument("--baseline", type=_path, metavar="RUN", help="pair the others with this run, not the first")
     report.set_defaults(command=commands.report, more="runs")
 
     explore = subparsers.add_parser("explore", help="did runs explore more than a baseline, from saved completions")

@@ -169,13 +169,25 @@ def probe(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.analysis.report import plot, read_run, tables
+    from threepo.analysis.report import read_runs, tables
 
-    runs = {path: read_run(Path(path)) for path in options.runs}
-    for table in tables(runs):
+    runs = read_runs([*dict.fromkeys(map(Path, options.runs))])
+    baseline = next((run for run in runs if run.path == options.baseline), runs[0])
+    if options.baseline not in (None, baseline.path):
+        raise UserError(f"--baseline {options.baseline}: must be one of the RUNs, spelled as there")
+    for table in tables({run.name: run for run in runs}):
         Console().print(table)
-    if options.output:
-        plot(list(runs.values()), options.output)
+    if options.output is None:
+        return
+    from threepo.analysis.figures import plot
+
+    if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
+        plot(runs, options.output)
+        return
+    from threepo.analysis.page import PAGE, write_page
+
+    write_page(runs, baseline, options.output)
+    print(f"page: {options.output / PAGE}")
 
 
 def explore(options: argparse.Namespace) -> None:

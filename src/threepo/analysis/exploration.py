@@ -56,7 +56,7 @@ def explore(
     found = {}
     for i, (name, path) in enumerate(zip(names, runs, strict=True)):
         second = read_completions(path, verdict, above)
-        found[name] = _comparison(baseline, path, first, second, by_draw=by_draw)
+        found[name] = compared(baseline, path, first, second, by_draw=by_draw)
         if heldout:
             evaluated = read_completions(heldout[1 + i], verdict, above, heldout=True)
             pairs = _paired(heldout[0], heldout[1 + i], examined, evaluated)
@@ -65,8 +65,8 @@ def explore(
     return {"baseline": str(baseline), "by_draw": by_draw, "runs": found}
 
 
-def _comparison(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool) -> dict[str, Any]:
-    """All figures of one run against the baseline."""
+def compared(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool = False) -> dict[str, Any]:
+    """All figures of one run against the baseline; `UserError` if they cannot be paired."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
     shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]

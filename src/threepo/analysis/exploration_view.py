@@ -1,18 +1,16 @@
 """The tables and the picture of an exploration analysis, from what `explore` returns."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from matplotlib.axes import Axes
 from rich.table import Column, Table
 
 from threepo.analysis.exploration import BAD
-from threepo.analysis.report import SMOOTHING
-from threepo.files import atomic_file
+from threepo.analysis.figures import LINE_AT_ZERO, SMOOTHED, Colours, Panel, colours, picture, smooth
 
-LINE_AT_ZERO = 1
-"""Depth of the lines that mark zero and one half, below all data."""
 OUTCOMES = ("wins", "losses", "ties")
 Run = Mapping[str, Any]
 Figures = Mapping[str, Any]
@@ -88,106 +86,94 @@ def _pass_at_k(figures: Figures, side: str) -> list[tuple[int, Any]]:
     return sorted((int(k), figure) for (k, _, end), figure in found if k.isdecimal() and end == side)
 
 
+def exploration_panels(comparison: Mapping[str, Any]) -> list[Panel]:
+    """The panels of an exploration analysis; each run and the baseline have a colour."""
+    heldout = all("heldout" in run for run in comparison["runs"].values())
+    of = "held-out problems" if heldout else "training rollouts, last third"
+    fewer = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
+    second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
+    listed = (
+        ("rescued", "Groups rescued so far", "Dashed: rescued; dotted: lost; solid: the difference.", _rescued),
+        ("win_rates", "Win rate against the baseline: fewer bad rollouts", fewer, _win_rates),
+        ("no_signal", "Groups without a signal", f"Solid: all wrong; dashed: all right. {SMOOTHED}", _without_signal),
+        ("second_draw", "Pairs of two draws minus pairs of one draw", second, _second_draw),
+        ("pass_at_k", f"pass@k, {of}", "Bands: 95 % intervals.", _pass_curves),
+        ("entropy", "Token entropy (nats): no measure of exploration", "", _entropy),
+    )
+    return [Panel(name, title, note, partial(draw, comparison)) for name, title, note, draw in listed]
+
+
 def plot_exploration(comparison: Mapping[str, Any], path: Path) -> None:
-    """Draw a comparison into a PNG file: six panels, a colour for each run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    runs: Mapping[str, Run] = comparison["runs"]
-    chosen = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(len(runs), 10))
-    colours = {name: chosen(i) for i, name in enumerate(runs)}
-    _rescued(axes[0, 0], runs, colours)
-    _win_rates(axes[0, 1], runs, colours)
-    _without_signal(axes[0, 2], runs, colours)
-    _second_draw(axes[1, 0], runs, colours)
-    _pass_curves(axes[1, 1], runs, colours)
-    _entropy(axes[1, 2], runs, colours)
-    for axis in axes.flat:
-        if not any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines):
-            axis.set(xticks=[], yticks=[])
-            axis.text(0.5, 0.6, "no data", transform=axis.transAxes, ha="center", color="grey")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Line2D([], [], color="black", label="baseline")]
-    handles += [plt.Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
-    plt.close(figure)
+    """Draw a comparison into a PNG file: a panel for each question, a colour for each run, black for the baseline."""
+    palette = {comparison["baseline"]: "black", **colours(list(comparison["runs"]))}
+    picture(exploration_panels(comparison), palette, path)
 
 
-def _rescued(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    for name, run in runs.items():
+def _rescued(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
+    for name, run in comparison["runs"].items():
         curves = run["curves"]
         net = [won - lost for won, lost in zip(curves["rescued"], curves["lost"], strict=True)]
         axis.plot(curves["step"], net, color=colours[name])
         axis.plot(curves["step"], curves["rescued"], color=colours[name], alpha=0.4, linestyle="--")
         axis.plot(curves["step"], [-lost for lost in curves["lost"]], color=colours[name], alpha=0.4, linestyle=":")
     axis.axhline(0, color="black", linewidth=1, zorder=LINE_AT_ZERO)
-    axis.set(title="Groups rescued so far (dashed), lost (dotted), difference", xlabel="training step")
+    axis.set(xlabel="training step")
 
 
-def _win_rates(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
+def _win_rates(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
     labels = [(kind, phase) for kind in BAD for phase in ("early", "late")]
-    for i, (name, run) in enumerate(runs.items()):
+    for i, (name, run) in enumerate(comparison["runs"].items()):
         for x, (kind, phase) in enumerate(labels):
             found = run["phases"][phase].get(f"{kind}/win_rate")
-            _point(axis, x + _shift(i, len(runs)), found, colours[name])
+            _point(axis, x + _shift(i, len(comparison["runs"])), found, colours[name])
     axis.axhline(0.5, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set_xticks(range(len(labels)), [f"{kind}_{phase}".replace("_", "\n") for kind, phase in labels], fontsize=9)
-    axis.set(
-        title="Win rate against the baseline: fewer bad rollouts", ylim=(-0.02, 1.02), xlim=(-0.5, len(labels) - 0.5)
-    )
+    axis.set(ylim=(-0.02, 1.02), xlim=(-0.5, len(labels) - 0.5))
 
 
-def _without_signal(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    for side, run, colour in _lines(runs, colours):
+def _without_signal(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
+    for side, run, colour in _lines(comparison, colours):
         for kind, style in (("all_wrong", "-"), ("all_right", "--")):
             shares = run["curves"][f"{kind}/{side}"]
-            smooth = [fmean(shares[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(shares))]
-            axis.plot(run["curves"]["step"], smooth, color=colour, linestyle=style, linewidth=1.3)
-    title = f"Groups all wrong (solid), right (dashed), {SMOOTHING}-step mean"
-    axis.set(title=title, xlabel="training step", ylim=(-0.02, 1.02))
+            axis.plot(run["curves"]["step"], smooth(shares), color=colour, linestyle=style, linewidth=1.3)
+    axis.set(xlabel="training step", ylim=(-0.02, 1.02))
 
 
-def _second_draw(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
+def _second_draw(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
     labels = ("text_distance", "two_answers", "one_right")
-    for i, (name, run) in enumerate(runs.items()):
+    for i, (name, run) in enumerate(comparison["runs"].items()):
         for x, label in enumerate(labels):
             found = run["phases"]["all"].get(f"second/{label}/difference")
-            _point(axis, x + _shift(i, len(runs)), found, colours[name])
+            _point(axis, x + _shift(i, len(comparison["runs"])), found, colours[name])
     axis.axhline(0, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set_xticks(range(len(labels)), [label.replace("_", " ") for label in labels])
-    axis.set(title="Pairs of two draws minus pairs of one draw", xlim=(-0.5, len(labels) - 0.5))
+    axis.set(xlim=(-0.5, len(labels) - 0.5))
 
 
-def _pass_curves(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    heldout = all("heldout" in run for run in runs.values())
-    for side, run, colour in _lines(runs, colours):
-        curve = _pass_at_k(run["heldout"] if heldout else run["phases"]["late"], side)
+def _pass_curves(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
+    for side, run, colour in _lines(comparison, colours):
+        curve = _pass_at_k(run.get("heldout", run["phases"]["late"]), side)
         ks = [k for k, _ in curve]
         axis.plot(ks, [found["value"] for _, found in curve], color=colour, marker="o", markersize=3)
         low, high = zip(*(found["interval"] for _, found in curve), strict=True)
         axis.fill_between(ks, low, high, color=colour, alpha=0.12)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ks, map(str, ks))
-    of = "held-out problems" if heldout else "training rollouts, last third"
-    axis.set(title=f"pass@k, {of}", xlabel="k", ylim=(-0.02, 1.02))
+    axis.set(xlabel="k", ylim=(-0.02, 1.02))
 
 
-def _entropy(axis: Any, runs: Mapping[str, Run], colours: Mapping[str, Any]) -> None:
-    for side, run, colour in _lines(runs, colours):
+def _entropy(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
+    for side, run, colour in _lines(comparison, colours):
         if (entropy := run["entropy"][side])["step"]:
             axis.plot(entropy["step"], entropy["nats"], color=colour, linewidth=1.3)
-    axis.set(title="Token entropy (nats): no measure of exploration", xlabel="training step")
+    axis.set(xlabel="training step")
 
 
-def _lines(runs: Mapping[str, Run], colours: Mapping[str, Any]) -> list[tuple[str, Run, Any]]:
+def _lines(comparison: Mapping[str, Any], colours: Colours) -> list[tuple[str, Run, str]]:
     """What has a line: the baseline, as paired with the first run, and every run; with the side it is on."""
-    return [("baseline", next(iter(runs.values())), "black"), *(("run", run, colours[n]) for n, run in runs.items())]
+    runs: Mapping[str, Run] = comparison["runs"]
+    first = ("baseline", next(iter(runs.values())), colours[comparison["baseline"]])
+    return [first, *(("run", run, colours[name]) for name, run in runs.items())]
 
 
 def _point(axis: Any, x: float, found: Any, colour: Any) -> None:

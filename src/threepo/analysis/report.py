@@ -1,40 +1,26 @@
-"""Tables and curves of training runs, from their run folders alone.
+"""Tables of training runs, from their run folders alone.
 
-threepo report RUN... [--output report.png]
+threepo report RUN... [--output FOLDER]
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
 from threepo.errors import UserError
-from threepo.files import atomic_file, read_json
+from threepo.files import read_json
 from threepo.run_folder import CONFIG, read_metrics
-
-PANELS = (
-    ("Reward (training rollouts)", "reward/mean"),
-    ("Held-out pass@1 (bars: one standard error)", "eval/pass_at_1"),
-    ("Share of prompts without any advantage", "groups/zero_advantage_share"),
-    ("Token entropy (nats)", "policy/entropy"),
-    ("Cross-entropy of the targets (nats)", "sft/loss"),
-    ("Held-out cross-entropy (nats)", "sft/eval_loss"),
-)
-"""Titles and metrics; a panel is drawn if one of the runs has its metric."""
-SHARES = ("eval/pass_at_1", "groups/zero_advantage_share")
-"""Metrics with an axis from 0 to 1."""
-FORMATS = (".png", ".pdf", ".svg")
-SMOOTHING = 5
-"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
 
 
 @dataclass(frozen=True)
 class RunReport:
     """One run, read from its folder."""
 
+    path: Path
     name: str
     config: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -75,7 +61,14 @@ def read_run(path: Path) -> RunReport:
     """Read the folder of a training run; `UserError` if it holds none."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no {CONFIG})")
-    return RunReport(path.name, read_json(path / CONFIG), read_metrics(path))
+    return RunReport(path, path.name, read_json(path / CONFIG), read_metrics(path))
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunReport]:
+    """Read several runs; those whose folders have the same name go by their paths."""
+    runs = [read_run(path) for path in paths]
+    alike = len({run.name for run in runs}) < len(runs)
+    return [replace(run, name=str(run.path)) for run in runs] if alike else runs
 
 
 def tables(runs: Mapping[str, RunReport]) -> list[Table]:
@@ -109,58 +102,6 @@ def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
     for name, cells in rows.items():
         table.add_row(name, *cells.values())
     return table
-
-
-def plot(runs: Sequence[RunReport], path: Path) -> None:
-    """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
-    if path.suffix not in FORMATS:
-        raise UserError(f"--output {path}: the suffix says how to draw; end it in {', '.join(FORMATS)}")
-    measured = {metric for run in runs for row in run.rows for metric, value in row.items() if value is not None}
-    panels = [(title, metric) for title, metric in PANELS if metric in measured]
-    if not panels:
-        raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
-    figure, axes = plt.subplots(rows, columns, figsize=(11, 3.75 * rows), squeeze=False, layout="constrained")
-    for unused in axes.flat[len(panels) :]:
-        unused.set_visible(False)
-    colours = plt.get_cmap("tab10" if len(runs) <= 10 else "turbo", max(len(runs), 10))
-    lines = {}
-    for axis, (title, metric) in zip(axes.flat, panels, strict=False):
-        for index, run in enumerate(runs):
-            if line := _curve(axis, run, metric, colours(index)):
-                lines[index] = line
-        axis.set_title(title, fontsize=11)
-        axis.set_xlabel("training steps")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        if metric in SHARES:
-            axis.set_ylim(-0.02, 1.02)
-    names = [runs[index].name for index in lines]
-    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=min(len(names), 4), frameon=False)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
-    plt.close(figure)
-
-
-def _curve(axis: Any, run: RunReport, metric: str, colour: Any) -> Any:
-    """Draw one run's metric; returns its line for the legend, or None if the run does not have it."""
-    rows = [row for row in run.rows if row.get(metric) is not None]
-    if not rows:
-        return None
-    x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
-    if metric == "eval/pass_at_1":
-        bars = [row.get("eval/se_between") or 0.0 for row in rows]
-        return axis.errorbar(x, y, yerr=bars, color=colour, marker="o", markersize=4, capsize=3)
-    if metric == "sft/eval_loss":
-        return axis.plot(x, y, color=colour, marker="o", markersize=4)[0]
-    axis.plot(x, y, color=colour, alpha=0.2, linewidth=1)
-    smooth = [statistics.fmean(y[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(y))]
-    return axis.plot(x, smooth, color=colour, linewidth=1.8)[0]
 
 
 def _score(value: float | None, error: float | None) -> str:

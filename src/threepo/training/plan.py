@@ -31,19 +31,13 @@ GPUS = {"H100": 79, "H200": 140}
 """GiB of memory of GPUs."""
 
 
-def step_flops(
-    weights: float, prompts: int, rollouts: int, prefills: int, prompt: float, response: float, draws: int = 1
-) -> dict[str, float]:
+def step_flops(weights: float, read: float, decoded: float, trained: float) -> dict[str, float]:
     """Operations of one RLVR step by what they are for; the paper's table has their sum.
 
-    `prompt` and `response` are mean tokens; `rollouts` is G; `prefills` is how often each prompt is read: once for each
-    draw, which shares it among its completions; `draws`, K, is how often each row is trained on.
+    Tokens: those of prompts, `read` once for each draw, which shares them among its completions; those `decoded`; and
+    those of prompts and completions that are `trained` on, once for each draw at which their gradient is taken.
     """
-    return {
-        "to read prompts": 2 * weights * prompts * prefills * prompt,
-        "to decode": 2 * weights * prompts * rollouts * response,
-        "to train": 6 * weights * prompts * rollouts * draws * (prompt + response),
-    }
+    return {"to read prompts": 2 * weights * read, "to decode": 2 * weights * decoded, "to train": 6 * weights * trained}
 
 
 Plan = dict[str, list[str]]
@@ -77,7 +71,8 @@ def _reinforcement(
     prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt
     rows = prompts * rollouts
-    flops = step_flops(weights, prompts, rollouts, draws, prompt_tokens, response_tokens, passes)
+    tokens = prompts * draws * prompt_tokens, rows * response_tokens, rows * passes * (prompt_tokens + response_tokens)
+    flops = step_flops(weights, *tokens)
     copied = draws * weights * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         memory = {

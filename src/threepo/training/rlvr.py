@@ -35,6 +35,7 @@ from threepo.training.metrics import (
     update_metrics,
     watch,
 )
+from threepo.training.plan import step_flops
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
@@ -96,6 +97,7 @@ def train(run: Run) -> None:
             metrics |= update_metrics(record) | run.optimizer_metrics()
             if run.config.ess_schedule.kind == "similarity":
                 metrics["groups/similarity"] = similarity(rollouts.generated, run.embed, run.ranks)
+            metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
             schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
@@ -138,6 +140,16 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
     clock.lap("time/update")
     return record
+
+
+def flops(run: Run, rollouts: Rollouts) -> float:
+    """Operations of a step, as the paper counts them, from the tokens that it had."""
+    method, weights = run.config.method, sum(p.numel() for p in run.policy.model.parameters())
+    passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
+    read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
+    decoded = sum(len(c.tokens) for group in rollouts.generated for c in group.completions)
+    trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
+    return sum(step_flops(weights, read, decoded, trained * passes).values())
 
 
 def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:

@@ -1,0 +1,286 @@
+"""The figures of training runs: a list of panels, each drawn alone, or several in one picture.
+
+A panel knows no theme: whoever draws it says which colour each run has.
+"""
+
+import io
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from threepo.analysis.report import RunReport
+from threepo.errors import UserError
+from threepo.files import atomic_file
+
+FORMATS = (".png", ".pdf", ".svg")
+SMOOTHING = 5
+"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
+SMOOTHED = f"Means over {SMOOTHING} steps."
+LINE_AT_ZERO = 1
+"""Depth of lines that mark a value, below all data."""
+SHARES = ("eval/pass_at_1", "groups/zero_advantage_share", "correction/kept_share")
+"""Metrics with an axis from 0 to 1."""
+COLOURS = "1f6fb4 c8500a 1a8a3e b3246b 6a4bc4 8a6a00 00808a 8c3b2e 5b6470 4d7300"
+DARK_COLOURS = "6cb4f5 ff9a5c 5fd38a f58abf b09bff e0c04c 4fd6df e08a78 b4bcc8 a8d44a"
+"""Of the first ten runs, on a light and on a dark ground; more runs are spread over a colour map."""
+STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+"""Names of runs are text, dollar signs and all."""
+Runs = Sequence[RunReport]
+Colours = Mapping[str, str]
+"""Of each run, by its name."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    name: str
+    """Name of its file."""
+    title: str
+    note: str
+    """What it shows, in a sentence for its reader."""
+    draw: Callable[[Axes, Colours], None]
+    """Draws the data; nothing above `LINE_AT_ZERO` if there is none."""
+
+
+def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
+    """A colour for each run, as #rrggbb; no two are the same."""
+    chosen = [f"#{colour}" for colour in (DARK_COLOURS if dark else COLOURS).split()]
+    if len(names) > len(chosen):
+        chosen = [matplotlib.colors.to_hex(c) for c in matplotlib.colormaps["turbo"].resampled(len(names)).colors]
+    return dict(zip(names, chosen[: len(names)], strict=True))
+
+
+def _curve(metric: str, runs: Runs, axis: Axes, colours: Colours, *, against: str = "") -> None:
+    """A metric of each run by training step, or by the total of another metric up to that step."""
+    for run in runs:
+        rows = [row for row in run.rows if row.get(metric) is not None and (not against or row.get(against))]
+        x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
+        if against:
+            x = list(accumulate(row[against] for row in rows))
+        style: dict[str, Any] = {"color": colours[run.name]}
+        if not rows:
+            continue
+        if metric == "eval/pass_at_1":
+            bars = [row.get("eval/se_between") or 0.0 for row in rows]
+            axis.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=3, **style)
+        elif metric == "sft/eval_loss":
+            axis.plot(x, y, marker="o", markersize=4, **style)
+        else:
+            axis.plot(x, y, alpha=0.25, linewidth=1, **style)
+            axis.plot(x, smooth(y), linewidth=1.8, **style)
+    axis.set_xlabel({"": "training steps", "compute/flops": "operations so far (FLOPs)"}.get(against, against))
+    if metric in SHARES:
+        axis.set_ylim(-0.02, 1.02)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over the last `SMOOTHING` values."""
+    return [statistics.fmean(values[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(values))]
+
+
+def _total(metric: Callable[[Mapping[str, Any]], float | None], runs: Runs, axis: Axes, colours: Colours) -> None:
+    """The sum of a figure over the steps so far."""
+    for run in runs:
+        rows = [(row["step"] + 1, value) for row in run.rows if row["step"] >= 0 and (value := metric(row)) is not None]
+        if rows:
+            axis.plot([step for step, _ in rows], list(accumulate(v for _, v in rows)), color=colours[run.name])
+    axis.set_xlabel("training steps")
+
+
+def seconds(row: Mapping[str, Any]) -> float | None:
+    """Wall-clock time of a step, its evaluation and its logging."""
+    return sum(row.get(f"time/{part}") or 0.0 for part in ("step", "eval", "log")) if "time/step" in row else None
+
+
+def tokens(row: Mapping[str, Any]) -> float | None:
+    """Tokens that the rollouts of a step have."""
+    return row["time/tokens_per_second"] * row["time/rollout"] if row.get("time/tokens_per_second") else None
+
+
+def _band(stem: str, runs: Runs, axis: Axes, colours: Colours) -> None:
+    """Median of a figure, and its 5 % and 95 % quantiles as a band."""
+    for run in runs:
+        rows = [row for row in run.rows if row.get(f"{stem}_p50") is not None]
+        x = [row["step"] + 1 for row in rows]
+        low, middle, high = ([row[f"{stem}_p{q}"] for row in rows] for q in ("05", "50", "95"))
+        if rows:
+            axis.plot(x, middle, color=colours[run.name], linewidth=1.8)
+            axis.fill_between(x, low, high, color=colours[run.name], alpha=0.15, linewidth=0)
+    axis.axhline(1, color="black", linewidth=0.8, zorder=LINE_AT_ZERO)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_xlabel("training steps")
+
+
+def ess(run: RunReport) -> float | None:
+    """Effective sample size of the posterior, lambda, at the end; None without noise."""
+    return next((row["posterior/ess"] for row in reversed(run.rows) if row.get("posterior/ess")), None)
+
+
+def draws(run: RunReport) -> float | None:
+    """Draws of the weights that generate a step's rollouts, N; 0: the mean weights do. None: no rollouts."""
+    return run.config["method"].get("draws") if "method" in run.config else None
+
+
+def _final(runs: Runs) -> tuple[str, dict[str, float], dict[str, float]]:
+    """What runs have reached, by name, and its standard errors: pass@1 if all have it, or the last tenth's reward."""
+    summaries = {run.name: run.summary() for run in runs if "method" in run.config}
+    if summaries and all(found["pass_at_1_after"] is not None for found in summaries.values()):
+        after = {name: found["pass_at_1_after"] for name, found in summaries.items()}
+        return "held-out pass@1", after, {name: found["se_after"] or 0.0 for name, found in summaries.items()}
+    rewards = {run.name: [row["reward/mean"] for row in run.rows if row.get("reward/mean") is not None] for run in runs}
+    means = {name: statistics.fmean(r[-max(1, len(r) // 10) :]) for name, r in rewards.items() if r}
+    return "reward, last tenth of steps", means, dict.fromkeys(means, 0.0)
+
+
+def _reached(
+    x_of: Callable[[RunReport], float | None], scale: str, label: str, runs: Runs, axis: Axes, colours: Colours
+) -> None:
+    """What runs have reached against one of their settings; those without the setting are dashed lines."""
+    what, reached, errors = _final(runs)
+    settings = {run.name: x_of(run) for run in runs if run.name in reached}
+    if len({x for x in settings.values() if x is not None}) < 2:
+        return
+    axis.set_xscale(scale)
+    for name, x in settings.items():
+        if x is None:
+            axis.axhline(reached[name], color=colours[name], linestyle="--", linewidth=1.3)
+        else:
+            axis.errorbar([x], [reached[name]], yerr=errors[name], color=colours[name], marker="o", capsize=3)
+    by_x = {x: [reached[name] for name in settings if settings[name] == x] for x in settings.values() if x is not None}
+    means = [(x, statistics.fmean(by_x[x])) for x in sorted(by_x)]
+    axis.plot(*zip(*means, strict=True), color="grey", linewidth=1, zorder=LINE_AT_ZERO)
+    axis.set(xlabel=label, ylabel=what)
+
+
+def learning(runs: Runs) -> list[Panel]:
+    """What runs learn: the panels of a picture of curves, and the first ones of a page."""
+    silent = "All completions of such a prompt earn the same, so it teaches nothing."
+    settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
+    listed = (
+        ("reward", "Reward (training rollouts)", "reward/mean", SMOOTHED),
+        ("pass_at_1", "Held-out pass@1 (bars: one standard error)", "eval/pass_at_1", ""),
+        ("zero_advantage", "Share of prompts without any advantage", "groups/zero_advantage_share", silent),
+        ("entropy", "Token entropy (nats)", "policy/entropy", settled),
+        ("sft_loss", "Cross-entropy of the targets (nats)", "sft/loss", SMOOTHED),
+        ("sft_eval_loss", "Held-out cross-entropy (nats)", "sft/eval_loss", ""),
+    )
+    return [Panel(name, title, note, partial(_curve, metric, runs)) for name, title, metric, note in listed]
+
+
+def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
+    """Panels beyond the curves, under their headings."""
+    dots = "A dot is a run; bars: one standard error; dashed: runs without noise; grey: means."
+    rho = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
+    listed: dict[str, list[tuple[str, str, str, Any]]] = {
+        "Settings": [
+            ("by_ess", "Reached, by size of the posterior", dots, partial(_reached, ess, "log", "lambda (ess)")),
+            ("by_draws", "Reached, by number of draws", dots, partial(_reached, draws, "linear", "draws, N")),
+        ],
+        "Noise": [
+            (
+                "kept",
+                "Completions kept by the correction",
+                f"Share of which at least one token counts. {SMOOTHED}",
+                partial(_curve, "correction/kept_share"),
+            ),
+            ("rho", "Importance ratios (rho)", rho, partial(_band, "correction/rho")),
+            (
+                "hessian",
+                "Hessian over its start",
+                "Of all weights: median, 5 to 95 %. At 1, nothing was learnt of their precision.",
+                partial(_band, "posterior/hessian"),
+            ),
+            (
+                "sigma",
+                "Noise over weights",
+                "Root mean square of sigma over that of the weights; aim for about 0.05.",
+                partial(_curve, "posterior/sigma_to_rms"),
+            ),
+        ],
+        "Cost": [
+            (
+                "reward_by_flops",
+                "Reward, by compute",
+                "As the paper counts: 2 operations per weight and token read or written, 6 per token trained on.",
+                partial(_curve, "reward/mean", against="compute/flops"),
+            ),
+            ("seconds", "Seconds so far", "Wall-clock time, evaluations included.", partial(_total, seconds)),
+            ("tokens", "Generated tokens so far", "In the rollouts for training.", partial(_total, tokens)),
+        ],
+    }
+    return {
+        heading: [Panel(name, title, note, partial(draw, runs)) for name, title, note, draw in panels]
+        for heading, panels in listed.items()
+    }
+
+
+def _drawn(panel: Panel, axis: Axes, palette: Colours) -> bool:
+    """Draw a panel; whether it has data."""
+    panel.draw(axis, palette)
+    axis.grid(alpha=0.3)
+    if axis.get_xlabel().startswith("training step"):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return any(line.get_zorder() > LINE_AT_ZERO and len(line.get_xdata()) for line in axis.lines)
+
+
+def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> bool:
+    """Draw the panels that have data into one file, with a legend; whether there are any."""
+    with matplotlib.rc_context(STYLE):
+        panels = [panel for panel in panels if _drawn(panel, Figure().subplots(), palette)]
+        if not panels:
+            return False
+        columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
+        rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
+        figure = Figure(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for unused in axes.flat[len(panels) :]:
+            unused.set_visible(False)
+        for axis, panel in zip(axes.flat, panels, strict=False):
+            _drawn(panel, axis, palette)
+            axis.set_title(panel.title, fontsize=11)
+        lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
+        figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
+    return True
+
+
+def plot(runs: Runs, path: Path) -> None:
+    """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
+    if not picture(learning(runs), colours([run.name for run in runs]), path):
+        raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
+
+
+def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> str:
+    """A panel as an element of a page, whose CSS sets the colours of text and runs; empty if it has no data.
+
+    `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page.
+    """
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": panel.name}):
+        figure = Figure(figsize=(4.6, 2.9), layout="constrained")
+        if not _drawn(panel, figure.subplots(), palette):
+            return ""
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", re.sub(r' (width|height)="[\d.]+pt"', "", text))
+    for name, variable in variables.items():
+        text = text.replace(palette[name], f"var({variable})")
+    return text.replace("#000000", "currentColor").replace("<svg", f'<svg role="img" aria-label="{panel.title}"', 1)

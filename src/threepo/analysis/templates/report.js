@@ -1,0 +1,277 @@
+"use strict";
+// The browser of rollouts. Texts of models go into the page as text only (textContent), never as HTML.
+
+const ROWS = 25; // groups in the list at a time
+const CARDS = 24; // completions shown before one asks for more
+const SLICE = 12; // milliseconds of work before the page may answer
+
+const byId = (id) => document.getElementById(id);
+const form = byId("filters");
+const groups = []; // all that are unpacked
+let shown = []; // those that the filters let through
+let seen = 0; // how many of `groups` the filters have looked at
+let current = 0; // position in `shown`
+let job = 0; // the latest pass of the filters or rendering of a group; earlier ones give up
+let began = performance.now();
+
+/** After a slice of work, let the page answer; whether it did. */
+async function breathe() {
+  if (performance.now() - began < SLICE) return false;
+  await new Promise((resume) => setTimeout(resume));
+  began = performance.now();
+  return true;
+}
+
+/** An element with a class, a text and children. Control characters are shown as their pictures. */
+function element(name, className = "", text = "", ...children) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text) made.textContent = visible(text);
+  made.append(...children);
+  return made;
+}
+
+const visible = (text) =>
+  text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0))).replace(/\u007f/g, "\u2421");
+
+const number = (value) => value.toLocaleString("en");
+
+// ---- filters
+
+function matches(group, wanted) {
+  if (wanted.run && RUNS[group.run] !== wanted.run) return false;
+  if (wanted.step && group.step !== Number(wanted.step)) return false;
+  if (wanted.problem && !group.problem.includes(wanted.problem)) return false;
+  if (wanted.verdict && wanted.verdict !== verdict(group)) return false;
+  if (wanted.draw && !group.draws.includes(wanted.draw)) return false;
+  if (!wanted.pattern) return true;
+  return wanted.pattern.test(group.prompt) || completions(group, wanted).some((i) => wanted.pattern.test(group.text[i]));
+}
+
+const rightOnes = (group) => group.correct.filter(Boolean).length;
+
+function verdict(group) {
+  const right = rightOnes(group);
+  return right === 0 ? "wrong" : right === group.correct.length ? "right" : "mixed";
+}
+
+/** Numbers of the group's completions by the wanted draw. */
+const completions = (group, wanted) =>
+  group.text.map((_, i) => i).filter((i) => !wanted.draw || group.draws[group.draw[i]] === wanted.draw);
+
+function filters() {
+  const wanted = Object.fromEntries(new FormData(form));
+  const escaped = wanted.text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  return { ...wanted, pattern: wanted.text ? new RegExp(escaped, "i") : null };
+}
+
+/** Look at the groups that the filters have not seen yet, then show the list; `restart`: the filters have changed. */
+async function advance(restart, exact = null) {
+  const mine = ++job;
+  if (restart) [shown, seen, current] = [[], 0, 0];
+  const wanted = filters();
+  while (seen < groups.length) {
+    const group = groups[seen++];
+    if (matches(group, wanted)) shown.push(group);
+    if ((await breathe()) && mine !== job) return;
+  }
+  if (exact) current = Math.max(0, shown.findIndex((group) => group.problem === exact));
+  showList();
+  await showGroup(mine);
+}
+
+// ---- the list of groups
+
+function showList() {
+  const first = current - (current % ROWS);
+  const rows = shown.slice(first, first + ROWS).map((group, i) => {
+    const swatch = element("span", "swatch");
+    swatch.style.setProperty("--swatch", `var(--run-${group.run})`);
+    const share = element("span", verdict(group) === "mixed" ? "" : verdict(group), `${rightOnes(group)}/${group.correct.length}`);
+    const button = element("button", "", "", swatch, element("span", "faint", `step ${group.step}`), element("span", "id", group.problem), share);
+    button.type = "button";
+    button.title = `${RUNS[group.run]}, step ${group.step}, ${group.problem}`;
+    button.setAttribute("aria-current", String(first + i === current));
+    button.onclick = () => select(first + i);
+    return element("li", "", "", button);
+  });
+  byId("list").replaceChildren(...rows);
+  byId("earlier").disabled = first === 0;
+  byId("later").disabled = first + ROWS >= shown.length;
+  const loading = seen < groups.length || chunks.length ? " so far; unpacking …" : "";
+  const range = shown.length ? `${number(first + 1)} to ${number(Math.min(first + ROWS, shown.length))} of ` : "";
+  byId("count").textContent = groups.length || loading
+    ? `${range}${number(shown.length)} groups (of ${number(groups.length)} in all)${loading}` : "These runs have saved no rollouts.";
+}
+
+function select(position) {
+  current = Math.max(0, Math.min(position, shown.length - 1));
+  showList();
+  showGroup(++job);
+}
+
+// ---- one group
+
+/** Words, single digits and signs, each with the space before it. */
+const words = (text) => text.match(/\s*(?:[\p{L}\p{M}]+|[^\s])|\s+$/gu) ?? [];
+
+/** For each word the two words before it, and it. */
+const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${text[i - 1] ?? ""}\u0001${word}`);
+
+/**
+ * How much draws disagree on each word of each completion, from 0 to 3 (the page says what this is).
+ * Null if a newer job has begun.
+ */
+async function disagreement(group, mine) {
+  const texts = [], sets = [], having = new Map();
+  for (const [i, text] of group.text.entries()) {
+    texts.push(words(text));
+    sets.push(new Set(inContext(texts[i])));
+    for (const key of sets[i]) {
+      const counts = having.get(key) ?? having.set(key, new Map()).get(key);
+      counts.set(group.draw[i], (counts.get(group.draw[i]) ?? 0) + 1);
+      counts.set("all", (counts.get("all") ?? 0) + 1);
+    }
+    if ((await breathe()) && mine !== job) return null;
+  }
+  const one = group.draws.length === 1;
+  return texts.map((text, i) => {
+    const others = group.draw.filter((draw, j) => (one ? j !== i : draw !== group.draw[i])).length;
+    return inContext(text).map((key, k) => {
+      const counts = having.get(key);
+      const agree = counts.get("all") - (one ? 1 : counts.get(group.draw[i]));
+      return { word: text[k], level: others ? Math.ceil(3 * (1 - agree / others)) : 0 };
+    });
+  });
+}
+
+/** A text with its marks; neighbours of the same level are one element. */
+function marked(found) {
+  const pre = element("pre");
+  for (let i = 0; i < found.length; ) {
+    let text = "";
+    const level = found[i].level;
+    for (; i < found.length && found[i].level === level; i++) text += found[i].word;
+    pre.append(level ? element("mark", `m${level}`, text) : visible(text));
+  }
+  return pre;
+}
+
+function card(group, i, found, wanted) {
+  const right = group.correct[i];
+  const facts = [`reward ${group.reward[i]}`, group.status[i].replace("_", " "), `${number(group.tokens[i])} tokens`];
+  if (group.finish[i] === "length") facts.push("cut");
+  if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
+  if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
+  const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
+    element("span", right ? "right" : "wrong", right ? "✓ right" : "✗ not right"), element("span", "faint", facts.join(" · ")));
+  const made = element("div", "completion", "", bar, marked(found));
+  if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
+  made.style.setProperty("--swatch", `var(--c${group.draw[i] % 10})`);
+  return made;
+}
+
+async function showGroup(mine) {
+  const group = shown[current], place = byId("group");
+  if (!group) return place.replaceChildren();
+  const found = await disagreement(group, mine);
+  if (!found || mine !== job) return;
+  const wanted = filters(), chosen = completions(group, wanted);
+  const step = (by, text) => {
+    const button = element("button", "", text);
+    button.type = "button";
+    button.disabled = !shown[current + by];
+    button.onclick = () => select(current + by);
+    return button;
+  };
+  const link = element("a", "", "Link to this group");
+  link.href = `#rollouts&${new URLSearchParams({ run: RUNS[group.run], step: group.step, problem: group.problem })}`;
+  const bar = element("div", "bar", "", step(-1, "Previous"), step(1, "Next"),
+    element("b", "", `${RUNS[group.run]}, step ${group.step}`), element("span", "", group.problem),
+    element("span", "faint", `${rightOnes(group)} of ${group.correct.length} right`), link);
+  const parts = [bar, element("pre", "prompt", group.prompt)];
+  if (group.reference) parts.push(element("div", "faint", `Reference answer: ${group.reference}`));
+  place.replaceChildren(...parts);
+  const more = element("button");
+  more.type = "button";
+  const add = () => {
+    const next = chosen.splice(0, CARDS).map((i) => card(group, i, found[i], wanted));
+    more.remove();
+    place.append(...next);
+    more.textContent = `Show ${Math.min(CARDS, chosen.length)} of ${chosen.length} more`;
+    if (chosen.length) place.append(more);
+  };
+  more.onclick = add;
+  add();
+}
+
+// ---- addresses, and what starts it all
+
+/** Set the filters to those of the page's address, if it has any. */
+function readAddress() {
+  if (!location.hash.startsWith("#rollouts&")) return false;
+  const values = new URLSearchParams(location.hash.slice("#rollouts&".length));
+  for (const field of form.elements) {
+    if (field.name === "draw" && values.get("draw")) offer(values.get("draw"));
+    field.value = values.get(field.name) ?? "";
+  }
+  byId("rollouts").scrollIntoView();
+  return true;
+}
+
+/** Offer a draw in its filter. */
+function offer(draw) {
+  if (![...form.elements.draw.options].some((option) => option.value === draw)) {
+    form.elements.draw.append(new Option(draw, draw));
+  }
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+let exact = readAddress() ? form.elements.problem.value : null;
+let typing = 0;
+form.addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => {
+    const set = [...new FormData(form)].filter(([, value]) => value);
+    history.replaceState(null, "", `#rollouts&${new URLSearchParams(set)}`);
+    exact = null;
+    advance(true);
+  }, 150);
+});
+form.addEventListener("submit", (event) => event.preventDefault());
+addEventListener("hashchange", () => {
+  if (!readAddress()) return;
+  exact = form.elements.problem.value;
+  advance(true, exact);
+});
+byId("earlier").onclick = () => select(current - (current % ROWS) - ROWS);
+byId("later").onclick = () => select(current - (current % ROWS) + ROWS);
+for (const button of document.querySelectorAll(".legend button")) {
+  button.onclick = () => {
+    const on = button.getAttribute("aria-pressed") === "false";
+    button.setAttribute("aria-pressed", String(on));
+    const line = `--line-${button.dataset.run}`;
+    if (on) document.documentElement.style.removeProperty(line);
+    else document.documentElement.style.setProperty(line, "transparent");
+  };
+}
+
+const chunks = [...document.querySelectorAll(".chunk")];
+(async () => {
+  while (chunks.length) {
+    const chunk = chunks.shift();
+    for (const group of await unpack(chunk.textContent)) {
+      groups.push(group);
+      group.draws.forEach(offer);
+    }
+    chunk.remove();
+    await advance(false, exact);
+  }
+  await advance(false, exact);
+  document.body.dataset.ready = "yes";
+})();
