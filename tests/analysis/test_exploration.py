@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 from scipy import stats
 
@@ -17,7 +18,8 @@ from runs import train_config
 from threepo import api
 from threepo.analysis.completions import Group, read_completions
 from threepo.analysis.exploration import explore, figures, terms_of
-from threepo.analysis.exploration_view import exploration_tables, plot_exploration
+from threepo.analysis.exploration_view import exploration_panels, exploration_tables
+from threepo.analysis.figures import draw_panel, with_data
 from threepo.analysis.statistics import PairMeans, count_chances, distances, distinct, estimates, fewer, pair_means
 from threepo.cli import main
 from threepo.errors import UserError
@@ -394,26 +396,18 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert [g.draws for g in ours.values()] == [g.draws for g in plain.values()] == [(0, 0, 1, 1, 2, 2, 3, 3)] * 8
 
 
-def test_a_panel_has_data_or_says_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.pyplot as plt
-
-    drawn_figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", drawn_figures.append)
+def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", rows(STEPS))
     second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS)), "0011"))
     comparison = explore(first, [second], heldout=(first, second))
-    plot_exploration(explore(first, [first]), tmp_path / "less.png")
     comparison["runs"]["b.jsonl"]["entropy"] = {s: {"step": [0, 1], "nats": [1, 0.5]} for s in ("baseline", "run")}
-    plot_exploration(comparison, tmp_path / "all.png")
-    less, everything = (figure.axes for figure in drawn_figures)
-    unknown = [
-        "Win rate against the baseline: fewer bad rollouts",
-        "Pairs of two draws minus pairs of one draw",
-        "Token entropy (nats): no measure of exploration",
-    ]
-    assert [axis.get_title() for axis in less if axis.texts] == unknown
-    assert less[4].get_title() == "pass@k, training rollouts, last third"
-    assert everything[4].get_title() == "pass@k, held-out problems"
-    for axis in everything:
-        assert not axis.texts
-        assert sum(len(line.get_xdata()) > 0 for line in axis.lines) >= 2, axis.get_title()
+    less, everything = exploration_panels(explore(first, [first])), exploration_panels(comparison)
+    palette = {str(first): "#000000", "a.jsonl": "#ff0000", "b.jsonl": "#0000ff"}
+    unknown = ["win_rates", "second_draw", "entropy"]
+    assert [panel.name for panel in less if panel not in with_data(less, palette)] == unknown
+    assert less[4].title == "pass@k, training rollouts, last third"
+    assert everything[4].title == "pass@k, held-out problems"
+    for panel in everything:
+        axis = Figure().subplots()
+        assert draw_panel(panel, axis, palette)
+        assert sum(len(line.get_xdata()) > 0 for line in axis.lines) >= 2, panel.name

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from threepo.analysis.report import plot, read_run, tables
+from threepo.analysis.figures import colours, diagnostics, draw_panel, learning, plot, with_data
+from threepo.analysis.report import RunReport, read_run, tables
 from threepo.errors import UserError
 
 
@@ -102,33 +104,53 @@ def test_runs_of_fine_tuning_have_a_table_of_their_own(tmp_path: Path) -> None:
     }
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is drawn from now on."""
-    import matplotlib.pyplot as plt
-
-    figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    return figures
-
-
-def test_every_curve_is_inside_its_panel_and_no_panel_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = drawn(monkeypatch)
-    rewards = [14.0, -0.9, 3.0]
-    rows = [step(i, **{"reward/mean": reward}) for i, reward in enumerate(rewards)]
+def test_every_curve_is_inside_its_panel_and_no_panel_is_empty(tmp_path: Path) -> None:
+    rows = [step(i, **{"reward/mean": reward}) for i, reward in enumerate([14.0, -0.9, 3.0])]
     rows[2] |= evaluated(0.75)
-    plot([read_run(write_run(tmp_path / name, rows)) for name in ("a", "b")], tmp_path / "curves.png")
-    panels = {axis.get_title(): axis for axis in figures[0].axes if axis.get_visible()}
-    assert len(panels) == 4
-    low, high = panels["Reward (training rollouts)"].get_ylim()
+    runs = [read_run(write_run(tmp_path / name, rows)) for name in ("a", "b")]
+    axes = {panel.name: Figure().subplots() for panel in learning(runs)}
+    found = [panel.name for panel in learning(runs) if draw_panel(panel, axes[panel.name], colours(["a", "b"]))]
+    assert found == ["reward", "pass_at_1", "zero_advantage", "entropy"]
+    low, high = axes["reward"].get_ylim()
     assert low < -0.9
     assert high > 14
-    assert panels["Share of prompts without any advantage"].get_ylim() == (-0.02, 1.02)
-    assert all(axis.lines or axis.containers for axis in panels.values())
-    plot([read_run(written_fine_tuning(tmp_path / "sft"))], tmp_path / "sft.png")
-    assert [axis.get_title() for axis in figures[1].axes if axis.get_visible()] == [
-        "Cross-entropy of the targets (nats)",
-        "Held-out cross-entropy (nats)",
-    ]
+    assert axes["zero_advantage"].get_ylim() == (-0.02, 1.02)
+    tuned = with_data(learning([read_run(written_fine_tuning(tmp_path / "sft"))]), colours(["sft"]))
+    assert [panel.name for panel in tuned] == ["sft_loss", "sft_eval_loss"]
+
+
+def panel(runs: list[RunReport], name: str) -> tuple[bool, Any]:
+    """Whether a panel has data, and the axes that it is drawn on."""
+    axis = Figure().subplots()
+    found = next(p for panels in diagnostics(runs).values() for p in panels if p.name == name)
+    return draw_panel(found, axis, colours([run.name for run in runs])), axis
+
+
+def test_panels_of_cost_and_settings_by_hand(tmp_path: Path) -> None:
+    """Totals of two steps; what three runs reached against their draws: 0 draws 0.5, 4 draws 0.6 and 0.8."""
+    cost = {"compute/flops": 10.0, "time/rollout": 2.0, "time/tokens_per_second": 50.0, "time/eval": 0.5}
+    rows = [{"step": -1, **evaluated(0.25)}, step(0, **cost), step(1, **cost)]
+    runs = []
+    for name, draws, reached in (("a", 0, 0.5), ("b", 4, 0.6), ("c", 4, 0.8)):
+        run = read_run(write_run(tmp_path / name, [*rows[:2], rows[2] | evaluated(reached)]))
+        run.config["method"]["draws"] = draws
+        runs.append(run)
+    for name, x, y in (
+        ("seconds", [1, 2], [1.5, 4.0]),
+        ("tokens", [1, 2], [100, 200]),
+        ("reward_by_flops", [10, 20], [0, 0.1]),
+    ):
+        has_data, axis = panel(runs[:1], name)
+        assert has_data
+        assert list(axis.lines[0].get_xdata()) == x
+        assert list(axis.lines[0].get_ydata()) == pytest.approx(y)
+    has_data, axis = panel(runs, "by_draws")
+    assert has_data
+    means = next(line for line in axis.lines if line.get_color() == "grey")
+    assert list(means.get_xdata()) == [0, 4]
+    assert list(means.get_ydata()) == pytest.approx([0.5, 0.7])
+    assert not panel(runs, "by_ess")[0], "no run has noise of another size"
+    assert not panel(runs[1:], "by_draws")[0], "these do not differ in it"
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
@@ -136,7 +158,7 @@ def test_the_suffix_says_how_curves_are_drawn(suffix: str, begins: bytes, tmp_pa
     run = read_run(write_run(tmp_path / "a", [step(0), step(1)]))
     plot([run], tmp_path / f"curves{suffix}")
     assert (tmp_path / f"curves{suffix}").read_bytes().startswith(begins)
-    with pytest.raises(UserError, match="--output .*curves.jpg: the suffix says how to draw; end it in .png"):
+    with pytest.raises(UserError, match="--output .*curves.jpg: name a folder for the page, or end the name in .png"):
         plot([run], tmp_path / "curves.jpg")
     with pytest.raises(UserError, match="nothing to draw"):
         plot([read_run(write_run(tmp_path / "empty", []))], tmp_path / "empty.png")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from rich.table import Column, Table
 
 from threepo.analysis.exploration import BAD
-from threepo.analysis.figures import LINE_AT_ZERO, SMOOTHED, Colours, Panel, colours, picture, smooth
+from threepo.analysis.figures import LINE_AT_ZERO, SMOOTHED, Colours, Panel, colours, picture, smooth, with_data
 
 OUTCOMES = ("wins", "losses", "ties")
 Run = Mapping[str, Any]
@@ -94,7 +94,7 @@ def exploration_panels(comparison: Mapping[str, Any]) -> list[Panel]:
     second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
     listed = (
         ("rescued", "Groups rescued so far", "Dashed: rescued; dotted: lost; solid: the difference.", _rescued),
-        ("win_rates", "Win rate against the baseline: fewer bad rollouts", fewer, _win_rates),
+        ("win_rates", "Win rate: fewer bad rollouts", fewer, _win_rates),
         ("no_signal", "Groups without a signal", f"Solid: all wrong; dashed: all right. {SMOOTHED}", _without_signal),
         ("second_draw", "Pairs of two draws minus pairs of one draw", second, _second_draw),
         ("pass_at_k", f"pass@k, {of}", "Bands: 95 % intervals.", _pass_curves),
@@ -106,7 +106,7 @@ def exploration_panels(comparison: Mapping[str, Any]) -> list[Panel]:
 def plot_exploration(comparison: Mapping[str, Any], path: Path) -> None:
     """Draw a comparison into a PNG file: a panel for each question, a colour for each run, black for the baseline."""
     palette = {comparison["baseline"]: "black", **colours(list(comparison["runs"]))}
-    picture(exploration_panels(comparison), palette, path)
+    picture(with_data(exploration_panels(comparison), palette), palette, path)
 
 
 def _rescued(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
@@ -114,8 +114,8 @@ def _rescued(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> Non
         curves = run["curves"]
         net = [won - lost for won, lost in zip(curves["rescued"], curves["lost"], strict=True)]
         axis.plot(curves["step"], net, color=colours[name])
-        axis.plot(curves["step"], curves["rescued"], color=colours[name], alpha=0.4, linestyle="--")
-        axis.plot(curves["step"], [-lost for lost in curves["lost"]], color=colours[name], alpha=0.4, linestyle=":")
+        axis.plot(curves["step"], curves["rescued"], color=colours[name], alpha=0.6, linestyle="--")
+        axis.plot(curves["step"], [-lost for lost in curves["lost"]], color=colours[name], alpha=0.6, linestyle=":")
     axis.axhline(0, color="black", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set(xlabel="training step")
 

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from threepo.analysis.report import RunReport
 from threepo.errors import UserError
@@ -58,7 +58,8 @@ def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
     """A colour for each run, as #rrggbb; no two are the same."""
     chosen = [f"#{colour}" for colour in (DARK_COLOURS if dark else COLOURS).split()]
     if len(names) > len(chosen):
-        chosen = [matplotlib.colors.to_hex(c) for c in matplotlib.colormaps["turbo"].resampled(len(names)).colors]
+        spread = matplotlib.colormaps["turbo"].resampled(len(names))
+        chosen = [matplotlib.colors.to_hex(spread(i)) for i in range(len(names))]
     return dict(zip(names, chosen[: len(names)], strict=True))
 
 
@@ -66,9 +67,8 @@ def _curve(metric: str, runs: Runs, axis: Axes, colours: Colours, *, against: st
     """A metric of each run by training step, or by the total of another metric up to that step."""
     for run in runs:
         rows = [row for row in run.rows if row.get(metric) is not None and (not against or row.get(against))]
-        x, y = [row["step"] + 1 for row in rows], [row[metric] for row in rows]
-        if against:
-            x = list(accumulate(row[against] for row in rows))
+        y = [row[metric] for row in rows]
+        x = list(accumulate(row[against] for row in rows)) if against else [row["step"] + 1 for row in rows]
         style: dict[str, Any] = {"color": colours[run.name]}
         if not rows:
             continue
@@ -119,10 +119,10 @@ def _band(stem: str, runs: Runs, axis: Axes, colours: Colours) -> None:
             axis.plot(x, middle, color=colours[run.name], linewidth=1.8)
             axis.fill_between(x, low, high, color=colours[run.name], alpha=0.15, linewidth=0)
     axis.axhline(1, color="black", linewidth=0.8, zorder=LINE_AT_ZERO)
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
-    axis.set_xlabel("training steps")
+    axis.set(yscale="log", xlabel="training steps")
+    bottom, top = axis.get_ylim()
+    if top < 10 * bottom:  # too short for the ticks of a logarithmic axis
+        axis.yaxis.set(major_locator=MaxNLocator(6), minor_locator=NullLocator(), major_formatter="{x:g}")
 
 
 def ess(run: RunReport) -> float | None:
@@ -172,7 +172,7 @@ def learning(runs: Runs) -> list[Panel]:
     settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
     listed = (
         ("reward", "Reward (training rollouts)", "reward/mean", SMOOTHED),
-        ("pass_at_1", "Held-out pass@1 (bars: one standard error)", "eval/pass_at_1", ""),
+        ("pass_at_1", "Held-out pass@1 ± one standard error", "eval/pass_at_1", ""),
         ("zero_advantage", "Share of prompts without any advantage", "groups/zero_advantage_share", silent),
         ("entropy", "Token entropy (nats)", "policy/entropy", settled),
         ("sft_loss", "Cross-entropy of the targets (nats)", "sft/loss", SMOOTHED),
@@ -228,21 +228,23 @@ def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
     }
 
 
-def _drawn(panel: Panel, axis: Axes, palette: Colours) -> bool:
+def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
     """Draw a panel; whether it has data."""
     panel.draw(axis, palette)
     axis.grid(alpha=0.3)
-    if axis.get_xlabel().startswith("training step"):
+    if axis.get_xlabel().startswith(("training step", "draws")):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return any(line.get_zorder() > LINE_AT_ZERO and len(line.get_xdata()) for line in axis.lines)
+    return any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines)
 
 
-def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> bool:
-    """Draw the panels that have data into one file, with a legend; whether there are any."""
+def with_data(panels: Sequence[Panel], palette: Colours) -> list[Panel]:
+    """Those of the panels that have data."""
+    return [panel for panel in panels if draw_panel(panel, Figure().subplots(), palette)]
+
+
+def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> None:
+    """Draw panels that have data into one file, with a legend."""
     with matplotlib.rc_context(STYLE):
-        panels = [panel for panel in panels if _drawn(panel, Figure().subplots(), palette)]
-        if not panels:
-            return False
         columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
         rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
         figure = Figure(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
@@ -250,32 +252,33 @@ def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> bool:
         for unused in axes.flat[len(panels) :]:
             unused.set_visible(False)
         for axis, panel in zip(axes.flat, panels, strict=False):
-            _drawn(panel, axis, palette)
+            draw_panel(panel, axis, palette)
             axis.set_title(panel.title, fontsize=11)
         lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
         figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
         with atomic_file(path) as temporary:
             figure.savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
-    return True
 
 
 def plot(runs: Runs, path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
         raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
-    if not picture(learning(runs), colours([run.name for run in runs]), path):
+    palette = colours([run.name for run in runs])
+    panels = with_data(learning(runs), palette)
+    if not panels:
         raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
+    picture(panels, palette, path)
 
 
 def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> str:
-    """A panel as an element of a page, whose CSS sets the colours of text and runs; empty if it has no data.
+    """A panel that has data as an element of a page, whose CSS sets the colours of text and runs.
 
     `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page.
     """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": panel.name}):
-        figure = Figure(figsize=(4.6, 2.9), layout="constrained")
-        if not _drawn(panel, figure.subplots(), palette):
-            return ""
+        figure = Figure(figsize=(4.6, 2.9), layout="tight")
+        draw_panel(panel, figure.subplots(), palette)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

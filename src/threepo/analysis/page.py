@@ -2,8 +2,8 @@
 
     threepo report RUN... --output FOLDER [--baseline RUN]
 
-Writes index.html, and each figure as a PNG in figures/ (docs/report.md). templates/ has the page's parts; only what they
-get from here is about these runs. Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one by one.
+Writes index.html, and each figure as a PNG in figures/ (docs/report.md). The page's own parts are in templates/.
+Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one by one.
 """
 
 import base64
@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from threepo.analysis.completions import DRAW, read_completions
 from threepo.analysis.exploration import compared
 from threepo.analysis.exploration_view import exploration_panels, exploration_tables
-from threepo.analysis.figures import Panel, colours, diagnostics, inline_svg, learning, picture, seconds, tokens
+from threepo.analysis.figures import colours, diagnostics, inline_svg, learning, picture, seconds, tokens, with_data
 from threepo.analysis.report import RunReport, tables
 from threepo.errors import UserError
 from threepo.files import atomic_file
@@ -55,13 +55,14 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
     comparison, reasons = _exploration(runs, baseline)
     explored = exploration_panels(comparison) if comparison["runs"] else []
     panels = {"Learning": learning(runs), "Exploration": [p for p in explored if p.name != "entropy"]}
-    sections = []
+    sections: list[dict[str, Any]] = []
     for heading, listed in (panels | diagnostics(runs)).items():
-        found = [(panel, inline_svg(panel, palette, variables)) for panel in listed]
-        for panel, svg in found:
-            if svg:
-                picture([panel], palette, folder / FIGURES / f"{panel.name}.png")
-        sections.append(_section(heading, found))
+        found = with_data(listed, palette)
+        for panel in found:
+            picture([panel], palette, folder / FIGURES / f"{panel.name}.png")
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
+        missing = [panel.title for panel in listed if panel not in found]
+        sections.append({"heading": heading, "figures": figures, "missing": missing})
     if not any(section["figures"] for section in sections):
         raise UserError(f"--output {folder}: the runs have no finished step, so there is nothing to draw")
     sections[1] |= {"reasons": reasons, "baseline": baseline.name}
@@ -70,7 +71,7 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
     steps = {run.name: _steps(run.path, MOST_TEXT // len(runs)) for run in runs}
     dark = colours(names, dark=True)
     environment = Environment(loader=PackageLoader("threepo.analysis"), autoescape=True, trim_blocks=True)
-    page = environment.get_template("report.html").generate(
+    page = environment.get_template("report.html").stream(
         runs=[{"name": name, "light": palette[name], "dark": dark[name]} for name in names],
         tables=[_cells(table) for table in tables({run.name: run for run in runs})],
         sections=sections,
@@ -78,15 +79,8 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
         steps=[{"name": name, "shown": len(chosen), "all": total} for name, (chosen, total) in steps.items()],
         chunks=_chunks([chosen for chosen, _ in steps.values()]),
     )
-    with atomic_file(folder / PAGE) as temporary, temporary.open("wb") as file:
-        for part in page:  # a name of a folder may hold bytes that are not UTF-8
-            file.write(part.encode("utf-8", "xmlcharrefreplace"))
-
-
-def _section(heading: str, found: Sequence[tuple[Panel, str]]) -> dict[str, Any]:
-    """Figures, and the titles of those that have no data."""
-    figures = [{"panel": panel, "svg": Markup(svg)} for panel, svg in found if svg]
-    return {"heading": heading, "figures": figures, "missing": [panel.title for panel, svg in found if not svg]}
+    with atomic_file(folder / PAGE) as temporary:
+        page.dump(str(temporary), "utf-8")
 
 
 def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[str, Any], list[str]]:

@@ -37,7 +37,8 @@ def step_flops(weights: float, read: float, decoded: float, trained: float) -> d
     Tokens: those of prompts, `read` once for each draw, which shares them among its completions; those `decoded`; and
     those of prompts and completions that are `trained` on, once for each draw at which their gradient is taken.
     """
-    return {"to read prompts": 2 * weights * read, "to decode": 2 * weights * decoded, "to train": 6 * weights * trained}
+    forward = 2 * weights
+    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": 3 * forward * trained}
 
 
 Plan = dict[str, list[str]]
@@ -71,8 +72,12 @@ def _reinforcement(
     prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt
     rows = prompts * rollouts
-    tokens = prompts * draws * prompt_tokens, rows * response_tokens, rows * passes * (prompt_tokens + response_tokens)
-    flops = step_flops(weights, *tokens)
+    flops = step_flops(
+        weights,
+        read=prompts * draws * prompt_tokens,
+        decoded=rows * response_tokens,
+        trained=rows * passes * (prompt_tokens + response_tokens),
+    )
     copied = draws * weights * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         memory = {

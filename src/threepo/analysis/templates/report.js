@@ -11,7 +11,9 @@ const groups = []; // all that are unpacked
 let shown = []; // those that the filters let through
 let seen = 0; // how many of `groups` the filters have looked at
 let current = 0; // position in `shown`
-let job = 0; // the latest pass of the filters or rendering of a group; earlier ones give up
+let exact = null; // the problem that the address names, until something else is chosen
+let passes = 0; // of the filters over the groups, and
+let showings = 0; // of a group; all but the latest give up
 let began = performance.now();
 
 /** After a slice of work, let the page answer; whether it did. */
@@ -66,18 +68,19 @@ function filters() {
 }
 
 /** Look at the groups that the filters have not seen yet, then show the list; `restart`: the filters have changed. */
-async function advance(restart, exact = null) {
-  const mine = ++job;
+async function advance(restart) {
+  const mine = ++passes;
   if (restart) [shown, seen, current] = [[], 0, 0];
   const wanted = filters();
   while (seen < groups.length) {
     const group = groups[seen++];
     if (matches(group, wanted)) shown.push(group);
-    if ((await breathe()) && mine !== job) return;
+    if ((await breathe()) && mine !== passes) return;
   }
   if (exact) current = Math.max(0, shown.findIndex((group) => group.problem === exact));
   showList();
-  await showGroup(mine);
+  await showGroup();
+  if (mine === passes) byId("list").setAttribute("aria-busy", "false");
 }
 
 // ---- the list of groups
@@ -107,7 +110,8 @@ function showList() {
 function select(position) {
   current = Math.max(0, Math.min(position, shown.length - 1));
   showList();
-  showGroup(++job);
+  exact = null;
+  showGroup();
 }
 
 // ---- one group
@@ -120,7 +124,7 @@ const inContext = (text) => text.map((word, i) => `${text[i - 2] ?? ""}\u0001${t
 
 /**
  * How much draws disagree on each word of each completion, from 0 to 3 (the page says what this is).
- * Null if a newer job has begun.
+ * Null if another group is to be shown by now.
  */
 async function disagreement(group, mine) {
   const texts = [], sets = [], having = new Map();
@@ -132,7 +136,7 @@ async function disagreement(group, mine) {
       counts.set(group.draw[i], (counts.get(group.draw[i]) ?? 0) + 1);
       counts.set("all", (counts.get("all") ?? 0) + 1);
     }
-    if ((await breathe()) && mine !== job) return null;
+    if ((await breathe()) && mine !== showings) return null;
   }
   const one = group.draws.length === 1;
   return texts.map((text, i) => {
@@ -171,11 +175,11 @@ function card(group, i, found, wanted) {
   return made;
 }
 
-async function showGroup(mine) {
-  const group = shown[current], place = byId("group");
+async function showGroup() {
+  const mine = ++showings, group = shown[current], place = byId("group");
   if (!group) return place.replaceChildren();
   const found = await disagreement(group, mine);
-  if (!found || mine !== job) return;
+  if (!found || mine !== showings) return;
   const wanted = filters(), chosen = completions(group, wanted);
   const step = (by, text) => {
     const button = element("button", "", text);
@@ -215,6 +219,7 @@ function readAddress() {
     if (field.name === "draw" && values.get("draw")) offer(values.get("draw"));
     field.value = values.get(field.name) ?? "";
   }
+  exact = values.get("problem");
   byId("rollouts").scrollIntoView();
   return true;
 }
@@ -232,10 +237,10 @@ async function unpack(text) {
   return JSON.parse(await new Response(stream).text());
 }
 
-let exact = readAddress() ? form.elements.problem.value : null;
 let typing = 0;
 form.addEventListener("input", () => {
   clearTimeout(typing);
+  byId("list").setAttribute("aria-busy", "true");
   typing = setTimeout(() => {
     const set = [...new FormData(form)].filter(([, value]) => value);
     history.replaceState(null, "", `#rollouts&${new URLSearchParams(set)}`);
@@ -245,9 +250,7 @@ form.addEventListener("input", () => {
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 addEventListener("hashchange", () => {
-  if (!readAddress()) return;
-  exact = form.elements.problem.value;
-  advance(true, exact);
+  if (readAddress()) advance(true);
 });
 byId("earlier").onclick = () => select(current - (current % ROWS) - ROWS);
 byId("later").onclick = () => select(current - (current % ROWS) + ROWS);
@@ -261,6 +264,7 @@ for (const button of document.querySelectorAll(".legend button")) {
   };
 }
 
+readAddress();
 const chunks = [...document.querySelectorAll(".chunk")];
 (async () => {
   while (chunks.length) {
@@ -270,8 +274,8 @@ const chunks = [...document.querySelectorAll(".chunk")];
       group.draws.forEach(offer);
     }
     chunk.remove();
-    await advance(false, exact);
+    await advance(false);
   }
-  await advance(false, exact);
+  await advance(false);
   document.body.dataset.ready = "yes";
 })();
