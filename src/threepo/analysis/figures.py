@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
 from threepo.analysis.report import RunReport
 from threepo.errors import UserError
@@ -36,6 +36,8 @@ DARK_COLOURS = "6cb4f5 ff9a5c 5fd38a f58abf b09bff e0c04c 4fd6df e08a78 b4bcc8 a
 """Of the first ten runs, on a light and on a dark ground; more runs are spread over a colour map."""
 STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 """Names of runs are text, dollar signs and all."""
+POINTS = 72
+"""Units of an SVG's coordinates in an inch."""
 Runs = Sequence[RunReport]
 Colours = Mapping[str, str]
 """Of each run, by its name."""
@@ -120,6 +122,7 @@ def _band(stem: str, runs: Runs, axis: Axes, colours: Colours) -> None:
             axis.fill_between(x, low, high, color=colours[run.name], alpha=0.15, linewidth=0)
     axis.axhline(1, color="black", linewidth=0.8, zorder=LINE_AT_ZERO)
     axis.set(yscale="log", xlabel="training steps")
+    axis.yaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
     bottom, top = axis.get_ylim()
     if top < 10 * bottom:  # too short for the ticks of a logarithmic axis
         axis.yaxis.set(major_locator=MaxNLocator(6), minor_locator=NullLocator(), major_formatter="{x:g}")
@@ -164,6 +167,8 @@ def _reached(
     means = [(x, statistics.fmean(by_x[x])) for x in sorted(by_x)]
     axis.plot(*zip(*means, strict=True), color="grey", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set(xlabel=label, ylabel=what)
+    axis.set_xticks([x for x, _ in means], [f"{x:g}" for x, _ in means])
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def learning(runs: Runs) -> list[Panel]:
@@ -232,7 +237,7 @@ def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
     """Draw a panel; whether it has data."""
     panel.draw(axis, palette)
     axis.grid(alpha=0.3)
-    if axis.get_xlabel().startswith(("training step", "draws")):
+    if axis.get_xlabel().startswith("training step"):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines)
 
@@ -274,11 +279,14 @@ def plot(runs: Runs, path: Path) -> None:
 def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> str:
     """A panel that has data as an element of a page, whose CSS sets the colours of text and runs.
 
-    `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page.
+    `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page. What the
+    page needs to read values off is in data-frame (left, bottom, right, top of the axes, in units of the figure),
+    data-limits (their values) and data-scales.
     """
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": panel.name}):
-        figure = Figure(figsize=(4.6, 2.9), layout="tight")
-        draw_panel(panel, figure.subplots(), palette)
+        figure = Figure(figsize=(4.6, 2.9), layout="constrained")
+        axis = figure.subplots()
+        draw_panel(panel, axis, palette)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
@@ -286,4 +294,13 @@ def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> 
     text = re.sub(r'<g id="[^"]*"', "<g", re.sub(r' (width|height)="[\d.]+pt"', "", text))
     for name, variable in variables.items():
         text = text.replace(palette[name], f"var({variable})")
-    return text.replace("#000000", "currentColor").replace("<svg", f'<svg role="img" aria-label="{panel.title}"', 1)
+    (left, bottom), (right, top) = axis.get_position().get_points() * figure.get_size_inches() * POINTS
+    height = figure.get_figheight() * POINTS
+    values = {
+        "frame": f"{left:g} {height - bottom:g} {right:g} {height - top:g}",
+        "limits": " ".join(f"{limit!r}" for limit in map(float, (*axis.get_xlim(), *axis.get_ylim()))),
+        "scales": f"{axis.get_xscale()} {axis.get_yscale()}",
+    }
+    about = " ".join(f'data-{name}="{value}"' for name, value in values.items())
+    opening = f'<svg role="img" aria-label="{panel.title}" {about}'
+    return text.replace("#000000", "currentColor").replace("<svg", opening, 1)

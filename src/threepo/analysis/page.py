@@ -90,13 +90,14 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     if not others:
         return comparison, ["it compares runs with a baseline, and there is only one run"]
     try:
-        first = read_completions(baseline.path)
+        first = read_completions(baseline.path / COMPLETIONS)
     except UserError as error:
         return comparison, [str(error)]
     reasons = []
     for run in others:
         try:
-            comparison["runs"][run.name] = compared(baseline.path, run.path, first, read_completions(run.path))
+            second = read_completions(run.path / COMPLETIONS)
+            comparison["runs"][run.name] = compared(baseline.path, run.path, first, second)
         except UserError as error:
             reasons.append(str(error))
     return comparison, reasons

@@ -163,12 +163,12 @@ function marked(found) {
 
 function card(group, i, found, wanted) {
   const right = group.correct[i];
-  const facts = [`reward ${group.reward[i]}`, group.status[i].replace("_", " "), `${number(group.tokens[i])} tokens`];
+  const facts = [`reward ${group.reward[i]}`, `${number(group.tokens[i])} tokens`];
   if (group.finish[i] === "length") facts.push("cut");
   if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
-    element("span", right ? "right" : "wrong", right ? "✓ right" : "✗ not right"), element("span", "faint", facts.join(" · ")));
+    element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replace("_", " ")}`), element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
   if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
   made.style.setProperty("--swatch", `var(--c${group.draw[i] % 10})`);
@@ -207,6 +207,52 @@ async function showGroup() {
   };
   more.onclick = add;
   add();
+}
+
+// ---- values of curves under the pointer
+
+/** The solid curves of a figure: the number of the run, and points in units of the figure. */
+function curves(svg) {
+  return [...svg.querySelectorAll("path[style*='--line-']")].flatMap((path) => {
+    const style = path.getAttribute("style");
+    const points = path.getAttribute("d").match(/[ML] \S+ \S+/g).map((step) => step.split(" ").slice(1).map(Number));
+    const solid = style.includes("fill: none") && !/opacity|dasharray/.test(style) && points[0][0] !== points.at(-1)[0];
+    return solid ? [{ run: Number(/--line-(\d+)/.exec(style)[1]), points }] : [];
+  });
+}
+
+/** The value at a place of an axis that runs between two places and two limits. */
+function valueAt(place, [from, to], [low, high], scale) {
+  const share = (place - from) / (to - from);
+  return scale === "log" ? low * (high / low) ** share : low + share * (high - low);
+}
+
+function readOff(event) {
+  const svg = event.currentTarget;
+  const [left, bottom, right, top] = svg.dataset.frame.split(" ").map(Number);
+  const limits = svg.dataset.limits.split(" ").map(Number), scales = svg.dataset.scales.split(" ");
+  const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+  const rows = curves(svg).filter(({ run }) => on(run)).map(({ run, points }) => {
+    const [x, y] = points.reduce((best, point) => (Math.abs(point[0] - at.x) < Math.abs(best[0] - at.x) ? point : best));
+    const values = [valueAt(x, [left, right], limits.slice(0, 2), scales[0]), valueAt(y, [bottom, top], limits.slice(2), scales[1])];
+    const [shownX, shownY] = values.map((value) => Number(value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+    const swatch = element("span", "swatch");
+    swatch.style.setProperty("--swatch", `var(--run-${run})`);
+    return element("div", "", "", swatch, `${RUNS[run]}: ${shownY} at ${shownX}`);
+  });
+  const tip = byId("tip");
+  tip.hidden = !rows.length;
+  tip.replaceChildren(...rows);
+  tip.style.top = `${event.pageY + 14}px`;
+  tip.style.left = `${Math.max(0, Math.min(event.pageX + 14, document.documentElement.clientWidth - tip.offsetWidth - 4))}px`;
+}
+
+/** Whether a run is shown in the figures. */
+const on = (run) => document.querySelector(`.legend [data-run="${run}"]`).getAttribute("aria-pressed") === "true";
+
+for (const svg of document.querySelectorAll("figure svg")) {
+  svg.addEventListener("pointermove", readOff);
+  svg.addEventListener("pointerleave", () => (byId("tip").hidden = true));
 }
 
 // ---- addresses, and what starts it all
@@ -256,10 +302,10 @@ byId("earlier").onclick = () => select(current - (current % ROWS) - ROWS);
 byId("later").onclick = () => select(current - (current % ROWS) + ROWS);
 for (const button of document.querySelectorAll(".legend button")) {
   button.onclick = () => {
-    const on = button.getAttribute("aria-pressed") === "false";
-    button.setAttribute("aria-pressed", String(on));
+    const shows = !on(button.dataset.run);
+    button.setAttribute("aria-pressed", String(shows));
     const line = `--line-${button.dataset.run}`;
-    if (on) document.documentElement.style.removeProperty(line);
+    if (shows) document.documentElement.style.removeProperty(line);
     else document.documentElement.style.setProperty(line, "transparent");
   };
 }
