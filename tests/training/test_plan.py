@@ -3,18 +3,23 @@
 import gc
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 
 from published_shapes import OLMO3_7B, write
+from runs import train_config
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.errors import UserError
 from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
+from threepo.run_folder import read_metrics
+from threepo.training import rlvr
 from threepo.training.plan import plan, step_flops
 from threepo.training.step_time import StepTime, Work, step_times
 from threepo.types import Draw
@@ -314,3 +319,19 @@ def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="config.json"):
         model_shape(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("preset", "draws", "gradients"), [("grpo", 1, 1), ("c3po", 4, 2), ("es", 8, 0)])
+def test_a_step_logs_the_operations_of_its_tokens(tmp_path: Path, preset: str, draws: int, gradients: int) -> None:
+    """Every draw reads 4 prompts, each has 8 completions, and their gradient is taken at so many draws."""
+    own = {"es": ["method.draws=8"], "c3po": ["optimizer.ess=1e9", "method.gradient_draws=2"]}.get(preset, [])
+    run = rlvr.assemble(train_config(tmp_path / "run", f"method.preset={preset}", "run.steps=1", *own))
+    prompts = [len(run.policy.encode_prompt(p, run.config.data, 8)) for p in run.source.batch(0, 4)]
+    with run.folder, closing(run.engine):
+        rlvr.train(run)
+    table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step-000000.parquet")
+    generated = sum(table["num_tokens"].to_pylist())
+    assert len(set(zip(*(table[f"draw_{part}"].to_pylist() for part in ("index", "mirrored")), strict=True))) == draws
+    weights = model_shape(run.config.model)[1]
+    hand = 2 * weights * (draws * sum(prompts) + generated) + 6 * weights * gradients * (8 * sum(prompts) + generated)
+    assert read_metrics(tmp_path / "run")[-1]["compute/flops"] == hand

@@ -28,9 +28,9 @@ from threepo.files import atomic_file
 from threepo.run_folder import COMPLETIONS
 
 PAGE, FIGURES = "index.html", "figures"
-MOST_TEXT = 100_000_000
+MOST_TEXT = 150_000_000
 """About as many characters of rollouts are in a page; of runs with more, every second step is left out, and so on."""
-_CHUNK = 4_000_000
+_CHUNK = 1_000_000
 """Characters that a browser unpacks at a time, so that it can answer in between."""
 COLUMNS = {
     "completion": "text",

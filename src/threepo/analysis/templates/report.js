@@ -11,6 +11,7 @@ const groups = []; // all that are unpacked
 let shown = []; // those that the filters let through
 let seen = 0; // how many of `groups` the filters have looked at
 let current = 0; // position in `shown`
+let displayed = null; // the group that is shown
 let exact = null; // the problem that the address names, until something else is chosen
 let passes = 0; // of the filters over the groups, and
 let showings = 0; // of a group; all but the latest give up
@@ -70,7 +71,7 @@ function filters() {
 /** Look at the groups that the filters have not seen yet, then show the list; `restart`: the filters have changed. */
 async function advance(restart) {
   const mine = ++passes;
-  if (restart) [shown, seen, current] = [[], 0, 0];
+  if (restart) [shown, seen, current, displayed] = [[], 0, 0, null];
   const wanted = filters();
   while (seen < groups.length) {
     const group = groups[seen++];
@@ -79,7 +80,7 @@ async function advance(restart) {
   }
   if (exact) current = Math.max(0, shown.findIndex((group) => group.problem === exact));
   showList();
-  await showGroup();
+  if (shown[current] !== displayed) await showGroup();
   if (mine === passes) byId("list").setAttribute("aria-busy", "false");
 }
 
@@ -98,7 +99,11 @@ function showList() {
     button.onclick = () => select(first + i);
     return element("li", "", "", button);
   });
+  const focused = byId("list").contains(document.activeElement);
   byId("list").replaceChildren(...rows);
+  if (focused) byId("list").querySelector("[aria-current=true]")?.focus();
+  byId("previous").disabled = current === 0;
+  byId("next").disabled = current + 1 >= shown.length;
   byId("earlier").disabled = first === 0;
   byId("later").disabled = first + ROWS >= shown.length;
   const loading = seen < groups.length || chunks.length ? " so far; unpacking …" : "";
@@ -109,8 +114,8 @@ function showList() {
 
 function select(position) {
   current = Math.max(0, Math.min(position, shown.length - 1));
-  showList();
   exact = null;
+  showList();
   showGroup();
 }
 
@@ -177,20 +182,14 @@ function card(group, i, found, wanted) {
 
 async function showGroup() {
   const mine = ++showings, group = shown[current], place = byId("group");
+  displayed = group;
   if (!group) return place.replaceChildren();
   const found = await disagreement(group, mine);
   if (!found || mine !== showings) return;
   const wanted = filters(), chosen = completions(group, wanted);
-  const step = (by, text) => {
-    const button = element("button", "", text);
-    button.type = "button";
-    button.disabled = !shown[current + by];
-    button.onclick = () => select(current + by);
-    return button;
-  };
   const link = element("a", "", "Link to this group");
   link.href = `#rollouts&${new URLSearchParams({ run: RUNS[group.run], step: group.step, problem: group.problem })}`;
-  const bar = element("div", "bar", "", step(-1, "Previous"), step(1, "Next"),
+  const bar = element("div", "bar", "",
     element("b", "", `${RUNS[group.run]}, step ${group.step}`), element("span", "", group.problem),
     element("span", "faint", `${rightOnes(group)} of ${group.correct.length} right`), link);
   const parts = [bar, element("pre", "prompt", group.prompt)];
@@ -298,6 +297,8 @@ form.addEventListener("submit", (event) => event.preventDefault());
 addEventListener("hashchange", () => {
   if (readAddress()) advance(true);
 });
+byId("previous").onclick = () => select(current - 1);
+byId("next").onclick = () => select(current + 1);
 byId("earlier").onclick = () => select(current - (current % ROWS) - ROWS);
 byId("later").onclick = () => select(current - (current % ROWS) + ROWS);
 for (const button of document.querySelectorAll(".legend button")) {
