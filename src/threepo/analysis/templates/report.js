@@ -35,7 +35,7 @@ function element(name, className = "", text = "", ...children) {
 }
 
 const visible = (text) =>
-  text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0))).replace(/\u007f/g, "\u2421");
+  text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (control) => String.fromCharCode(0x2400 + control.charCodeAt(0)));
 
 const number = (value) => value.toLocaleString("en");
 
@@ -48,7 +48,8 @@ function matches(group, wanted) {
   if (wanted.verdict && wanted.verdict !== verdict(group)) return false;
   if (wanted.draw && !group.draws.includes(wanted.draw)) return false;
   if (!wanted.pattern) return true;
-  return wanted.pattern.test(group.prompt) || completions(group, wanted).some((i) => wanted.pattern.test(group.text[i]));
+  const found = (text) => wanted.pattern.test(text);
+  return found(group.prompt) || completions(group, wanted).some((i) => found(group.text[i]));
 }
 
 const rightOnes = (group) => group.correct.filter(Boolean).length;
@@ -91,8 +92,10 @@ function showList() {
   const rows = shown.slice(first, first + ROWS).map((group, i) => {
     const swatch = element("span", "swatch");
     swatch.style.setProperty("--swatch", `var(--run-${group.run})`);
-    const share = element("span", verdict(group) === "mixed" ? "" : verdict(group), `${rightOnes(group)}/${group.correct.length}`);
-    const button = element("button", "", "", swatch, element("span", "faint", `step ${group.step}`), element("span", "id", group.problem), share);
+    const kind = verdict(group) === "mixed" ? "" : verdict(group);
+    const share = element("span", kind, `${rightOnes(group)}/${group.correct.length}`);
+    const button = element("button", "", "", swatch, element("span", "faint", `step ${group.step}`),
+      element("span", "id", group.problem), share);
     button.type = "button";
     button.title = `${RUNS[group.run]}, step ${group.step}, ${group.problem}`;
     button.setAttribute("aria-current", String(first + i === current));
@@ -108,8 +111,8 @@ function showList() {
   byId("later").disabled = first + ROWS >= shown.length;
   const loading = seen < groups.length || chunks.length ? " so far; unpacking …" : "";
   const range = shown.length ? `${number(first + 1)} to ${number(Math.min(first + ROWS, shown.length))} of ` : "";
-  byId("count").textContent = groups.length || loading
-    ? `${range}${number(shown.length)} groups (of ${number(groups.length)} in all)${loading}` : "These runs have saved no rollouts.";
+  const counted = `${range}${number(shown.length)} groups (of ${number(groups.length)} in all)${loading}`;
+  byId("count").textContent = groups.length || loading ? counted : "These runs have saved no rollouts.";
 }
 
 function select(position) {
@@ -173,7 +176,8 @@ function card(group, i, found, wanted) {
   if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
-    element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replace("_", " ")}`), element("span", "faint", facts.join(" · ")));
+    element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replace("_", " ")}`),
+    element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
   if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
   made.style.setProperty("--swatch", `var(--c${group.draw[i] % 10})`);
@@ -231,19 +235,22 @@ function readOff(event) {
   const [left, bottom, right, top] = svg.dataset.frame.split(" ").map(Number);
   const limits = svg.dataset.limits.split(" ").map(Number), scales = svg.dataset.scales.split(" ");
   const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+  const digits = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
   const rows = curves(svg).filter(({ run }) => on(run)).map(({ run, points }) => {
-    const [x, y] = points.reduce((best, point) => (Math.abs(point[0] - at.x) < Math.abs(best[0] - at.x) ? point : best));
-    const values = [valueAt(x, [left, right], limits.slice(0, 2), scales[0]), valueAt(y, [bottom, top], limits.slice(2), scales[1])];
-    const [shownX, shownY] = values.map((value) => Number(value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 }));
+    const distance = (point) => Math.abs(point[0] - at.x);
+    const nearest = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    const x = valueAt(nearest[0], [left, right], limits.slice(0, 2), scales[0]);
+    const y = valueAt(nearest[1], [bottom, top], limits.slice(2), scales[1]);
     const swatch = element("span", "swatch");
     swatch.style.setProperty("--swatch", `var(--run-${run})`);
-    return element("div", "", "", swatch, `${RUNS[run]}: ${shownY} at ${shownX}`);
+    return element("div", "", "", swatch, `${RUNS[run]}: ${digits(y)} at ${digits(x)}`);
   });
   const tip = byId("tip");
   tip.hidden = !rows.length;
   tip.replaceChildren(...rows);
   tip.style.top = `${event.pageY + 14}px`;
-  tip.style.left = `${Math.max(0, Math.min(event.pageX + 14, document.documentElement.clientWidth - tip.offsetWidth - 4))}px`;
+  const most = document.documentElement.clientWidth - tip.offsetWidth - 4;
+  tip.style.left = `${Math.max(0, Math.min(event.pageX + 14, most))}px`;
 }
 
 /** Whether a run is shown in the figures. */
