@@ -167,3 +167,20 @@ def test_the_suffix_says_how_curves_are_drawn(suffix: str, begins: bytes, tmp_pa
 def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_of_many_runs_differ_and_stand_out_from_the_ground(dark: bool) -> None:
+    """Contrast as in WCAG: 3 to 1 is asked of lines."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for count in (1, 10, 11, 40):
+        found = colours([str(i) for i in range(count)], dark=dark)
+        assert len(set(found.values())) == count
+        for colour in found.values():
+            low, high = sorted([luminance(colour), luminance("#1d2126" if dark else "#f6f7f9")])
+            assert (high + 0.05) / (low + 0.05) > 3, colour

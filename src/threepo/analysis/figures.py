@@ -33,7 +33,7 @@ SHARES = ("eval/pass_at_1", "groups/zero_advantage_share", "correction/kept_shar
 """Metrics with an axis from 0 to 1."""
 COLOURS = "1f6fb4 c8500a 1a8a3e b3246b 6a4bc4 8a6a00 00808a 8c3b2e 5b6470 4d7300"
 DARK_COLOURS = "6cb4f5 ff9a5c 5fd38a f58abf b09bff e0c04c 4fd6df e08a78 b4bcc8 a8d44a"
-"""Of the first ten runs, on a light and on a dark ground; more runs are spread over a colour map."""
+"""Of up to ten runs, on a light and on a dark ground; those of more are spread over all hues."""
 STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 """Names of runs are text, dollar signs and all."""
 POINTS = 72
@@ -60,8 +60,9 @@ def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
     """A colour for each run, as #rrggbb; no two are the same."""
     chosen = [f"#{colour}" for colour in (DARK_COLOURS if dark else COLOURS).split()]
     if len(names) > len(chosen):
-        spread = matplotlib.colormaps["turbo"].resampled(len(names))
-        chosen = [matplotlib.colors.to_hex(spread(i)) for i in range(len(names))]
+        tone = (0.5, 0.95) if dark else (0.85, 0.55)  # saturation and value that stand out from the ground
+        hues = (matplotlib.colors.hsv_to_rgb((i / len(names), *tone)) for i in range(len(names)))
+        chosen = [matplotlib.colors.to_hex(hue) for hue in hues]
     return dict(zip(names, chosen[: len(names)], strict=True))
 
 

@@ -12,6 +12,7 @@ let shown = []; // those that the filters let through
 let seen = 0; // how many of `groups` the filters have looked at
 let current = 0; // position in `shown`
 let displayed = null; // the group that is shown
+let arriving = false; // by an address: scroll to the group once it is there
 let exact = null; // the problem that the address names, until something else is chosen
 let passes = 0; // of the filters over the groups, and
 let showings = 0; // of a group; all but the latest give up
@@ -210,6 +211,8 @@ async function showGroup() {
   };
   more.onclick = add;
   add();
+  if (arriving) byId("rollouts").scrollIntoView();
+  arriving = false;
 }
 
 // ---- values of curves under the pointer
@@ -272,7 +275,7 @@ function readAddress() {
     field.value = values.get(field.name) ?? "";
   }
   exact = values.get("problem");
-  byId("rollouts").scrollIntoView();
+  arriving = true;
   return true;
 }
 
