@@ -51,28 +51,14 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
     `UserError` if there is nothing to draw.
     """
     names = [run.name for run in runs]
-    palette, variables = colours(names), {name: f"--line-{i}" for i, name in enumerate(names)}
-    comparison, reasons = _exploration(runs, baseline)
-    explored = exploration_panels(comparison) if comparison["runs"] else []
-    panels = {"Learning": learning(runs), "Exploration": [p for p in explored if p.name != "entropy"]}
-    sections: list[dict[str, Any]] = []
-    for heading, listed in (panels | diagnostics(runs)).items():
-        found = with_data(listed, palette)
-        for panel in found:
-            picture([panel], palette, folder / FIGURES / f"{panel.name}.png")
-        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
-        missing = [panel.title for panel in listed if panel not in found]
-        sections.append({"heading": heading, "figures": figures, "missing": missing})
+    light, dark = colours(names), colours(names, dark=True)
+    sections = _sections(runs, baseline, light, folder / FIGURES)
     if not any(section["figures"] for section in sections):
         raise UserError(f"--output {folder}: the runs have no finished step, so there is nothing to draw")
-    sections[1] |= {"reasons": reasons, "baseline": baseline.name}
-    sections[1]["tables"] = list(map(_cells, exploration_tables(comparison)))
-    sections[-1]["tables"] = [_cells(_costs(runs))]
     steps = {run.name: _steps(run.path, MOST_TEXT // len(runs)) for run in runs}
-    dark = colours(names, dark=True)
     environment = Environment(loader=PackageLoader("threepo.analysis"), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html").stream(
-        runs=[{"name": name, "light": palette[name], "dark": dark[name]} for name in names],
+        runs=[{"name": name, "light": light[name], "dark": dark[name]} for name in names],
         tables=[_cells(table) for table in tables({run.name: run for run in runs})],
         sections=sections,
         folder=FIGURES,
@@ -81,6 +67,33 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
     )
     with atomic_file(folder / PAGE) as temporary:
         page.dump(str(temporary), "utf-8")
+
+
+def _sections(
+    runs: Sequence[RunReport], baseline: RunReport, palette: Mapping[str, str], pictures: Path
+) -> list[dict[str, Any]]:
+    """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
+    comparison, reasons = _exploration(runs, baseline)
+    explored = exploration_panels(comparison) if comparison["runs"] else []
+    panels = {"Learning": learning(runs), "Exploration": [p for p in explored if p.name != "entropy"]}
+    more: dict[str, dict[str, Any]] = {
+        "Exploration": {
+            "reasons": reasons,
+            "baseline": baseline.name,
+            "tables": [_cells(table) for table in exploration_tables(comparison)],
+        },
+        "Cost": {"tables": [_cells(_costs(runs))]},
+    }
+    variables = {run.name: f"--line-{i}" for i, run in enumerate(runs)}
+    sections = []
+    for heading, listed in (panels | diagnostics(runs)).items():
+        found = with_data(listed, palette)
+        for panel in found:
+            picture([panel], palette, pictures / f"{panel.name}.png")
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
+        missing = [panel.title for panel in listed if panel not in found]
+        sections.append({"heading": heading, "figures": figures, "missing": missing, **more.get(heading, {})})
+    return sections
 
 
 def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[str, Any], list[str]]:
