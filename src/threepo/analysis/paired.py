@@ -6,6 +6,7 @@ Legend: n seeds, d paired differences (method - baseline, of the same seed), m c
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -95,11 +96,14 @@ def power(difference: float, deviation: float, n: int, level: float = 1 - LEVEL)
 
 def detectable(deviation: float, n: int, level: float = 1 - LEVEL) -> float | None:
     """The smallest true difference that is found with a chance of 80 %; None if nothing is known of d."""
-    if n < 2 or deviation == 0:
-        return None
-    scale = deviation / math.sqrt(n)
-    most = 10 * float(stats.t.isf(level / 2, n - 1)) * scale
-    return float(optimize.brentq(lambda difference: power(difference, deviation, n, level) - POWER, 0.0, most))
+    return None if n < 2 or deviation == 0 else deviation * _detectable(n, level)
+
+
+@cache
+def _detectable(n: int, level: float) -> float:
+    """In standard deviations of d."""
+    most = 10 * float(stats.t.isf(level / 2, n - 1)) / math.sqrt(n)
+    return float(optimize.brentq(lambda difference: power(difference, 1.0, n, level) - POWER, 0.0, most))
 
 
 @dataclass(frozen=True)
