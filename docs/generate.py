@@ -5,6 +5,7 @@
 A test fails when a page is not what this would write.
 """
 
+import types
 import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from threepo.config.presets import PRESETS
 from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import load
 from threepo.config.records import RECORDS, shown
+from threepo.config.study import StudyTables
 
 PAGE = Path(__file__).parent / "configuration.md"
 WITH_PRESETS = (Path(__file__).parent / "method.md", Path(__file__).parents[1] / "README.md")
@@ -32,6 +34,8 @@ Where a default differs between commands, both are given.
 
 """
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
+NAMED = ("variants", "methods")
+"""Tables of which a study has several."""
 TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
@@ -43,7 +47,10 @@ def type_name(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value!r}`" for value in arguments).replace("'", '"')
     if origin is tuple:
-        return f"list of {type_name(arguments[0])}s"
+        kind, _, rest = type_name(arguments[0]).partition(" of ")
+        return f"list of {kind}s" + (rest and f" of {rest}")
+    if origin is types.UnionType:
+        return " or ".join(map(type_name, arguments))
     return TYPES.get(hint, "table of names and numbers")
 
 
@@ -75,7 +82,8 @@ def defaults(table: str, key: str) -> str:
 def render_table(table: str, record: Any) -> list[str]:
     """One table of a recipe as a section."""
     kind = f' with kind = "{record.kind}"' if len(RECORDS[table]) > 1 else ""
-    lines = [f"## [{table}]{kind}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    name = f"{table}.NAME" if table in NAMED else table
+    lines = [f"## [{name}]{kind}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     hints = typing.get_type_hints(record, include_extras=True)
     for f in fields(record):
         if not is_dataclass(hints[f.name]):
@@ -157,6 +165,9 @@ def render() -> str:
             order |= dict.fromkeys(table for table in sorted(RECORDS) if table.partition(".")[0] == name)
     rows.append("| `threepo probe` | those of `threepo train`, [probe] | as there |")
     order[ProbeConfig._table] = None
+    study = {f.name: f"{f.name}.NAME" if f.name in NAMED else f.name for f in fields(StudyTables)}
+    rows.append(f"| `threepo study` | {', '.join(f'[{name}]' for name in study.values())} | |")
+    order |= dict.fromkeys(table for table in study if table in RECORDS)
     lines = [line for table in order for record in RECORDS[table].values() for line in render_table(table, record)]
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 

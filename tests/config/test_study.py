@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from runs import RLVR
+from threepo.config.recipes import STUDIES, recipes_folder
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, load_study
 from threepo.errors import UserError
@@ -145,8 +146,13 @@ def test_an_unknown_study_names_those_that_are_shipped() -> None:
         load_study("nothing")
 
 
-def test_the_shipped_study_resolves_with_equal_budgets() -> None:
-    found = load_study("demo")
+@pytest.mark.parametrize("name", sorted(path.stem for path in (recipes_folder() / STUDIES).glob("*.toml")))
+def test_shipped_studies_resolve(name: str) -> None:
+    assert load_study(name).folder == Path("runs/studies").absolute() / name
+
+
+def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
+    found = load_study("demo_tuned")
     assert set(found.tables.methods) == {"grpo", "b3po", "m3po", "c3po", "c3po_replay"}
     configs = [found.reported(cell, ())[0].config() for cell in found.cells]
     assert len({c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs}) == 1
