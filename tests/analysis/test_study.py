@@ -11,7 +11,16 @@ import pytest
 
 from runs import RLVR, forked
 from threepo import api
-from threepo.analysis.study import choose, chosen_point, forecast, outcome, refuse_changed, reported_runs, tuning_runs
+from threepo.analysis.study import (
+    choose,
+    chosen_point,
+    forecast,
+    job_devices,
+    outcome,
+    refuse_changed,
+    reported_runs,
+    tuning_runs,
+)
 from threepo.analysis.study_summary import summarise
 from threepo.analysis.study_view import markdown, tables, write_results
 from threepo.cli import main
@@ -28,6 +37,7 @@ baseline = "grpo"
 seeds = [0, 1]
 smoothing = 2
 jobs = 2
+launcher = ["env", "VERIFIER=down"]
 settings = SETTINGS
 
 [methods.grpo]
@@ -59,7 +69,7 @@ def even(completions, **columns):
     return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
 
 def broken(completions, **columns):
-    raise RuntimeError("the verifier is down")
+    raise RuntimeError("the verifier is " + os.environ["VERIFIER"])
 """
 
 
@@ -172,6 +182,24 @@ def write_run(run: StudyRun, final: float | None, curve: Sequence[float], second
     write_json(run.folder / "summary.json", {"seconds": seconds, "rollouts": 256})
 
 
+def test_each_run_gets_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert job_devices(fabricated(tmp_path)) == ["2", "5"]
+    assert job_devices(fabricated(tmp_path, **{"smoothing = 2": "smoothing = 2\njobs = 3"})) == ["2", "5", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert set(job_devices(fabricated(tmp_path))) == {""}
+
+
+def test_a_run_waits_for_its_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "warm.toml").write_text('[model]\npath = "tiny-qwen2"\n[demonstrations]\ntasks = ["sorting"]\n')
+    start = "[start]\nrecipe = 'warm.toml'\n[methods.grpo]"
+    study = fabricated(tmp_path, **{"[methods.grpo]": start, '"model.path=tiny-qwen2", ': ""})
+    run = study.reported(study.cells[0], ())[0]
+    assert outcome(study, run).reason == "its warm start start is not finished"
+    write_json(study.starts()[0].folder / "summary.json", {"seconds": 1.0})
+    assert outcome(study, run).reason == "it has not begun"
+
+
 def tuned(study: Study) -> None:
     """Tuning with an answer: the second point for grpo, by its metric; the first for c3po, which learned sooner."""
     late, soon = [0.0] * 7 + [1.0], [0.0] * 4 + [1.0] * 4
@@ -250,7 +278,7 @@ def test_settings_that_changed_after_runs_were_made_are_refused(tmp_path: Path) 
     refuse_changed(study, reported_runs(study))
     changed = fabricated(tmp_path, **{"method.preset=grpo": 'method.preset=grpo", "optimizer.weight_decay=0.5'})
     message = (
-        "made.toml: has changed since runs/grpo/seed-0 began .optimizer.weight_decay = 0.1 then, 0.5 now.; restore"
+        "made.toml: has changed since runs/grpo/seed-0 began .optimizer.weight_decay = 0.1 then, 0.5 now.; restore it"
     )
     with pytest.raises(UserError, match=message):
         refuse_changed(changed, reported_runs(changed))

@@ -88,7 +88,7 @@ def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
         for name, then, now in differences(recorded, to_dict(run.config())):
             if name not in moved:
                 text = f"{name} = {shown(then)} then, {shown(now)} now"
-                fix = f"restore the study, choose another study.folder, or delete {run.folder}"
+                fix = "restore it, or choose another study.folder"
                 raise UserError(f"{study.file.name}: has changed since {run.name} began ({text}); {fix}")
 
 
