@@ -12,6 +12,7 @@ import pytest
 from runs import RLVR, forked
 from threepo import api
 from threepo.analysis.study import (
+    begin,
     choose,
     chosen_point,
     forecast,
@@ -27,7 +28,7 @@ from threepo.cli import main
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, StudyRun, load_study
 from threepo.errors import UserError
-from threepo.files import write_json, write_text
+from threepo.files import lock, write_json, write_text
 
 SETTINGS = [*RLVR[:-2], "eval.problems=4", "eval.samples=2"]
 SETTINGS.remove("run.threads=1")
@@ -188,6 +189,19 @@ def test_each_run_gets_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert job_devices(fabricated(tmp_path, **{"smoothing = 2": "smoothing = 2\njobs = 3"})) == ["2", "5", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert set(job_devices(fabricated(tmp_path))) == {""}
+
+
+def test_a_run_that_a_killed_study_left_behind_is_waited_for_but_not_when_stopping(tmp_path: Path) -> None:
+    study = fabricated(tmp_path)
+    run = study.reported(study.cells[0], ())[0]
+    run.log.parent.mkdir(parents=True)
+    with lock(run.log):
+        process = begin(study, run, "")
+        assert process.poll() is None
+        process.terminate()
+        assert process.poll() == 0
+    assert outcome(study, run).state == "unfinished"
+    assert run.log.read_bytes() == b""
 
 
 def test_a_run_waits_for_its_warm_start(tmp_path: Path) -> None:

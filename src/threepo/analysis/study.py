@@ -22,7 +22,7 @@ from threepo.config import TrainConfig
 from threepo.config.records import build, differences, require, shown, to_dict
 from threepo.config.study import Cell, Overrides, Study, StudyRun
 from threepo.errors import Interrupted, UserError
-from threepo.files import lock, read_json, write_json
+from threepo.files import disk_errors, lock, read_json, write_json
 from threepo.progress import Reporter, StopRequest, polite_stop, progress
 from threepo.run_folder import CONFIG, SUMMARY, read_metrics
 from threepo.workers import cores
@@ -143,17 +143,18 @@ class _Elsewhere:
     """A run that a process of an earlier, killed study still has open."""
 
     def __init__(self, log: Path) -> None:
-        self._log = log
+        self._log, self._waiting = log, True
 
     def poll(self) -> int | None:
         try:
             lock(self._log).close()
         except UserError:
-            return None
+            return None if self._waiting else 0
         return 0
 
     def terminate(self) -> None:
-        """It is not ours."""
+        """It is not ours, so it goes on, and nobody waits for it."""
+        self._waiting = False
 
 
 def begin(study: Study, run: StudyRun, device: str) -> Process:
@@ -244,7 +245,8 @@ def run_study(study: Study) -> None:
     """Bring all runs of a study to their end: warm starts, tuning, and what is reported."""
     starts, tuning = study.starts(), tuning_runs(study)
     refuse_changed(study, [*starts, *tuning, *reported_runs(study)])
-    study.folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(study.folder):
+        study.folder.mkdir(parents=True, exist_ok=True)
     total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
     bar = progress(f"study {study.name}", total, 0, study.folder, unit="run")
     with lock(study.folder / LOCK), polite_stop() as stop, bar as reporter:

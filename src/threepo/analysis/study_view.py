@@ -30,7 +30,6 @@ Summary = Mapping[str, Any]
 
 def write_results(study: Study, summary: Summary) -> None:
     """Write summary.json, table.md and curves.png into the folder of the study."""
-    study.folder.mkdir(parents=True, exist_ok=True)
     write_json(study.folder / SUMMARY, summary)
     write_text(study.folder / "table.md", markdown(summary))
     draw_curves(study)
