@@ -42,7 +42,8 @@ test-vllm: $(VENV_VLLM)/vllm
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"
-	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py
+	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py \
+	  tests/analysis/test_study_ray.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -96,7 +96,7 @@ def test_the_rule_itself_can_fail() -> None:
         ("vllm", "rollout/vllm_server.py integrations/vllm.py"),
         ("trl", "integrations/trl.py"),
         ("verl", "integrations/verl.py"),
-        ("ray", "integrations/verl.py"),
+        ("ray", "integrations/verl.py analysis/study_ray.py"),
         ("tensorboard", "training/run.py"),
     ],
 )

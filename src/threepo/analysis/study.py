@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -173,18 +174,22 @@ def begin(study: Study, run: StudyRun, device: str) -> Process:
     with closing(log):
         log.write(f"{_MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
-        # In a session of its own: the terminal's Ctrl-C must reach it once, from the study.
-        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        return subprocess.Popen(arguments, env=os.environ | environment, start_new_session=True, **pipes)
+        if not settings.ray:
+            # In a session of its own: the terminal's Ctrl-C must reach it once, from the study.
+            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            return subprocess.Popen(arguments, env=os.environ | environment, start_new_session=True, **pipes)
+    from threepo.analysis.study_ray import RayTask
+
+    return RayTask(arguments, run.log, environment, settings.threads)
 
 
 class Runner:
     """Brings runs to their end, on the devices that are free."""
 
-    def __init__(self, study: Study, reporter: Reporter, stop: StopRequest) -> None:
+    def __init__(self, study: Study, devices: list[str], reporter: Reporter, stop: StopRequest) -> None:
         self._study, self._reporter, self._stop = study, reporter, stop
         self._done, self._failed = 0, set[str]()
-        self._free = job_devices(study)
+        self._free = devices
         self._going: dict[str, tuple[StudyRun, Process, str]] = {}
 
     def finish(self, runs: Sequence[StudyRun]) -> None:
@@ -249,8 +254,9 @@ def run_study(study: Study) -> None:
         study.folder.mkdir(parents=True, exist_ok=True)
     total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
     bar = progress(f"study {study.name}", total, 0, study.folder, unit="run")
+    devices = job_devices(study)  # Ray has handlers of signals, so those of `polite_stop` have to come later
     with lock(study.folder / LOCK), polite_stop() as stop, bar as reporter:
-        runner = Runner(study, reporter, stop)
+        runner = Runner(study, devices, reporter, stop)
         runner.finish(starts)
         runner.finish(tuning)
         for cell in open_choices(study):
@@ -310,8 +316,15 @@ def _kind(run: StudyRun) -> str:
 
 
 def job_devices(study: Study) -> list[str]:
-    """For each run that goes on at once, the GPU that it gets; "" where there is none."""
+    """For each run that goes on at once, the GPU that it gets; "" where there is none, or where others see to it."""
     settings = study.tables.study
+    if settings.ray:
+        if not find_spec("ray"):
+            raise UserError(f"study.ray = {settings.ray!r}: needs the package; pip install 'threepo[ray]'")
+        from threepo.analysis.study_ray import connect
+
+        fit = connect(settings.ray, settings.threads)
+        return [""] * (settings.jobs or fit)
     devices = [] if settings.launcher else gpus()
     jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)
     return [devices[i % len(devices)] if devices else "" for i in range(jobs)]
