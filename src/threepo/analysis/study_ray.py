@@ -1,6 +1,7 @@
 """Runs of a study as Ray tasks, on a cluster whose nodes share a file system and have the same environment."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -49,8 +50,15 @@ def _run(arguments: list[str], log: Path, folder: str, environment: dict[str, st
     """On the node: the process, which holds the lock of its log; its exit status."""
     with closing(lock(log)) as said:
         process = subprocess.Popen(
-            arguments, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=folder, env=os.environ | environment
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            cwd=folder,
+            env=os.environ | environment,
+            start_new_session=True,
         )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a cluster begun in the background ignores it
     try:
         while process.poll() is None:
             time.sleep(_POLL)
