@@ -100,8 +100,8 @@ def test_the_bootstrap_interval_is_scipys_and_holds_the_mean() -> None:
     reference = stats.bootstrap((DIFFERENCES,), np.mean, n_resamples=20_000, rng=np.random.default_rng(5))
     found = bootstrap_interval(DIFFERENCES)
     assert found == pytest.approx(tuple(reference.confidence_interval), abs=2e-3)
-    assert bootstrap_interval([0.5, 0.5]) == (0.5, 0.5)
-    assert bootstrap_interval([0.5]) is None
+    assert bootstrap_interval([0.5] * 5) == (0.5, 0.5)
+    assert bootstrap_interval([0.1, 0.2, 0.3, 0.4]) is None
 
 
 def simulated(effect: float, studies: int = 200, n: int = 10) -> list[list[float]]:

@@ -15,6 +15,7 @@ from scipy import optimize, stats
 LEVEL = 0.95
 POWER = 0.8
 RESAMPLES = 5000
+FEWEST_RESAMPLED = 5
 _QUANTILES = 2000
 MOST_FLIPS = 14
 """Up to so many seeds all 2^n signs are tried; with more, as many random ones."""
@@ -41,8 +42,8 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """BCa bootstrap interval of the mean of n values, 95 %; None for one. It is too short if n is small."""
-    if len(values) < 2:
+    """BCa bootstrap interval of the mean of n values, 95 %; None for fewer than five, which say too little of it."""
+    if len(values) < FEWEST_RESAMPLED:
         return None
     if np.ptp(values) == 0:
         return values[0], values[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from threepo.analysis.paired import t_interval
+from threepo.analysis.paired import smoothed, t_interval
 from threepo.analysis.study import curve
 from threepo.analysis.study_summary import finished_runs
 from threepo.config.study import Cell, Study
@@ -138,7 +138,10 @@ def _page(lines: Sequence[Row], columns: Sequence[str] = ()) -> str:
 
 
 def draw_curves(study: Study) -> None:
-    """curves.png: means over the finished seeds, with bands of their 95 % t intervals; a row for each setting."""
+    """curves.png: means over the finished seeds, with bands of their 95 % t intervals; a row for each setting.
+
+    What is known at every step is smoothed as the study says.
+    """
     settings, variants = study.tables.study, list(study.tables.variants or ("",))
     panels = list(dict.fromkeys([settings.metric, settings.curve, *PANELS]))
     import matplotlib
@@ -154,6 +157,7 @@ def draw_curves(study: Study) -> None:
             for index, method in enumerate(study.tables.methods):
                 if line := _band(study, Cell(variant, method), metric, axis, f"C{index % 10}"):
                     lines[method] = line
+            _follow_lines(axis)
             axis.set_title(f"{variant} {PANELS.get(metric, metric)}".strip(), fontsize=10)
             axis.set_xlabel("training steps")
             axis.grid(alpha=0.3)
@@ -164,18 +168,28 @@ def draw_curves(study: Study) -> None:
     plt.close(figure)
 
 
+def _follow_lines(axis: Any) -> None:
+    """Scale an axis by its lines, since the bands of two or three seeds can be many times as high."""
+    if values := [value for line in axis.get_lines() for value in line.get_ydata()]:
+        pad = 0.5 * (max(values) - min(values)) or 0.05
+        axis.set_ylim(min(values) - pad, max(values) + pad)
+
+
 def _band(study: Study, cell: Cell, metric: str, axis: Any, colour: str) -> Any:
     """Draw a metric of one method; returns its line, or None if there is nothing to draw."""
     at: dict[int, list[float]] = {}
+    width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
     for run in finished_runs(study, cell):
-        for step, value in zip(*curve(run, metric), strict=True):
-            at.setdefault(step + 1, []).append(value)
+        steps, values = curve(run, metric)
+        if len(values) >= width:
+            for step, value in zip(steps[width - 1 :], smoothed(values, width).tolist(), strict=True):
+                at.setdefault(step + 1, []).append(value)
     if not at:
         return None
-    steps = sorted(at)
-    bands = [t_interval(at[step]) for step in steps]
-    marker = "o" if len(steps) < 20 else ""
-    line = axis.plot(steps, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
+    known = sorted(at)
+    bands = [t_interval(at[step]) for step in known]
+    marker = "o" if len(known) < 20 else ""
+    line = axis.plot(known, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
     ends = [(b.mean, b.mean) if b.low is None else (b.low, b.high) for b in bands]
-    axis.fill_between(steps, *zip(*ends, strict=True), color=colour, alpha=0.15, linewidth=0)
+    axis.fill_between(known, *zip(*ends, strict=True), color=colour, alpha=0.15, linewidth=0)
     return line[0]
