@@ -161,9 +161,9 @@ def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
 
 
 @pytest.mark.parametrize("name", ["testbed_chain", "testbed_star"])
-def test_studies_of_testbeds_compare_ten_methods_at_equal_rollouts_and_budgets(name: str) -> None:
+def test_studies_of_testbeds_compare_eleven_methods_at_equal_rollouts_and_budgets(name: str) -> None:
     found = load_study(name)
-    assert len(found.cells) == 10
+    assert len(found.cells) == 11
     configs = [run.config() for cell in found.cells for runs in found.tuning(cell) for run in runs]
-    assert len(configs) == 10 * 4 * 2
+    assert len(configs) == 11 * 4 * 2
     assert {c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs} == {256 * 100}
