@@ -160,10 +160,10 @@ def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
     assert to_dict(found.tables)["tuning"]["trials"] == 4
 
 
-@pytest.mark.parametrize("name", ["testbed_chain", "testbed_star"])
-def test_studies_of_testbeds_compare_eleven_methods_at_equal_rollouts_and_budgets(name: str) -> None:
+@pytest.mark.parametrize(("name", "methods"), [("testbed_chain", 11), ("testbed_star", 11), ("testbed_plateau", 6)])
+def test_studies_of_testbeds_compare_methods_at_equal_rollouts_and_budgets(name: str, methods: int) -> None:
     found = load_study(name)
-    assert len(found.cells) == 11
+    assert len(found.cells) == methods
     configs = [run.config() for cell in found.cells for runs in found.tuning(cell) for run in runs]
-    assert len(configs) == 11 * 4 * 2
+    assert len(configs) == methods * 4 * 2
     assert {c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs} == {256 * 100}
