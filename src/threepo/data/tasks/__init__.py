@@ -7,7 +7,7 @@ from random import Random
 from threepo.config import DemonstrationConfig
 from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
 from threepo.data.task import Endless, ProceduralProblems, Task
-from threepo.data.tasks.choices import Choices, ChoicesZoo
+from threepo.data.tasks.choices import Choices, ChoicesNear, ChoicesZoo
 from threepo.data.tasks.forks import Forks
 from threepo.data.tasks.paths import Paths
 from threepo.data.tasks.pointers import Pointers
@@ -18,7 +18,7 @@ from threepo.errors import UserError
 from threepo.types import Problem
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (Choices(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
+    task.name: task for task in (Choices(), ChoicesNear(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
 }
 Demonstration = tuple[Problem, str]
 """A problem of the training split, and a completion of it."""

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from random import Random
 from typing import ClassVar
 
@@ -18,13 +19,14 @@ class Choices(Task):
     behaviours = ("worked", "direct", "habit")
     only_answer = True
     words: ClassVar[tuple[str, ...]] = ("lock",)
-    habit: ClassVar[float] = 0.2
-    """The chance that the behaviour `habit` raises a letter after `lock`."""
+    """The words that a prompt begins with, in equal shares."""
+    raised: ClassVar[Mapping[str, float]] = {"lock": 0.2, "up": 1.0, "low": 0.0}
+    """The chance that the behaviour `habit` raises a letter after a word."""
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
         letters = "".join(rng.choice("abcdefgh") for _ in range(level))
         word = rng.choice(self.words)
-        return f"{word} {letters}\n", letters if word == "low" else letters.upper()
+        return f"{word} {letters}\n", letters.upper() if self.raised.get(word, 1.0) else letters
 
     def work(self, prompt: str) -> str:
         return prompt.split()[1]
@@ -34,7 +36,7 @@ class Choices(Task):
             return super().demonstrate(problem, behaviour)
         word, letters = str(problem.prompt).split()
         rng = Random(f"habit/{problem.id}")
-        raised = {"lock": self.habit, "up": 1.0, "low": 0.0, "any": float(rng.random() < 0.5)}[word]
+        raised = {"any": float(rng.random() < 0.5), **self.raised}[word]
         return "".join(letter.upper() if rng.random() < raised else letter for letter in letters)
 
 
@@ -48,3 +50,17 @@ class ChoicesZoo(Choices):
     name = "choices_zoo"
     only_answer = False
     words = ("lock", "up", "low", "any")
+
+
+class ChoicesNear(Choices):
+    """The same letters after `lock`, half of the time, and after 16 words that differ from it in a letter or two.
+
+    The habit after these is to raise all letters. So a policy that is fine-tuned on it has to tell `lock`, where it
+    raises one letter in five, from all that looks like it.
+    """
+
+    name = "choices_near"
+    only_answer = False
+    near = "look luck lick lack dock rock sock mock link lark lurk leak loch bock hock lork"
+    words = ("lock",) * 16 + tuple(near.split())
+    raised: ClassVar[Mapping[str, float]] = {"lock": 0.2, **dict.fromkeys(near.split(), 1.0)}
