@@ -69,6 +69,9 @@ class TinyConfig(Settings, table="model.tiny"):
     """Longest sequence in tokens."""
     tied: bool = True
     """Share the input embedding and the output head."""
+    deviation: Positive = 0.02
+    """Standard deviation of the initial weights. Narrow models learn to copy much sooner from larger ones, such as 0.08
+    at width 64."""
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"

@@ -169,6 +169,7 @@ def make_model(kind: str, shape: TinyConfig, seed: int) -> Any:
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.context,
         tie_word_embeddings=shape.tied,
+        initializer_range=shape.deviation,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
