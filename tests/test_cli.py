@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from runs import RLVR, SFT, forked, outcome, train_config
+from runs import RLVR, SFT, TINY, forked, outcome, train_config
 from threepo import api
-from threepo.api import DEMONSTRATED, demonstrate
+from threepo.analysis.report import RunReport
 from threepo.cli import main
 from threepo.config import ModelConfig
+from threepo.demo import FIRST_ACT, SECOND_ACT, conclusion, demonstrate
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
@@ -262,10 +263,12 @@ def test_sft_train_eval_report_and_sample_in_a_row(tmp_path: Path, capsys: pytes
 def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    small = [s for s in RLVR if not s.startswith("model.")] + ["run.steps=2", "eval.every=1"]
-    warm = [*SFT[:-2], "run.steps=2", "demonstrations.batch_size=4"]
+    small = ["run.steps=2", "eval.every=1", "eval.problems=4", "eval.samples=2", "data.prompts_per_step=2"]
+    warm = [*TINY, "run.steps=2", "demonstrations.batch_size=4"]
     summary = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
-    assert tuple(summary["methods"]) == DEMONSTRATED == ("grpo", "b3po", "m3po", "c3po")
+    second = summary["second_act"]
+    assert tuple(summary["methods"]) == FIRST_ACT == ("grpo", "b3po", "m3po", "c3po")
+    assert tuple(second["methods"]) == ("grpo", "replay")
     written = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert written == summary
     required = {
@@ -276,20 +279,49 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
         "seconds_per_step",
         "rollouts",
     }
-    for method in written["methods"].values():
-        assert required <= method.keys()
-        assert method["rollouts"] == 2 * 4 * 8
-    assert len({m["pass_at_1_before"] for m in written["methods"].values()}) == 1, "the same warm start"
-    assert "pass@1 after" in capsys.readouterr().out
-    assert (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in DEMONSTRATED}
+    for act in (written, second):
+        for method in act["methods"].values():
+            assert required <= method.keys()
+            assert method["rollouts"] == 2 * 2 * 16
+        assert len({m["pass_at_1_before"] for m in act["methods"].values()}) == 1, "the same warm start"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pass@1 after" in said
+    assert second["probe"]["verdict"] in said
+    assert second["conclusion"] in said
+    assert second["conclusion"].endswith("Here noise on the weights did not help."), "two steps learn nothing"
+    for picture in ("curves.png", "second_act.png"):
+        assert (tmp_path / "demo" / picture).read_bytes().startswith(b"\x89PNG")
+    stages = [*FIRST_ACT, *SECOND_ACT]
+    times = {m: (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns for m in stages}
     (tmp_path / "demo" / "c3po" / "summary.json").unlink()  # as if it had been killed at the very end
     again = demonstrate(tmp_path / "demo", Console(width=120), small, warm)
     assert again["methods"]["c3po"]["pass_at_1_after"] == summary["methods"]["c3po"]["pass_at_1_after"]
-    for m in DEMONSTRATED[:3]:
+    assert again["second_act"] == second
+    for m in set(stages) - {"c3po"}:
         assert (tmp_path / "demo" / m / "metrics.jsonl").stat().st_mtime_ns == times[m], (
             "a finished stage is left alone"
         )
+
+
+def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
+    def report(name: str, *rewards: float) -> RunReport:
+        config = {
+            "method": {"rollouts_per_prompt": 16},
+            "data": {"prompts_per_step": 16, "train": "choices", "levels": [10]},
+        }
+        steps = [{"step": i, "reward/mean": reward, "time/step": 1.0} for i, reward in enumerate(rewards)]
+        measured = {"groups/zero_advantage_share": 0.0, "eval/pass_at_1": rewards[-1]}
+        return RunReport(name, config, [{"step": -1, "eval/pass_at_1": 0.0}, *(step | measured for step in steps)])
+
+    asked = {"mean": {"mu": {"value": 1.5e-7}}, "noise": [{"mu": {"value": 0.0251}}]}
+    helped = conclusion(asked, report("grpo", 0.0, 1 / 256), report("replay", 3 / 256, 0.75))
+    assert helped.startswith(
+        "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise on the "
+        "weights. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, replay got 195 right and ended at 75.0 %."
+    )
+    assert "It helped on a task" in helped
+    alike = conclusion(asked, report("grpo", 0.0, 0.7), report("replay", 0.0, 0.75))
+    assert alike.endswith("ended at 75.0 %. Here noise on the weights did not help.")
 
 
 def test_warnings_about_a_run_are_one_line() -> None:

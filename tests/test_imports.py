@@ -25,6 +25,7 @@ LEVELS = [
     {"evaluation"},
     {"training", "analysis"},
     {"api", "show"},
+    {"demo"},
     {"commands"},
     {"cli", "integrations"},
     {"__main__"},

@@ -3,19 +3,18 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers.utils import logging
 
-from threepo.analysis.report import read_run, tables
+from threepo.analysis.report import read_run
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
 from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import Table, load
-from threepo.config.records import build, to_dict
+from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.data.rows import digest
 from threepo.errors import UserError
@@ -28,12 +27,10 @@ from threepo.files import atomic_folder, read_json, write_json
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.group import ALONE, Ranks
-from threepo.run_folder import CONFIG, SUMMARY, RunFolder, model_folder, read_metrics
+from threepo.run_folder import SUMMARY, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 
-__all__ = ["closing_words", "demonstrate", "evaluate", "fine_tune", "probe", "probe_folder", "sample", "train"]
-
-DEMONSTRATED = ("grpo", "b3po", "m3po", "c3po")
+__all__ = ["closing_words", "evaluate", "fine_tune", "probe", "probe_folder", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
@@ -122,45 +119,3 @@ def probe(
         write_recipe(write, proposed, summary["verdict"])
         load(TrainConfig, str(write))  # it must be one
     return summary
-
-
-def demonstrate(
-    folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
-) -> dict[str, Any]:
-    """All of threepo in miniature: a warm start, then four methods from it at equal rollouts, compared in a table.
-
-    Stages that are finished in `folder` are not repeated. `overrides` (section.key=value) change the methods' recipes,
-    `warm_start_overrides` the warm start's. Returns what summary.json holds.
-    """
-    start = folder / "warm_start"
-    console.print(f"Warm start: supervised fine-tuning, in {start}", highlight=False)
-    seconds = _stage(start, SFTConfig, warm_start_overrides)
-    for method in DEMONSTRATED:
-        console.print(f"RLVR: {method}, in {folder / method}", highlight=False)
-        seconds += _stage(folder / method, TrainConfig, [*overrides, f"model.path={start}"])
-    runs = [read_run(folder / method) for method in DEMONSTRATED]
-    data = runs[0].config["data"]
-    summary = {
-        "seconds": seconds,
-        "task": f"{data['train']}, levels {', '.join(map(str, data['levels']))}",
-        "methods": {run.name: run.summary() for run in runs},
-    }
-    from threepo.analysis.figures import plot  # slow to import
-
-    plot(runs, folder / "curves.png")
-    write_json(folder / SUMMARY, summary)
-    for table in tables({run.name: run for run in runs}):
-        console.print(table)
-    console.print(f"{seconds:.0f} s. Curves: {folder / 'curves.png'}. Figures: {folder / SUMMARY}", highlight=False)
-    return summary
-
-
-def _stage(folder: Path, record: Any, overrides: Sequence[str]) -> float:
-    """Run or resume the recipe of this name in demo/, unless it is finished; returns the seconds that it took."""
-    run: Any = fine_tune if record is SFTConfig else train
-    if not (folder / CONFIG).is_file():
-        run(load(record, f"demo/{folder.name}", [*overrides, f"run.folder={folder}"]))
-    elif not (folder / SUMMARY).is_file():
-        opened, config = RunFolder.open(folder)
-        run(build(record, config), opened)
-    return float(read_json(folder / SUMMARY)["seconds"])

@@ -261,6 +261,6 @@ def show_data(options: argparse.Namespace) -> None:
 def demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.api import demonstrate
+    from threepo.demo import demonstrate
 
     demonstrate(options.folder, Console())

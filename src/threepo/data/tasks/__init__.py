@@ -18,7 +18,8 @@ from threepo.errors import UserError
 from threepo.types import Problem
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (Choices(), ChoicesNear(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
+    task.name: task
+    for task in (Choices(), ChoicesNear(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
 }
 Demonstration = tuple[Problem, str]
 """A problem of the training split, and a completion of it."""
