@@ -169,6 +169,22 @@ def test_the_zoo_is_consistent_after_every_word_but_the_one_to_learn() -> None:
     assert not all(text.isupper() or text.islower() for text in texts["lock"])
 
 
+def test_near_words_are_raised_and_differ_from_the_one_to_learn_in_a_letter_or_two() -> None:
+    task = TASKS["choices_near"]
+    texts: dict[str, list[str]] = {}
+    for problem in ProceduralProblems(task, "train", 0, (6,)).first(800):
+        word, letters = str(problem.prompt).split()
+        text = task.demonstrate(problem, "habit")
+        assert text.lower() == letters
+        texts.setdefault(word, []).append(text)
+    assert 0.4 < len(texts["lock"]) / 800 < 0.6  # 5.7 standard errors
+    assert sum(map(str.isupper, "".join(texts.pop("lock")))) / 2400 == pytest.approx(0.2, abs=0.05)
+    assert len(texts) == 16
+    for word, raised in texts.items():
+        assert sum(a != b for a, b in zip(word, "lock", strict=True)) in (1, 2)
+        assert all(map(str.isupper, raised))
+
+
 def test_final_answer() -> None:
     assert final_answer("<think>1</think> 2 ") == "2"
     assert final_answer("a</think>b</think>c") == "c"

@@ -69,6 +69,15 @@ def test_the_same_seed_makes_the_same_tiny_model_and_leaves_the_global_generator
     assert not torch.equal(a.model.embed_tokens.weight, c.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
+def test_initial_weights_of_a_tiny_model_have_the_deviation_that_is_asked_for(kind: str) -> None:
+    for deviation in (0.02, 0.08):
+        model = load_policy(ModelConfig(path=kind, tiny=TinyConfig(layers=1, deviation=deviation))).model
+        matrices = torch.cat([p.flatten() for p in model.parameters() if p.dim() == 2])
+        assert float(matrices.std()) == pytest.approx(deviation, rel=0.01)
+
+
+
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) -> None:
     rows = packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool())
     exact, *_ = policy.logprobs(rows)
