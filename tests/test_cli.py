@@ -311,7 +311,9 @@ def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
         }
         steps = [{"step": i, "reward/mean": reward, "time/step": 1.0} for i, reward in enumerate(rewards)]
         measured = {"groups/zero_advantage_share": 0.0, "eval/pass_at_1": rewards[-1]}
-        return RunReport(name, config, [{"step": -1, "eval/pass_at_1": 0.0}, *(step | measured for step in steps)])
+        return RunReport(
+            Path(name), name, config, [{"step": -1, "eval/pass_at_1": 0.0}, *(step | measured for step in steps)]
+        )
 
     asked = {"mean": {"mu": {"value": 1.5e-7}}, "noise": [{"mu": {"value": 0.0251}}]}
     helped = conclusion(asked, report("grpo", 0.0, 1 / 256), report("replay", 3 / 256, 0.75))
