@@ -81,6 +81,12 @@ def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> f
     return _mean(ranks.deal([i % ranks.size for i in range(len(groups))], of_groups))
 
 
+def certainty(record: UpdateRecord) -> float:
+    """Mean self-certainty of the rows, where the least certain counts as 0 and the most certain as 1; NaN if equal."""
+    found = torch.tensor([row.self_certainty for row in record.rows], dtype=torch.float64)
+    return float((found.mean() - found.min()) / (found.max() - found.min()))
+
+
 def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
     """How often each token occurs in each completion."""
     index = {token: i for i, token in enumerate(sorted({token for c in completions for token in c.tokens}))}
@@ -120,9 +126,7 @@ def update_metrics(record: UpdateRecord) -> Metrics:
         return {}
     metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
-    certainty = torch.tensor([row.self_certainty for row in record.rows], dtype=torch.float64)
-    lowest, mean, highest = certainty.min(), certainty.mean(), certainty.max()
-    metrics |= {"policy/self_certainty": float(mean), "policy/certainty": float((mean - lowest) / (highest - lowest))}
+    metrics["policy/self_certainty"] = _mean([row.self_certainty for row in record.rows])
     if record.correction is None:
         return metrics
     rows = record.rows

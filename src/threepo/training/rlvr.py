@@ -27,6 +27,7 @@ from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
     Embed,
+    certainty,
     dynamic_metrics,
     rollout_metrics,
     similarity,
@@ -97,6 +98,7 @@ def train(run: Run) -> None:
             metrics |= update_metrics(record) | run.optimizer_metrics()
             if run.config.ess_schedule.kind == "similarity":
                 metrics["groups/similarity"] = similarity(rollouts.generated, run.embed, run.ranks)
+                metrics["policy/certainty"] = certainty(record)
             metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
