@@ -77,7 +77,6 @@ def test_initial_weights_of_a_tiny_model_have_the_deviation_that_is_asked_for(ki
         assert float(matrices.std()) == pytest.approx(deviation, rel=0.01)
 
 
-
 def test_bfloat16_compute_keeps_float32_weights_and_stays_close(policy: Policy) -> None:
     rows = packed(torch.randint(2, 200, (2, 20)), torch.ones(2, 19).bool())
     exact, *_ = policy.logprobs(rows)
