@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from threepo.analysis.figures import colours, diagnostics, draw_panel, learning, plot, with_data
-from threepo.analysis.report import RunReport, read_run, tables
+from threepo.analysis.report import RunReport, read_run, read_runs, tables
 from threepo.errors import UserError
 
 
@@ -51,6 +51,15 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
         "rollouts": 4 * 8 * 3,
         "steps": 3,
     }
+
+
+def test_folders_of_the_same_name_go_by_what_differs(tmp_path: Path) -> None:
+    folders = [tmp_path / "study" / method / "seed-0" for method in ("grpo", "c3po")]
+    for folder in folders:
+        folder.parent.mkdir(parents=True)
+        write_run(folder, [step(0)])
+    assert [run.name for run in read_runs(folders)] == ["grpo/seed-0", "c3po/seed-0"]
+    assert [run.name for run in read_runs(folders[:1])] == ["seed-0"]
 
 
 def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:

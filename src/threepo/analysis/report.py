@@ -3,6 +3,7 @@
 threepo report RUN... [--output FOLDER]
 """
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,10 +66,12 @@ def read_run(path: Path) -> RunReport:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunReport]:
-    """Read several runs; those whose folders have the same name go by their paths."""
+    """Read several runs; those whose folders have the same name go by their paths, from where these part."""
     runs = [read_run(path) for path in paths]
-    alike = len({run.name for run in runs}) < len(runs)
-    return [replace(run, name=str(run.path)) for run in runs] if alike else runs
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    shared = os.path.commonpath([run.path.absolute() for run in runs])
+    return [replace(run, name=os.path.relpath(run.path, shared)) for run in runs]
 
 
 def tables(runs: Mapping[str, RunReport]) -> list[Table]:
