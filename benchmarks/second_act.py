@@ -47,9 +47,13 @@ def chances(start: Path) -> dict[str, float]:
     word = torch.zeros_like(everything)
     word[tokens("lock")] = True
     noise = torch.Generator().manual_seed(0)
-    found = {"the mean": chance(), "temperature 1.5": chance(1.5)}
+    found = {"no noise": chance(), "temperature 1.5": chance(1.5)}
     draws = SIZE * mean.square().mean().sqrt() * torch.randn(DRAWS, *mean.shape, generator=noise)
-    for name, touched in {"noise, all tokens": everything, "noise, l o c k": word, "noise, the rest": ~word}.items():
+    for name, touched in {
+        "noise on all tokens": everything,
+        "on l, o, c, k alone": word,
+        "on all but these": ~word,
+    }.items():
         total = 0.0
         for draw in draws:
             embedding.copy_(mean + touched[:, None] * draw)
@@ -66,14 +70,14 @@ def draw_picture(study: Path, found: dict[str, dict[str, float]], path: Path) ->
         values = [one[name] for one in found.values()]
         before.plot([i + 0.05 * (j - len(values) / 2) for j in range(len(values))], values, ".", color="tab:blue")
         before.text(i, 2e-9, f"{torch.tensor(values).log().mean().exp():.0e}", ha="center", fontsize=8)
-    before.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace(" 1.5", "\n1.5") for name in names])
+    wrapped = [" ".join(words[:2]) + "\n" + " ".join(words[2:]) for words in map(str.split, names)]
+    before.set_xticks(range(len(names)), wrapped)
     before.tick_params(axis="x", labelsize=8)
-    before.set(
-        yscale="log", ylim=(1e-9, 1), title=f"Chance of a right answer before training\n({len(found)} warm starts)"
-    )
+    before.set(yscale="log", ylim=(1e-9, 1), title="Chance of a right answer before training")
+    before.set(xlabel=f"{len(found)} warm starts; numbers are geometric means")
     metrics = {
-        "reward/mean": (reward, "Share of right rollouts"),
-        "eval/pass_at_1": (after, "Held-out pass@1, no noise"),
+        "reward/mean": (reward, "Share of right rollouts in training"),
+        "eval/pass_at_1": (after, "Held-out pass@1 of the mean policy"),
     }
     for metric, (axis, title) in metrics.items():
         for method, (label, colour) in METHODS.items():
