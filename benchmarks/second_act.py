@@ -9,6 +9,7 @@ Noise on some rows of the embedding only says which tokens it has to touch. docs
 
 import argparse
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -70,8 +71,7 @@ def draw_picture(study: Path, found: dict[str, dict[str, float]], path: Path) ->
         values = [one[name] for one in found.values()]
         before.plot([i + 0.05 * (j - len(values) / 2) for j in range(len(values))], values, ".", color="tab:blue")
         before.text(i, 2e-9, f"{torch.tensor(values).log().mean().exp():.0e}", ha="center", fontsize=8)
-    wrapped = [" ".join(words[:2]) + "\n" + " ".join(words[2:]) for words in map(str.split, names)]
-    before.set_xticks(range(len(names)), wrapped)
+    before.set_xticks(range(len(names)), [fill(name, 13) for name in names])
     before.tick_params(axis="x", labelsize=8)
     before.set(yscale="log", ylim=(1e-9, 1), title="Chance of a right answer before training")
     before.set(xlabel=f"{len(found)} warm starts; numbers are geometric means")
