@@ -52,7 +52,7 @@ from pathlib import Path
 from first_character import reward
 def when_evaluated(completions, **_):
     left, rank = Path("evaluations-left"), os.environ.get("RANK", "1")
-    if len(completions) <= 8 and rank == "1" and left.is_file():
+    if not 8 < len(completions) <= 32 and rank == "1" and left.is_file():
         fault, count = left.read_text().split()
         left.write_text(f"{fault} {int(count) - 1}")
         if int(count) <= 0 and fault == "kill":
@@ -61,7 +61,7 @@ def when_evaluated(completions, **_):
     return reward(completions)
 """
 """A module whose reward fails, alone or on the second rank, once so many evaluations of `RLVR` are over: they have
-fewer completions than a step. `evaluations-left` has the fault and the number."""
+fewer completions than a step, or more. `evaluations-left` has the fault and the number."""
 
 SFT = (*TINY, 'demonstrations.tasks=["sorting", "stack"]', "demonstrations.batch_size=8")
 

@@ -38,6 +38,7 @@ def fails_on_one_rank(completions, **_):
     return reward(completions)
 """
 IVON = ("optimizer.lr=1e3", "optimizer.ess=1e6")
+FIXED = ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3")
 METHODS = {
     # Without clipping: the norm that it divides by is a sum over shards, whose rounding depends on their number.
     "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
@@ -45,7 +46,7 @@ METHODS = {
     "m3po": (*IVON, "model.gradient_checkpointing=true"),
     "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
-    "psn_similarity": ("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "noise.unit=rms", "noise.size=0.3"),
+    **dict.fromkeys(("psn", "psn_similarity"), FIXED),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8"),
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
@@ -354,6 +355,18 @@ def test_an_error_that_a_rank_alone_meets_is_said(what: str, folder: Path) -> No
     assert status == 1
     assert "MemoryError: no memory left" in said
     assert "terminate called" not in said, "ranks in different collectives"
+
+
+def test_an_error_of_one_rank_in_an_evaluation_ends_all_with_a_checkpoint(folder: Path) -> None:
+    """One that no user caused: the rank shows where, all agree on it, and the steps before are saved."""
+    run = folder / "evaluation"
+    (folder / "failing.json").write_text(json.dumps([["train", *COMMON, "eval.every=2", f"run.folder={run}"]]))
+    status, said = ended(start(PROGRAM, str(folder / "failing.json"), "evaluation", ranks=2), 100)
+    assert status == 1
+    lines = [line for line in said.splitlines() if line.startswith("threepo: ")]
+    assert lines == ["threepo: rank 1 failed: MemoryError: no memory left"], said
+    assert "in failing" in said, "the traceback"
+    assert checkpoints(run)[-1][0] == 2
 
 
 @pytest.mark.parametrize("receiver", ["rank", "torchrun"])

@@ -21,6 +21,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.perturbation import Noisy
 from threepo.ranks import sharding
 from threepo.ranks.group import joined
+from threepo.rollout.local import LocalEngine
 
 
 class InOrder:
@@ -54,20 +55,26 @@ def loaded_in_order(*arguments: Any) -> Policy:
 LOADED = sharding.load_sharded
 
 
-def no_memory(*_: Any, **__: Any) -> None:
-    """In the place of what a rank cannot do."""
-    raise MemoryError("no memory left")
+def fail_after(calls: int, owner: type, method: str) -> None:
+    """Let a method raise once it was called so often."""
+    real, left = getattr(owner, method), iter(range(calls))
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError("no memory left")
+        return real(*arguments, **more)
+
+    setattr(owner, method, failing)
 
 
-FAILING = {"pass": (Policy, "logprobs"), "draw": (Noisy, "under")}
+FAILING = {"pass": (0, Policy, "logprobs"), "draw": (0, Noisy, "under"), "evaluation": (3, LocalEngine, "generate")}
+"""The engine generates for an evaluation, for two steps, and then for another evaluation."""
 
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     if sys.argv[2:] and os.environ["RANK"] == "1":
-        owner, method = FAILING[sys.argv[2]]
-        assert hasattr(owner, method), "what is not there cannot fail"
-        setattr(owner, method, no_memory)
+        fail_after(*FAILING[sys.argv[2]])
     with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
             with patch("threepo.commands.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process

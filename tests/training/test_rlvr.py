@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from threepo.config.method import C3PO
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
 from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.evaluation.examination import Examination
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
@@ -335,11 +337,20 @@ def test_evaluation_while_training_is_logged_before_at_intervals_and_at_the_end(
     assert [row["step"] for row in rows] == [-1, 0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
-def test_an_evaluation_that_failed_is_made_up_bitwise(fault: str, tmp_path: Path, learnable: list[str]) -> None:
+LEARNED = ("method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e4")
+FIXED = ("method.preset=psn", "optimizer.lr=1e-2", "noise.size=0.1")
+UNDER_DRAWS = ("eval.draws=2", "eval.problems=64", "ess_schedule.kind=linear", "ess_schedule.floor=0.01")
+"""Draws as loud as the steps before have left them."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "more"), [("raise", LEARNED), ("kill", (*LEARNED, *UNDER_DRAWS)), ("raise", (*FIXED, *UNDER_DRAWS))]
+)
+def test_an_evaluation_that_failed_is_made_up_bitwise(
+    fault: str, more: tuple[str, ...], tmp_path: Path, learnable: list[str]
+) -> None:
     """In the middle of a run, and at its end, where nothing is left to train."""
-    settings = [*learnable, "method.preset=c3po", "optimizer.lr=1e3", "optimizer.ess=1e6"]
-    settings += ["run.steps=5", "eval.every=2"]
+    settings = [*learnable, *more, "run.steps=5", "eval.every=2"]
     api.train(train_config(tmp_path / "whole", *settings))
     (tmp_path / "brittle.py").write_text(BRITTLE)
     parts, left = tmp_path / "parts", tmp_path / "evaluations-left"
@@ -360,6 +371,48 @@ def test_an_evaluation_that_failed_is_made_up_bitwise(fault: str, tmp_path: Path
     assert main(command) == 0
     assert outcome(parts) == outcome(tmp_path / "whole")
     assert json.loads((parts / "summary.json").read_text())["pass_at_1_after"] is not None
+
+
+@pytest.mark.parametrize("fault", ["memory", "signal"])
+def test_what_comes_before_an_evaluation_is_saved(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
+) -> None:
+    """An error of ours in it keeps its traceback; a signal of the step before does not wait for it."""
+    settings = [*learnable, *LEARNED, "run.steps=3", "eval.every=2"]
+    api.train(train_config(tmp_path / "whole", *settings))
+    inner, parts = Examination.metrics, tmp_path / "parts"
+
+    def no_memory(self: Examination, *where: Any) -> dict[str, float]:
+        if fault == "memory" and where[-1] == 2:
+            raise torch.OutOfMemoryError
+        return inner(self, *where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Examination, "metrics", no_memory)
+        stop_after(1 if fault == "signal" else -1, patch)
+        with pytest.raises(Interrupted if fault == "signal" else torch.OutOfMemoryError):
+            api.train(train_config(parts, *settings))
+    rows = [(row["step"], "eval/pass_at_1" in row) for row in read_metrics(parts)]
+    assert rows == [(-1, True), (0, False), (1, False)]
+    assert checkpoints(parts)[-1][0] == 2
+    folder, plain = reopen(parts)
+    api.train(plain, folder)
+    assert outcome(parts) == outcome(tmp_path / "whole")
+
+
+def test_a_signal_in_the_first_evaluation_lets_it_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learnable: list[str]
+) -> None:
+    inner = Examination.metrics
+
+    def stopped(self: Examination, *where: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, *where)
+
+    monkeypatch.setattr(Examination, "metrics", stopped)
+    with pytest.raises(Interrupted, match="SIGTERM after step 0 of 3"):
+        api.train(train_config(tmp_path / "run", *learnable, "run.steps=3", "eval.every=2"))
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [-1]
 
 
 def test_evaluating_does_not_disturb_training(tmp_path: Path, learnable: list[str]) -> None:

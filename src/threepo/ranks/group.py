@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on every rank what the body raised on any: a body that fails on some ranks only ends on all.
+        """Raise on every rank an `AgreedError` if the body raised on any; alone, its own error.
 
         A body must not fail between two collectives of its own that other ranks would go on to wait in.
         """
@@ -107,7 +108,7 @@ class Ranks:
             return
         rank, is_users, words = failed[0]
         if failure is not None and not isinstance(failure, UserError):
-            raise failure  # with its traceback
+            traceback.print_exception(failure, file=sys.__stderr__)  # the message has none
         raise AgreedError(words if is_users else f"rank {rank} failed: {words}") from failure
 
 

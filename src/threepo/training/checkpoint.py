@@ -21,7 +21,7 @@ from threepo.errors import UserError
 from threepo.files import read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
-from threepo.posterior.gaussian import Posterior
+from threepo.posterior.gaussian import Posterior, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
@@ -128,3 +128,5 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
         group["skipped_steps"] = counts["skipped_steps"]
         if "step" in group:
             group["step"] = counts["optimizer_steps"]
+    for group, saved in zip(optimizer.param_groups, saved_groups(path), strict=False):  # none without noise
+        group["ess"] = saved.ess  # that of the last step, for an evaluation that is made up before the next

@@ -10,6 +10,7 @@ was stopped at any moment goes on from its last checkpoint as if nothing had hap
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from threepo.config import TrainConfig
@@ -22,7 +23,7 @@ from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
-from threepo.run_folder import PROBLEMS, RunFolder, completion_row, read_metrics, refuse_changed
+from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
@@ -39,7 +40,7 @@ from threepo.training.metrics import (
 from threepo.training.plan import step_flops
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
-from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
+from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
 from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group, Problem
@@ -63,20 +64,10 @@ class Run(TrainingRun[TrainConfig]):
 
     def evaluate(self) -> None:
         """Scores of the held-out problems: before the first step (its row is -1), every so many, and at the end."""
-        done, config = self.state.step, self.config
-        if not self.examination or not due(done, config.eval.every, config.run.steps):
-            return
-        rows = [row for row in read_metrics(self.folder.path) if row["step"] == done - 1]
-        if self.ranks.gather(any("eval/pass_at_1" in row for row in rows))[0]:  # the first rank writes the log
-            return
-        clock = Clock()
-        metrics = self.examination.metrics(self.engine, self.optimizer, done)
-        clock.lap("time/eval")
-        metrics |= clock.times
-        with self.ranks.together():
-            self.folder.add_to_row({"step": done - 1, **metrics})
-        if self.tensorboard:
-            self.tensorboard.log(done - 1, metrics)
+        if examination := self.examination:
+            every, steps, done = self.config.eval.every, self.config.run.steps, self.state.step
+            measure = partial(examination.metrics, self.engine, self.optimizer, done)
+            self.add_evaluation(every, steps, "eval/pass_at_1", measure)
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
@@ -86,7 +77,6 @@ SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "grou
 def train(run: Run) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
     steps = run.config.run.steps
-    run.evaluate()  # before the first step; of a resumed run, what failed or was killed in an earlier process
     with run.ending_steps(run.config.method.name, steps, SHOWN) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()

@@ -20,9 +20,9 @@ from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
-from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, refuse_taken
+from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.metrics import Metrics
+from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
 
@@ -102,7 +102,27 @@ class TrainingRun(Generic[Config]):
         return {}
 
     def evaluate(self) -> None:
-        """Add an evaluation to the row of the step that was done last, if one is due and not there yet."""
+        """Call `add_evaluation` with what this kind of run measures, if anything."""
+
+    def add_evaluation(self, every: int, steps: int, name: str, measure: Callable[[], Metrics]) -> None:
+        """Add what `measure` returns, `name` among it, to the row of the last step, if due and not there yet.
+
+        Before the first step this is row -1.
+        """
+        done = self.state.step
+        if not due(done, every, steps):
+            return
+        with self.ranks.together():  # only the first rank sees the log
+            rows = read_metrics(self.folder.path) if self.ranks.first else []
+        if any(self.ranks.gather(any(row["step"] == done - 1 and name in row for row in rows))):
+            return
+        clock = Clock()
+        metrics = measure()
+        clock.lap("time/eval")
+        with self.ranks.together():
+            self.folder.add_to_row({"step": done - 1, **metrics, **clock.times})
+        if self.tensorboard:
+            self.tensorboard.log(done - 1, metrics | clock.times)
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
@@ -114,11 +134,12 @@ class TrainingRun(Generic[Config]):
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Keep what was learnt if something that all ranks know of ends the body, such as a reward function."""
+        """Keep what was learnt if an error ends the body: alone, any; on ranks, what all know of, to save together."""
         try:
             yield
-        except UserError:
-            self.save()
+        except Exception as error:
+            if self.ranks.size == 1 or isinstance(error, UserError):
+                self.save()
             raise
 
     @contextmanager
@@ -126,11 +147,16 @@ class TrainingRun(Generic[Config]):
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
         It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. `shown` has the metrics on
-        the progress bar, by their short names there. What ends an evaluation leaves a row without it, which a resumed
-        run adds.
+        the progress bar, by their short names there. What ends an evaluation, or comes before it, leaves a row without
+        it, which a resumed run adds before its first step.
         """
         console = Console(stderr=True, quiet=not self.ranks.first)
         with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
+
+            def stop_if_asked() -> None:
+                if stopping := max(self.ranks.gather(stop.signal_number)):  # a signal after this is for the next time
+                    self.save()
+                obey(stopping, self.state.step, steps, self.folder.path)
 
             def end_step(metrics: Metrics) -> None:
                 done = self.state.step
@@ -140,14 +166,14 @@ class TrainingRun(Generic[Config]):
                     self.tensorboard.log(done - 1, metrics)
                 if due(done, self.config.run.checkpoint_every, steps):
                     self.save()
+                stop_if_asked()
                 with self.saved_on_failure():
                     self.evaluate()
-                stopping = max(self.ranks.gather(stop.signal_number))  # a signal after this is for the next step
-                if stopping:
-                    self.save()
                 reporter.update(done, {short: metrics[name] for short, name in shown.items() if name in metrics})
-                obey(stopping, done, steps, self.folder.path)
+                stop_if_asked()
 
+            self.evaluate()
+            stop_if_asked()
             yield end_step
 
 

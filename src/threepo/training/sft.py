@@ -27,7 +27,7 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
-from threepo.training.metrics import Clock
+from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.training.update import dealt_bundles
 from threepo.types import Draw, SupervisedRow
@@ -57,10 +57,22 @@ class FineTuning(TrainingRun[SFTConfig]):
 
     material: Material
 
+    def evaluate(self) -> None:
+        """The loss of held-out conversations: every so many steps, and at the end."""
+        material = self.material
+        if material.heldout and self.state.step:
+            self.add_evaluation(material.eval_every, material.steps, "sft/eval_loss", self._heldout_loss)
+
+    @torch.no_grad()
+    def _heldout_loss(self) -> Metrics:
+        heldout = self.material.heldout
+        loss = cross_entropy(self.policy, heldout, self.config.batching.tokens, self.ranks)
+        return {"sft/eval_loss": loss / loss_tokens(heldout)}
+
 
 def fine_tune(run: FineTuning) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
-    config, steps, heldout = run.config, run.material.steps, run.material.heldout
+    config, steps = run.config, run.material.steps
     with run.ending_steps("warm start", steps, {"loss": "sft/loss"}) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
@@ -76,11 +88,6 @@ def fine_tune(run: FineTuning) -> None:
             run.state = TrainState(step + 1)
             metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
             metrics |= run.optimizer_metrics(posterior=due(step + 1, 10, steps))
-            if heldout and due(step + 1, run.material.eval_every, steps):
-                with torch.no_grad():
-                    loss = cross_entropy(run.policy, heldout, config.batching.tokens, run.ranks)
-                metrics["sft/eval_loss"] = loss / loss_tokens(heldout)
-                clock.lap("time/eval")
             end_step(metrics | clock.times)
 
 
