@@ -23,7 +23,7 @@ from threepo.posterior.point import PointAdamW
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.metrics import certainty, rollout_metrics, update_metrics
+from threepo.training.metrics import rollout_metrics, update_metrics
 from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.run import TensorBoard, factor
 from threepo.training.update import RowRecord, UpdateRecord, collate
@@ -162,19 +162,20 @@ def test_correction_metrics_by_hand() -> None:
     assert (metrics["correction/kept_share_length_q2"], metrics["correction/kept_share_length_q4"]) == (1.0, 0.0)
 
 
-def test_certainty_is_normalised_over_the_completions_of_a_step() -> None:
-    """Of 1, 2 and 4 the mean is 7/3; (0 + 1/3 + 1) / 3 = 4/9. Of equal ones it is not defined."""
+def test_certainty_is_that_of_completions() -> None:
     rows = [RowRecord(i, 4, -1.0, value, 1.0, 1.0, 4, True) for i, value in enumerate((1.0, 2.0, 4.0))]
-    assert update_metrics(record_of(rows))["policy/self_certainty"] == pytest.approx(7 / 3)
-    assert certainty(record_of(rows)) == pytest.approx(4 / 9)
-    assert math.isnan(certainty(record_of(rows[:1])))
+    metrics = update_metrics(record_of(rows))
+    assert metrics["policy/self_certainty"] == pytest.approx(7 / 3)
+    assert (metrics["policy/self_certainty_min"], metrics["policy/self_certainty_max"]) == (1, 4)
 
 
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
     """Their log-probs are of the renormalised rest of a distribution, the trainer's of all of it."""
     row = RowRecord(0, 4, -1.0, 1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
     record = replace(record_of([row]), correction=None)
-    assert set(update_metrics(record)) == {"policy/loss", "policy/entropy", "policy/self_certainty"}
+    certainty = {f"policy/self_certainty{end}" for end in ("", "_min", "_max")}
+    expected = {"policy/loss", "policy/entropy", *certainty}
+    assert set(update_metrics(record)) == expected
 
 
 # Optimizers and checkpoints

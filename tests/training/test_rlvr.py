@@ -128,6 +128,9 @@ def test_sigma_follows_what_an_encoder_says_of_the_completions(
         api.train(train_config(tmp_path / name, *settings, f"ess_schedule.encoder={encoder}"))
     one, other = (read_metrics(tmp_path / name) for name in encoders)
     assert one[0]["policy/certainty"] == other[0]["policy/certainty"]
+    lowest, highest = (f([row[f"policy/self_certainty_{f.__name__}"] for row in other]) for f in (min, max))
+    last = (other[-1]["policy/self_certainty"] - lowest) / (highest - lowest)
+    assert other[-1]["policy/certainty"] == pytest.approx(last)
     assert one[0]["groups/similarity"] < other[0]["groups/similarity"] - 0.1, "texts are more alike than their tokens"
     louder = [0.5 * (row["groups/similarity"] + row["policy/certainty"]) > 0.6 for row in other]
     schedules = json.loads(outcome(tmp_path / "embeddings")["state"])["schedules"]

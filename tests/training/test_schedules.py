@@ -5,6 +5,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,19 @@ from threepo.config import (
     TrainConfig,
 )
 from threepo.config.method import C3PO
+from threepo.models.packing import flatten
+from threepo.models.policy import Policy
 from threepo.training.metrics import similarity, token_counts
-from threepo.training.schedules import NO_NOISE, ScheduleState, _divergence, first_state, next_state, step_sampling
-from threepo.types import Group, Problem
+from threepo.training.schedules import (
+    NO_NOISE,
+    ScheduleState,
+    _divergence,
+    certainty,
+    first_state,
+    next_state,
+    step_sampling,
+)
+from threepo.types import Group, Problem, SupervisedRow
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -83,11 +94,46 @@ def test_sigma_rises_while_completions_are_alike_and_certain() -> None:
     settings = EssScheduleConfig(kind="similarity", target=0.5, weight=0.25, ratio=1.1)
     run, state = config(settings), ScheduleState()
     sigmas = []
-    # 0.25 similarity + 0.75 certainty: 0.2, 0.575, 0.7, unknown where all completions are equally certain, 0.45
-    for alike, certain in ((0.8, 0.0), (0.8, 0.5), (1.0, 0.6), (1.0, math.nan), (0.6, 0.4)):
-        state = next_state(run, state, 1, {"groups/similarity": alike, "policy/certainty": certain})
+    # Certainty where the lowest so far is 0 and the highest 1: unknown where all are equal, 0.5, 0.25, 1, unknown.
+    # 0.25 similarity + 0.75 certainty: unknown, 0.575, 0.3875, 0.9, unknown
+    for alike, low, mean, high in (
+        (1, 2, 2, 2),
+        (0.8, 2, 3, 4),
+        (0.8, 1, 2, 5),
+        (0.6, 9, 9, 9),
+        (0.6, *[math.nan] * 3),
+    ):
+        state = next_state(run, state, 1, {"groups/similarity": alike} | certainties(low, mean, high))
         sigmas.append(state.ess_factor**-0.5)
-    assert sigmas == pytest.approx([1 / 1.1, 1.0, 1.1, 1.1, 1.0])
+    assert sigmas == pytest.approx([1.0, 1.1, 1.0, 1.1, 1.1])
+    assert (state.lowest_certainty, state.highest_certainty) == (1, 9)
+
+
+def certainties(low: float, mean: float, high: float) -> dict[str, float]:
+    return dict(zip((f"policy/self_certainty{end}" for end in ("_min", "", "_max")), (low, mean, high), strict=True))
+
+
+def test_certainty_rises_while_a_policy_becomes_certain_and_falls_again(policy: Policy) -> None:
+    """A model whose logits are scaled up, then down. Against those of the same step it would hardly change."""
+    rows = [SupervisedRow(tuple(range(5 + i, 15 + 2 * i)), ((1, 10 + i),), i) for i in range(4)]
+    head, run, state, seen = (
+        policy.model.get_output_embeddings(),
+        config(EssScheduleConfig(kind="similarity")),
+        None,
+        [],
+    )
+    first = head.weight.detach().clone()
+    for scale in (1, 4, 16, 4, 1):
+        with torch.no_grad():
+            head.weight.copy_(first * scale)
+            found = [policy.logprobs(flatten([row], policy.device)).self_certainty.mean().item() for row in rows]
+        metrics = {"groups/similarity": 0.5} | certainties(min(found), sum(found) / 4, max(found))
+        state = next_state(run, state or ScheduleState(), 1, metrics)
+        seen.append(certainty(state, metrics))
+    assert seen[1] > seen[3] > seen[4]
+    assert seen[2] > seen[3] + 0.3
+    assert seen[2] > 0.6
+    assert seen[4] < 0.2
 
 
 def test_similarity_is_a_mean_over_pairs_and_then_over_prompts() -> None:

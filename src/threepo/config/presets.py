@@ -36,13 +36,13 @@ def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any
     return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), _arxiv(source), tables or {})
 
 
-def _psn(name: str, **schedule: Any) -> Preset:
+def _psn(name: str, source: str, **schedule: Any) -> Preset:
     """Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5]."""
     correction = Correction(kind="token_tis", high=10.0)
     bounds = {"lowest": 6.4e-5, "highest": 1.6e7}  # (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
     noise = {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}}
     method = Method(name=name, draws=1, correction=correction)
-    return Preset(method, _arxiv("2602.02555"), {"noise": noise, "ess_schedule": {**schedule, **bounds}})
+    return Preset(method, source, {"noise": noise, "ess_schedule": {**schedule, **bounds}})
 
 
 _ROWS = (
@@ -58,8 +58,14 @@ _ROWS = (
         replace(C3PO_REPLAY, name="fixed_replay", optimizer="adamw"), OURS, {"noise": {"unit": "rms", "size": 0.05}}
     ),
     # Others that explore in weight space.
-    _psn("psn", kind="kl_steps", target=0.003, ratio=1.01),
-    _psn("psn_similarity", kind="similarity", target=0.5, ratio=1.01),
+    _psn("psn", _arxiv("2602.02555"), kind="kl_steps", target=0.003, ratio=1.01),
+    _psn(
+        "psn_similarity",
+        f"after {_arxiv('2602.02555')}, by token counts",
+        kind="similarity",
+        target=0.5,
+        ratio=1.01,
+    ),
     Preset(
         Method(name="qerl", draws=1),
         _arxiv("2510.11696"),

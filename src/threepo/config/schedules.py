@@ -50,7 +50,8 @@ class EssScheduleConfig(Settings, table="ess_schedule"):
     """similarity: weight of how alike the completions are; the rest is that of certainty."""
     encoder: str = ""
     """similarity: a Hugging Face encoder (directory or hub id), as in PSN: completions are compared by the means of its
-    last hidden states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model."""
+    last hidden states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model. Plans do not
+    count the encoder: its float32 weights stay on the device, and it reads one text after the other."""
     metric: Literal["kept_share", "kl"] = "kept_share"
     """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
     target: Positive = 0.7

@@ -131,7 +131,7 @@ def library_errors(path: str, setting: str = "model.path") -> Iterator[None]:
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{setting} = {path!r}: cannot be loaded: {reason}") from error
     finally:

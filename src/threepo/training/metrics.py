@@ -81,12 +81,6 @@ def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> f
     return _mean(ranks.deal([i % ranks.size for i in range(len(groups))], of_groups))
 
 
-def certainty(record: UpdateRecord) -> float:
-    """Mean self-certainty of the rows, where the least certain counts as 0 and the most certain as 1; NaN if equal."""
-    found = torch.tensor([row.self_certainty for row in record.rows], dtype=torch.float64)
-    return float((found.mean() - found.min()) / (found.max() - found.min()))
-
-
 def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
     """How often each token occurs in each completion."""
     index = {token: i for i, token in enumerate(sorted({token for c in completions for token in c.tokens}))}
@@ -126,7 +120,12 @@ def update_metrics(record: UpdateRecord) -> Metrics:
         return {}
     metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
-    metrics["policy/self_certainty"] = _mean([row.self_certainty for row in record.rows])
+    certainties = [row.self_certainty for row in record.rows]
+    metrics |= {
+        "policy/self_certainty": _mean(certainties),
+        "policy/self_certainty_min": min(certainties),
+        "policy/self_certainty_max": max(certainties),
+    }
     if record.correction is None:
         return metrics
     rows = record.rows

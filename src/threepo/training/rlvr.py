@@ -28,7 +28,6 @@ from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
     Embed,
-    certainty,
     dynamic_metrics,
     rollout_metrics,
     similarity,
@@ -41,7 +40,7 @@ from threepo.training.plan import step_flops
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
+from threepo.training.schedules import certainty, next_state, refuse_unmeasured, step_sampling
 from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Group, Problem
 
@@ -86,13 +85,14 @@ def train(run: Run) -> None:
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= update_metrics(record) | run.optimizer_metrics()
-            if run.config.ess_schedule.kind == "similarity":
-                metrics["groups/similarity"] = similarity(rollouts.generated, run.embed, run.ranks)
-                metrics["policy/certainty"] = certainty(record)
+            if alike := run.config.ess_schedule.kind == "similarity":
+                metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
             streaks = watch(run.config, run.state.streaks, step, rollouts, record)
             schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
+            if alike:
+                metrics["policy/certainty"] = certainty(schedules, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
             with run.ranks.together():
                 run.folder.write_completions(step, completion_rows(step, rollouts.generated, record))

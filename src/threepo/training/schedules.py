@@ -34,6 +34,9 @@ class ScheduleState:
     """Nats per token, of the first step that measured it; 0 before it, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Over all steps."""
+    lowest_certainty: float = 0.0
+    """Self-certainty of a completion, over all steps; 0 before the first, and where no schedule follows it."""
+    highest_certainty: float = 0.0
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -50,12 +53,23 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     if math.isfinite(entropy) and (raised or config.ess_schedule.kind in FOLLOW_ENTROPY):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
+    least, most = (metrics.get(f"policy/self_certainty_{end}", math.nan) for end in ("min", "max"))
+    if config.ess_schedule.kind == "similarity" and math.isfinite(least) and math.isfinite(most):
+        least, most = min(least, state.lowest_certainty or least), max(most, state.highest_certainty)
+        state = replace(state, lowest_certainty=least, highest_certainty=most)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
         temperature_raised=state.temperature_raised or fallen,
     )
+
+
+def certainty(state: ScheduleState, metrics: Mapping[str, float]) -> float:
+    """Mean self-certainty of the last step, which `state` has seen: 0 is the lowest of a completion so far, 1 the
+    highest. NaN if all have been alike."""
+    span = state.highest_certainty - state.lowest_certainty
+    return (metrics.get("policy/self_certainty", math.nan) - state.lowest_certainty) / span if span else math.nan
 
 
 def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
@@ -67,7 +81,7 @@ def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
 
 
 def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> float:
-    """ess of the coming step, as a multiple of optimizer.ess; `state` has seen the last step's entropy."""
+    """ess of the coming step, as a multiple of optimizer.ess; `state` has seen what the last step measured."""
     settings = config.ess_schedule
     progress, low = min(done / config.run.steps, 1.0), settings.floor
     if settings.kind == "cosine":
@@ -95,9 +109,9 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
         louder = (value < settings.target / DEAD_ZONE) - (value > settings.target * DEAD_ZONE)
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
     if settings.kind == "similarity":  # PSN's variant II
-        if not math.isfinite(certainty := metrics.get("policy/certainty", math.nan)):
+        indicator = settings.weight * value + (1 - settings.weight) * certainty(state, metrics)
+        if not math.isfinite(indicator):
             return state.ess_factor
-        indicator = settings.weight * value + (1 - settings.weight) * certainty
         louder = 1 if indicator > settings.target else -1
         return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
     if settings.kind == "entropy_switch":
