@@ -3,8 +3,8 @@
 import io
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.console import Console
 from runs import sft_config, train_config
 from threepo import api
 from threepo.errors import Interrupted
-from threepo.progress import Reporter, obey, polite_stop, progress
+from threepo.progress import obey, polite_stop, progress
 from threepo.run_folder import checkpoints
 
 
@@ -67,14 +67,16 @@ def test_the_first_signal_asks_and_the_second_one_does_not(number: int, tmp_path
 def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = Reporter.update
+    calls = 0
 
-    def update(reporter: Reporter, done: int, numbers: Mapping[str, float]) -> None:
-        inner(reporter, done, numbers)
-        if done == 1:  # the step is over, and no checkpoint was due
+    def late(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # before the first step, before its evaluation, and now it is over; no checkpoint was due
             os.kill(os.getpid(), signal.SIGTERM)
+        obey(*arguments)
 
-    monkeypatch.setattr(Reporter, "update", update)
+    monkeypatch.setattr("threepo.training.run.obey", late)
     settings = ("run.steps=4", "run.checkpoint_every=0")
     with pytest.raises(Interrupted, match="SIGTERM after step 2 of 4"):
         if kind == "train":

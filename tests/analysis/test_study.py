@@ -42,11 +42,11 @@ launcher = ["env", "VERIFIER=down"]
 settings = SETTINGS
 
 [methods.grpo]
-settings = ["method.preset=grpo", "optimizer.lr=1e-3", "reward.function=my_reward:even"]
+settings = ["method.preset=grpo", "optimizer.lr=1e-3", "reward.function=rewards_of_study:even"]
 [methods.c3po]
-settings = ["method.preset=c3po", "optimizer.lr=1e3", "reward.function=my_reward:even"]
+settings = ["method.preset=c3po", "optimizer.lr=1e3", "reward.function=rewards_of_study:even"]
 [methods.broken]
-settings = ["reward.function=my_reward:broken"]
+settings = ["reward.function=rewards_of_study:broken"]
 
 [excluded]
 "runs/broken/seed-1" = "one failure is enough"
@@ -79,7 +79,7 @@ def test_a_study_that_was_killed_gives_what_an_uninterrupted_one_gives(
 ) -> None:
     """SIGKILL of the study and of one of its two runs in the fifth step; the other one goes on, and is waited for."""
     monkeypatch.chdir(tmp_path)
-    Path("my_reward.py").write_text(REWARDS)
+    Path("rewards_of_study.py").write_text(REWARDS)
     settings = [*SETTINGS, "eval.every=4", "run.steps=8", "run.checkpoint_every=2"]
     Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
     Path("armed").touch()
@@ -125,7 +125,7 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
 def test_a_signal_stops_the_study_with_its_runs_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study is told by one of its own runs, so that it happens in the middle of one."""
     monkeypatch.chdir(tmp_path)
-    Path("my_reward.py").write_text(
+    Path("rewards_of_study.py").write_text(
         REWARDS.replace("os.kill(os.getppid(), signal.SIGKILL)", "STOP")
         .replace("os.kill(os.getpid(), signal.SIGKILL)", "pass")
         .replace("STOP", "os.kill(os.getppid(), signal.SIGTERM)")

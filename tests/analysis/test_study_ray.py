@@ -22,7 +22,7 @@ smoothing = 2
 settings = SETTINGS
 [methods.grpo]
 [methods.broken]
-settings = ["reward.function=my_reward:broken"]
+settings = ["reward.function=rewards_of_ray_study:broken"]
 [excluded]
 "runs/broken/seed-1" = "one is enough"
 """
@@ -40,7 +40,7 @@ def test_runs_are_tasks_and_their_failures_are_told(tmp_path: Path, monkeypatch:
     settings = [text for text in RLVR if text != "run.threads=1"]
     settings += ["eval.every=2", "run.steps=4"]
     Path("tiny.toml").write_text(STUDY.replace("SETTINGS", json.dumps(settings)))
-    Path("my_reward.py").write_text(REWARD)
+    Path("rewards_of_ray_study.py").write_text(REWARD)
     study = load_study("tiny.toml")
     try:
         run_study(study)
