@@ -1,6 +1,6 @@
 # make demo    the main job in miniature, minutes on two CPU cores
-# make test    all tests
-# make test-ranks  the tests of several ranks, with torchrun
+# make test    all tests but those below
+# make test-ranks  the tests of several ranks, with torchrun, and of studies: those with several processes
 # make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make lint    style and types, as CI checks them
@@ -26,13 +26,15 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDE
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
+PROCESSES := tests/ranks tests/analysis/test_study.py
+
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES))
 
 # One after another: each test has several processes of its own.
 test-ranks: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROCESSES)
 
 # The import comes first, since without vLLM its tests would all be skipped. One thread: several engines run at a time.
 test-vllm: $(VENV_VLLM)/vllm
