@@ -10,7 +10,7 @@ makes its gradient; those with a fresh draw make several, with other draws. Of t
     signal    mean of <g[b], g[b']> over pairs of batches: the squared norm of the expected gradient, without bias
     noise     mean of |g[b, k]|^2, less the signal: the total variance, summed over parameters
     of which  mean over batches of the variance over k: what the choice of the fresh draw alone adds
-    cosine    of the mean gradient with that of replay
+    cosine    of the expected gradient with that of replay, from pairs of batches as well
 
 signal / noise says how many batches it takes to see the gradient. Intervals resample batches. docs/studies.md has the
 results.
@@ -60,16 +60,16 @@ def gradient(run: rlvr.Run, method: Method, groups: list[Group], seed: int, step
     return moved.numpy().astype(np.float64), float(np.mean([row.weight > 0 for row in record.rows]))
 
 
-def figures(gram: np.ndarray, within: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Signal, noise, noise of the fresh draw alone, and signal over noise, of batches that may come repeatedly.
+def figures(grams: np.ndarray, squares: np.ndarray, within: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Signal, noise, noise of the fresh draw alone, signal over noise, cosine; of batches that may come repeatedly.
 
-    gram: inner products of the batches' mean gradients, [B, B]; within: variance over fresh draws, by batch.
+    grams: inner products of the batches' mean gradients, own with own, own with replay, replay with replay, [3, B, B];
+    squares: mean squared norm of a batch's gradients, [B]; within: their variance over fresh draws, [B].
     """
     pairs = chosen[:, None] != chosen[None, :]
-    signal = gram[np.ix_(chosen, chosen)][pairs].mean()
-    draws = within[chosen].mean()
-    noise = gram.diagonal()[chosen].mean() + draws - signal
-    return np.array([signal, noise, draws, signal / noise])
+    signal, across, of_replay = (gram[np.ix_(chosen, chosen)][pairs].mean() for gram in grams)
+    noise = squares[chosen].mean() - signal
+    return np.array([signal, noise, within[chosen].mean(), signal / noise, across / np.sqrt(signal * of_replay)])
 
 
 def measure(start: Path, size: float, batches: int, fresh: int, folder: Path) -> None:
@@ -90,22 +90,21 @@ def measure(start: Path, size: float, batches: int, fresh: int, folder: Path) ->
                 gradients, shares = zip(*(gradient(run, method, groups, seed, batch) for seed in seeds), strict=True)
                 found[way].append(np.stack(gradients))
                 kept[way].append(float(np.mean(shares)))
-    replayed = np.mean([g.mean(axis=0) for g in found["replay"]], axis=0)
     generator = np.random.default_rng(0)
     resamples = [generator.integers(0, batches, batches) for _ in range(1000)]
+    replay = np.stack(found["replay"]).mean(axis=1)
     for way, made in found.items():
-        means = np.stack([g.mean(axis=0) for g in made])
-        several = len(made[0]) > 1
+        means, several = np.stack([g.mean(axis=0) for g in made]), len(made[0]) > 1
+        squares = np.array([(g * g).sum(axis=1).mean() for g in made])
         within = np.array([g.var(axis=0, ddof=1).sum() if several else 0.0 for g in made])
-        gram = means @ means.T
-        # The mean over k draws has the variance of one, over k: so of |mean|^2 it is taken away before it is added.
-        gram[np.diag_indices(batches)] -= within / len(made[0])
-        signal, noise, draws, ratio = figures(gram, within, np.arange(batches))
-        low, high = np.quantile([figures(gram, within, chosen)[3] for chosen in resamples], (0.025, 0.975))
-        mean = means.mean(axis=0)
-        cosine = mean @ replayed / np.linalg.norm(mean) / np.linalg.norm(replayed)
-        cells = [f"{signal:.2e}", f"{noise:.2e}", f"{draws / noise:.0%}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
-        print(f"| {size:g} | {way} | {' | '.join(cells)} | {cosine:.2f} | {np.mean(kept[way]):.0%} |", flush=True)
+        grams = np.stack([means @ means.T, means @ replay.T, replay @ replay.T])
+        signal, noise, draws, *values = figures(grams, squares, within, np.arange(batches))
+        ends = np.quantile(
+            [figures(grams, squares, within, chosen)[3:] for chosen in resamples], (0.025, 0.975), axis=0
+        )
+        cells = [f"{signal:.2e}", f"{noise:.2e}", f"{draws / noise:.0%}"]
+        cells += [f"{value:.2f} ({low:.2f} to {high:.2f})" for value, low, high in zip(values, *ends, strict=True)]
+        print(f"| {size:g} | {way} | {' | '.join(cells)} | {np.mean(kept[way]):.0%} |", flush=True)
 
 
 def main() -> None:
