@@ -49,12 +49,15 @@ def test_reinforcement_learning_is_the_papers(model: str, method: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("model", "context"), [("olmo3_7b", 8192), ("qwen25_math_7b", 4096)])
 @pytest.mark.parametrize("method", ["grpo", "b3po", "m3po", "c3po"])
-def test_code_is_the_papers(method: str) -> None:
-    config = load(TrainConfig, f"paper/olmo3_7b/code_{method}")
+def test_code_is_the_papers(method: str, model: str, context: int) -> None:
+    config = load(TrainConfig, f"paper/{model}/code_{method}")
     data = config.data
     assert (data.train, data.max_prompt_tokens, config.sampling.max_new_tokens) == ("code-r1-12k", 2048, 2048)
-    assert config.method == load(TrainConfig, f"paper/olmo3_7b/{method}").method
+    mathematics = load(TrainConfig, f"paper/{model}/{method}")
+    assert (config.method, config.optimizer) == (mathematics.method, mathematics.optimizer)
+    assert (config.model, config.engine.vllm.max_model_len) == (mathematics.model, context)
     assert config.run.steps == 12_000 // config.data.prompts_per_step, "one epoch"
     assert config.schedule.warmup_share == 0.06
     assert config.reward.sandbox.backend == "sandbox_fusion"
