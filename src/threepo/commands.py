@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it.
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,11 @@ def report(options: argparse.Namespace) -> None:
 
     from threepo.analysis.report import read_runs, tables
 
-    runs = read_runs([*dict.fromkeys(map(Path, options.runs))])
-    baseline = next((run for run in runs if run.path == options.baseline), runs[0])
-    if options.baseline not in (None, baseline.path):
-        raise UserError(f"--baseline {options.baseline}: must be one of the RUNs, spelled as there")
+    runs = read_runs([*map(Path, options.runs)])
+    named = os.path.abspath(options.baseline or runs[0].path)
+    baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
+    if baseline is None:
+        raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
     for table in tables({run.name: run for run in runs}):
         Console().print(table)
     if options.output is None:

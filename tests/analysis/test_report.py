@@ -10,6 +10,7 @@ from rich.console import Console
 
 from threepo.analysis.figures import colours, diagnostics, draw_panel, learning, plot, with_data
 from threepo.analysis.report import RunReport, read_run, read_runs, tables
+from threepo.cli import main
 from threepo.errors import UserError
 
 
@@ -60,6 +61,18 @@ def test_folders_of_the_same_name_go_by_what_differs(tmp_path: Path) -> None:
         write_run(folder, [step(0)])
     assert [run.name for run in read_runs(folders)] == ["grpo/seed-0", "c3po/seed-0"]
     assert [run.name for run in read_runs(folders[:1])] == ["seed-0"]
+
+
+def test_a_run_is_listed_once_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [step(0)])
+    monkeypatch.chdir(tmp_path / "a")
+    assert [run.name for run in read_runs([Path(), tmp_path / "a", Path("../a"), Path("../b")])] == ["a", "b"]
+    assert main(["report", str(tmp_path / "b"), ".", "--baseline", str(tmp_path / "a")]) == 0
+    assert main(["report", ".", "--baseline", str(tmp_path / "b")]) == 2
+    assert "must be one of the RUNs" in capsys.readouterr().err
 
 
 def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:

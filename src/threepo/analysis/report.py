@@ -62,15 +62,15 @@ def read_run(path: Path) -> RunReport:
     """Read the folder of a training run; `UserError` if it holds none."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no {CONFIG})")
-    return RunReport(path, path.name, read_json(path / CONFIG), read_metrics(path))
+    return RunReport(path, os.path.basename(os.path.abspath(path)), read_json(path / CONFIG), read_metrics(path))
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunReport]:
-    """Read several runs; those whose folders have the same name go by their paths, from where these part."""
-    runs = [read_run(path) for path in paths]
+    """Read several runs, each once; those whose folders have the same name go by their paths, from where these part."""
+    runs = [read_run(path) for path in {os.path.abspath(path): path for path in paths}.values()]
     if len({run.name for run in runs}) == len(runs):
         return runs
-    shared = os.path.commonpath([run.path.absolute() for run in runs])
+    shared = os.path.commonpath([os.path.abspath(run.path) for run in runs])
     return [replace(run, name=os.path.relpath(run.path, shared)) for run in runs]
 
 
