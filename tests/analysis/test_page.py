@@ -124,12 +124,13 @@ def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> Non
     runs = read_runs([*folders, bare])
     write_page(runs, runs[0], tmp_path / "out")
     page = (tmp_path / "out" / PAGE).read_text()
-    assert "2 problems are in only one of them at their step" in page
+    assert f">Not compared: {folders[0]} and {folders[1]}: 2 problems are in only one of them at their step" in page
     assert "holds no completions" in page
     assert "1 of 1 steps with rollouts" in page
     assert "0 of 0 steps with rollouts" in page
     write_page(runs[:1], runs[0], tmp_path / "alone")
-    assert "there is only one run" in (tmp_path / "alone" / PAGE).read_text()
+    alone = (tmp_path / "alone" / PAGE).read_text()
+    assert ">Nothing to compare: exploration is shown for runs beside a baseline, and this is one run.<" in alone
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,17 @@ def test_every_curve_is_inside_its_panel_and_no_panel_is_empty(tmp_path: Path) -
     assert [panel.name for panel in tuned] == ["sft_loss", "sft_eval_loss"]
 
 
+def test_the_only_step_of_a_run_is_a_dot(tmp_path: Path) -> None:
+    one, two = (
+        read_run(write_run(tmp_path / str(n), [step(i, **{"time/step": 1.0}) for i in range(n)])) for n in (1, 2)
+    )
+    for run, marker in ((one, "o"), (two, "None")):
+        axis = Figure().subplots()
+        assert draw_panel(learning([run])[0], axis, colours([run.name]))
+        assert {line.get_marker() for line in axis.lines} == {marker}
+        assert {line.get_marker() for line in panel([run], "seconds")[1].lines} == {marker}
+
+
 def panel(runs: list[RunReport], name: str) -> tuple[bool, Any]:
     """Whether a panel has data, and the axes that it is drawn on."""
     axis = Figure().subplots()

@@ -238,6 +238,9 @@ def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
     """Draw a panel; whether it has data."""
     panel.draw(axis, palette)
     axis.grid(alpha=0.3)
+    for line in axis.lines:
+        if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line needs two points to be seen
+            line.set(marker="o", markersize=4)
     if axis.get_xlabel().startswith("training step"):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines)

@@ -101,18 +101,18 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     comparison: dict[str, Any] = {"baseline": baseline.name, "runs": {}}
     others = [run for run in runs if run is not baseline]
     if not others:
-        return comparison, ["it compares runs with a baseline, and there is only one run"]
+        return comparison, ["Nothing to compare: exploration is shown for runs beside a baseline, and this is one run"]
     try:
         first = read_completions(baseline.path / COMPLETIONS)
     except UserError as error:
-        return comparison, [str(error)]
+        return comparison, [f"Not compared: {error}"]
     reasons = []
     for run in others:
         try:
             second = read_completions(run.path / COMPLETIONS)
             comparison["runs"][run.name] = compared(baseline.path, run.path, first, second)
         except UserError as error:
-            reasons.append(str(error))
+            reasons.append(f"Not compared: {error}")
     return comparison, reasons
 
 

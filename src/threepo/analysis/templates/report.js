@@ -177,7 +177,7 @@ function card(group, i, found, wanted) {
   if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
-    element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replace("_", " ")}`),
+    element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replaceAll("_", " ")}`),
     element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
   if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
