@@ -19,7 +19,7 @@ from threepo import api
 from threepo.analysis.completions import Group, read_completions
 from threepo.analysis.exploration import explore, figures, terms_of
 from threepo.analysis.exploration_view import exploration_panels, exploration_tables
-from threepo.analysis.figures import draw_panel, with_data
+from threepo.analysis.figures import colours, draw_panel, with_data
 from threepo.analysis.statistics import PairMeans, count_chances, distances, distinct, estimates, fewer, pair_means
 from threepo.cli import main
 from threepo.errors import UserError
@@ -394,6 +394,26 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     ours, plain = (read_completions(tmp_path / name) for name in ("c3po", "plain"))
     assert [g.right for g in ours.values()] == [g.right for g in plain.values()]
     assert [g.draws for g in ours.values()] == [g.draws for g in plain.values()] == [(0, 0, 1, 1, 2, 2, 3, 3)] * 8
+
+
+def test_the_baseline_has_a_line_for_each_size_and_number_of_steps(tmp_path: Path) -> None:
+    """Of four completions one is right: no pair of them has it in one of two cases, and the four always have it."""
+    first = written(tmp_path / "a.jsonl", rows([["Raaa"]] * 3))
+    others = {"pairs": [["aa"]] * 3, "copy": [["Raaa"]] * 3, "again": [["RRaa"]] * 3, "short": [["Raaa"]] * 2}
+    runs = [written(tmp_path / f"{name}.jsonl", rows(steps)) for name, steps in others.items()]
+    comparison = explore(first, runs)
+    palette = {str(first): "black", **colours(list(comparison["runs"]))}
+    panels = {panel.name: panel for panel in exploration_panels(comparison)}
+    axis = Figure().subplots()
+    draw_panel(panels["no_signal"], axis, palette)
+    found = [line.get_ydata() for line in axis.lines if line.get_color() == "black" and line.get_linestyle() == "-"]
+    assert [list(map(float, line)) for line in found] == [[0.5] * 3, [0] * 3, [0] * 2]
+    labels = ["groups of 2, 3 steps", "groups of 4, 3 steps", "groups of 4, 2 steps"]
+    assert list(dict.fromkeys(text.get_text() for text in axis.texts if text.get_text())) == labels
+    assert "M3PO" in panels["no_signal"].note
+    draw_panel(exploration_panels(explore(first, runs[1:3]))[2], axis := Figure().subplots(), palette)
+    assert sum(line.get_color() == "black" for line in axis.lines) == 2
+    assert not any(text.get_text() for text in axis.texts)
 
 
 def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def completions(step: int, problem: str, texts: list[str], draws: list[int | Non
             "num_tokens": 2,
             "finish_reason": "stop",
             "parsed_answer": text[-1:],
-            "status": "right" if letter == "R" else "wrong",
+            "status": "right" if letter == "R" else "not_a_number",
             "correct": letter == "R",
             "reward": float(letter == "R"),
             "rho": 1.0,
@@ -226,6 +226,7 @@ def test_filters_and_links_lead_to_groups(report: Path, opened: Any) -> None:
     assert page.locator(".completion").count() == 2, "those of the draw alone"
     assert filtered(page, 3, text="HENCE the")[0] == f"{name}, step 0, p1"
     assert page.locator(".completion.found").count() == 1
+    assert page.locator(".completion .wrong").all_inner_texts() == ["✗ not a number"]
     assert filtered(page, 0, text="(.*") == [], "the text is no pattern"
     address = page.url
     filtered(page, 1, step="1", problem="p10", run="grpo")

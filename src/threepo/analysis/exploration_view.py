@@ -92,10 +92,13 @@ def exploration_panels(comparison: Mapping[str, Any]) -> list[Panel]:
     of = "held-out problems" if heldout else "training rollouts, last third"
     fewer = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
     second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
+    silent = f"Solid: all wrong; dashed: all right. {SMOOTHED}"
+    if not comparison.get("by_draw"):
+        silent += " A group is all that a prompt got; M3PO credits each draw alone, which `explore --by-draw` shows."
     listed = (
         ("rescued", "Groups rescued so far", "Dashed: rescued; dotted: lost; solid: the difference.", _rescued),
         ("win_rates", "Win rate: fewer bad rollouts", fewer, _win_rates),
-        ("no_signal", "Groups without a signal", f"Solid: all wrong; dashed: all right. {SMOOTHED}", _without_signal),
+        ("no_signal", "Groups without a signal", silent, _without_signal),
         ("second_draw", "Pairs of two draws minus pairs of one draw", second, _second_draw),
         ("pass_at_k", f"pass@k, {of}", "Bands: 95 % intervals.", _pass_curves),
         ("entropy", "Token entropy (nats): no measure of exploration", "", _entropy),
@@ -132,10 +135,12 @@ def _win_rates(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> N
 
 
 def _without_signal(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
-    for side, run, colour in _lines(comparison, colours):
+    for side, run, colour, label in _lines(comparison, colours):
+        steps = run["curves"]["step"]
         for kind, style in (("all_wrong", "-"), ("all_right", "--")):
-            shares = run["curves"][f"{kind}/{side}"]
-            axis.plot(run["curves"]["step"], smooth(shares), color=colour, linestyle=style, linewidth=1.3)
+            shares = smooth(run["curves"][f"{kind}/{side}"])
+            axis.plot(steps, shares, color=colour, linestyle=style, linewidth=1.3)
+            axis.text(steps[-1], shares[-1], label, color=colour, fontsize=8, ha="right", va="bottom")
     axis.set(xlabel="training step", ylim=(-0.02, 1.02))
 
 
@@ -151,10 +156,11 @@ def _second_draw(comparison: Mapping[str, Any], axis: Axes, colours: Colours) ->
 
 
 def _pass_curves(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
-    for side, run, colour in _lines(comparison, colours):
+    for side, run, colour, label in _lines(comparison, colours):
         curve = _pass_at_k(run.get("heldout", run["phases"]["late"]), side)
         ks = [k for k, _ in curve]
         axis.plot(ks, [found["value"] for _, found in curve], color=colour, marker="o", markersize=3)
+        axis.text(ks[-1], curve[-1][1]["value"], label, color=colour, fontsize=8, ha="right", va="bottom")
         low, high = zip(*(found["interval"] for _, found in curve), strict=True)
         axis.fill_between(ks, low, high, color=colour, alpha=0.12)
         axis.set_xscale("log", base=2)
@@ -163,17 +169,22 @@ def _pass_curves(comparison: Mapping[str, Any], axis: Axes, colours: Colours) ->
 
 
 def _entropy(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> None:
-    for side, run, colour in _lines(comparison, colours):
+    for side, run, colour, _ in _lines(comparison, colours):
         if (entropy := run["entropy"][side])["step"]:
             axis.plot(entropy["step"], entropy["nats"], color=colour, linewidth=1.3)
     axis.set(xlabel="training step")
 
 
-def _lines(comparison: Mapping[str, Any], colours: Colours) -> list[tuple[str, Run, str]]:
-    """What has a line: the baseline, as paired with the first run, and every run; with the side it is on."""
+def _lines(comparison: Mapping[str, Any], colours: Colours) -> list[tuple[str, Run, str, str]]:
+    """What has a line: side, pairing, colour, label. The baseline has one for each size and steps it is compared at."""
     runs: Mapping[str, Run] = comparison["runs"]
-    first = ("baseline", next(iter(runs.values())), colours[comparison["baseline"]])
-    return [first, *(("run", run, colours[name]) for name, run in runs.items())]
+    pairings = {(*run["group_sizes"]["compared"], *run["curves"]["step"]): run for run in runs.values()}
+    lines = []
+    for run in pairings.values():
+        sizes = ", ".join(map(str, run["group_sizes"]["compared"]))
+        label = f"groups of {sizes}, {run['steps']} steps" if len(pairings) > 1 else ""
+        lines.append(("baseline", run, colours[comparison["baseline"]], label))
+    return lines + [("run", run, colours[name], "") for name, run in runs.items()]
 
 
 def _point(axis: Any, x: float, found: Any, colour: Any) -> None:

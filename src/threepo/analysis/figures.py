@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -239,7 +240,7 @@ def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
     panel.draw(axis, palette)
     axis.grid(alpha=0.3)
     for line in axis.lines:
-        if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line needs two points to be seen
+        if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line needs two points to be seen
             line.set(marker="o", markersize=4)
     if axis.get_xlabel().startswith("training step"):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
