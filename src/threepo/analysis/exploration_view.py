@@ -140,7 +140,8 @@ def _without_signal(comparison: Mapping[str, Any], axis: Axes, colours: Colours)
         for kind, style in (("all_wrong", "-"), ("all_right", "--")):
             shares = smooth(run["curves"][f"{kind}/{side}"])
             axis.plot(steps, shares, color=colour, linestyle=style, linewidth=1.3)
-            axis.text(steps[-1], shares[-1], label, color=colour, fontsize=8, ha="right", va="bottom")
+            if kind == "all_wrong":
+                axis.text(steps[-1], shares[-1], label, color=colour, fontsize=8, ha="right", va="bottom")
     axis.set(xlabel="training step", ylim=(-0.02, 1.02))
 
 

@@ -243,7 +243,7 @@ def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
         if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line needs two points to be seen
             line.set(marker="o", markersize=4)
     if axis.get_xlabel().startswith("training step"):
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines)
 
 
