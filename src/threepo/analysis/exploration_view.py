@@ -94,7 +94,7 @@ def exploration_panels(comparison: Mapping[str, Any]) -> list[Panel]:
     second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
     silent = f"Solid: all wrong; dashed: all right. {SMOOTHED}"
     if not comparison.get("by_draw"):
-        silent += " A group is all that a prompt got; M3PO credits each draw alone, which `explore --by-draw` shows."
+        silent += " A group is all that a prompt got; M3PO credits each draw alone, which explore --by-draw shows."
     listed = (
         ("rescued", "Groups rescued so far", "Dashed: rescued; dotted: lost; solid: the difference.", _rescued),
         ("win_rates", "Win rate: fewer bad rollouts", fewer, _win_rates),
