@@ -263,6 +263,12 @@ def test_a_line_ends_only_at_a_newline(tmp_path: Path) -> None:
     assert list(read_completions(tmp_path / "raw.jsonl")) == [(0, "p0"), (0, "p1"), (1, "p0"), (1, "p1")]
 
 
+def test_a_run_that_repeats_itself_keeps_its_steps(tmp_path: Path) -> None:
+    for step in range(2):  # a file for each step, as in our run folders
+        written(tmp_path / f"step-{step}.jsonl", rows([["Ra"]], "01", first=step))
+    assert list(read_completions(tmp_path)) == [(0, "p0"), (1, "p0")]
+
+
 def test_files_that_trl_wrote() -> None:
     """trl_logs has two runs of TRL 1.16's GRPOTrainer, which differ in the learning rate; figures counted by hand."""
     logs = Path(__file__).parent / "trl_logs"

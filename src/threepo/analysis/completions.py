@@ -74,7 +74,8 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None, 
     last: Any = None
     for file, label in _files(path):
         table = _table(file, verdict, above, texts=not heldout)
-        texts = None if heldout else (table["problem"], table["completion"])
+        logged = not heldout and not any(name in table for name in DRAW)  # by another tool
+        texts = (table["problem"], table["completion"]) if logged else None
         if texts is not None and texts == last:
             continue  # TRL writes its last batch at every logging step, also if no other was generated since
         last = texts
