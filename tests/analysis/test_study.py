@@ -20,6 +20,7 @@ from threepo.analysis.study import (
     outcome,
     refuse_changed,
     reported_runs,
+    run_study,
     tuning_runs,
 )
 from threepo.analysis.study_summary import summarise
@@ -237,8 +238,27 @@ def test_tuning_takes_the_best_final_metric_and_then_the_sooner_curve(tmp_path: 
 def test_a_choice_stays_and_another_grid_is_refused(tmp_path: Path) -> None:
     tuned(fabricated(tmp_path))
     changed = fabricated(tmp_path, **{"optimizer.lr=1e-4": "optimizer.lr=2e-4"})
-    with pytest.raises(UserError, match=r"methods.grpo.grid = .*2e-4.*1e-4.* was tuned on; restore the grid"):
+    with pytest.raises(UserError, match=r"methods.grpo.grid = .*2e-4.*1e-4.* was tuned on; restore it"):
         chosen_point(changed, changed.cells[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "method.preset=grpo",
+            'method.preset=grpo", "sampling.temperature=2.0',
+            "has changed since tuning/grpo/point-0",
+        ),
+        ("[100]", "[100, 101]", r"tuning.seeds = \[100, 101\]: \[100\] was tuned on; restore it"),
+    ],
+)
+def test_a_choice_is_not_used_for_a_study_that_has_changed_since(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    tuned(fabricated(tmp_path))
+    with pytest.raises(UserError, match=message):
+        run_study(fabricated(tmp_path, **{old: new}))
 
 
 def test_a_point_with_a_run_that_failed_is_not_chosen(tmp_path: Path) -> None:

@@ -101,9 +101,16 @@ def chosen_point(study: Study, cell: Cell) -> Overrides | None:
     grid = study.tables.methods[cell.method].grid
     if not (entry := recorded_choices(study).get(place.name)):
         return None
-    same, fix = entry["grid"] == [list(point) for point in grid], "restore the grid, or choose another study.folder"
-    require(same, f"methods.{cell.method}.grid", grid, f"{shown(entry['grid'])} was tuned on; {fix}")
+    now, fix = _tuned_on(study, place), "was tuned on; restore it, or choose another study.folder"
+    for key, name in (("grid", f"methods.{cell.method}.grid"), ("seeds", "tuning.seeds")):
+        require(entry[key] == now[key], name, now[key], f"{shown(entry[key])} {fix}")
     return grid[entry["chosen"]]
+
+
+def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
+    """What a choice depends on, besides the settings of its runs."""
+    grid = [list(point) for point in study.tables.methods[cell.method].grid]
+    return {"grid": grid, "seeds": [run.seed for run in study.tuning(cell)[0]]}
 
 
 def recorded_choices(study: Study) -> dict[str, Any]:
@@ -127,8 +134,7 @@ def choose(study: Study, cell: Cell) -> bool:
     whole_points = {index: point for index, point in enumerate(points) if None not in point["metric"]}
     known = [(fmean(point["metric"]), fmean(point["area"]), -index) for index, point in whole_points.items()]
     if known:
-        grid = [list(point) for point in study.tables.methods[cell.method].grid]
-        entry = {"grid": grid, "points": points, "chosen": -max(known)[2]}
+        entry = _tuned_on(study, cell) | {"points": points, "chosen": -max(known)[2]}
         write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})
     return bool(known)
 
@@ -249,7 +255,7 @@ class Runner:
 def run_study(study: Study) -> None:
     """Bring all runs of a study to their end: warm starts, tuning, and what is reported."""
     starts, tuning = study.starts(), tuning_runs(study)
-    refuse_changed(study, [*starts, *tuning, *reported_runs(study)])
+    refuse_changed(study, [*starts, *tuning_runs(study, study.tuned()), *reported_runs(study)])
     with disk_errors(study.folder):
         study.folder.mkdir(parents=True, exist_ok=True)
     total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
@@ -270,12 +276,12 @@ def run_study(study: Study) -> None:
 
 def open_choices(study: Study) -> list[Cell]:
     """The cells whose grids have to be tried, because nothing has been chosen yet."""
-    return [c for c in study.cells if study.tuned_in(c) == c and c.name not in recorded_choices(study)]
+    return [cell for cell in study.tuned() if cell.name not in recorded_choices(study)]
 
 
-def tuning_runs(study: Study) -> list[StudyRun]:
-    """The runs of all choices that are still to be made; a seed of all methods and points comes before the next."""
-    points = [runs for cell in open_choices(study) for runs in study.tuning(cell)]
+def tuning_runs(study: Study, cells: Sequence[Cell] | None = None) -> list[StudyRun]:
+    """The runs of choices, by default of those still to be made; a seed of all methods and points before the next."""
+    points = [runs for cell in (open_choices(study) if cells is None else cells) for runs in study.tuning(cell)]
     return [run for runs in zip(*points, strict=True) for run in runs]
 
 

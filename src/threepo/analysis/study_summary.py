@@ -79,7 +79,7 @@ def _left_out(study: Study) -> Iterator[dict[str, str]]:
     """Every run that is not finished, with its state and the reason; a cell, if nothing is chosen for it yet."""
     runs = study.starts()
     for cell in study.cells:
-        if study.tuned_in(cell) == cell:
+        if cell in study.tuned():
             runs += [run for point in study.tuning(cell) for run in point]
         if (point := chosen_point(study, cell)) is not None:
             runs += study.reported(cell, point)

@@ -210,6 +210,10 @@ class Study:
             return None
         return Cell(tuning.variant or cell.variant, cell.method)
 
+    def tuned(self) -> list[Cell]:
+        """The cells whose grids are tried."""
+        return [cell for cell in self.cells if self.tuned_in(cell) == cell]
+
     def tuning(self, cell: Cell) -> list[list[StudyRun]]:
         """The runs among which a cell's point is chosen, by point."""
         tuning = self.tables.tuning
@@ -273,7 +277,7 @@ class Study:
                     if difference := first_difference(shared, now):
                         raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
         known = [run.name for cell in self.cells for run in self.reported(cell, ())]
-        known += [r.name for c in self.cells if self.tuned_in(c) == c for runs in self.tuning(c) for r in runs]
+        known += [r.name for c in self.tuned() for runs in self.tuning(c) for r in runs]
         for name in tables.excluded:
             require(name in known, "excluded", name, f"is no run of the study; its runs have names such as {known[0]}")
 
