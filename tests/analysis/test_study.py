@@ -175,7 +175,7 @@ def fabricated(folder: Path, **changes: str) -> Study:
     return load_study(str(folder / "made.toml"))
 
 
-def write_run(run: StudyRun, final: float | None, curve: Sequence[float], seconds: float = 60.0) -> None:
+def write_run(run: StudyRun, final: float | None, curve: Sequence[float | None], seconds: float = 60.0) -> None:
     """A finished run."""
     rows: list[dict[str, Any]] = [{"step": step, "reward/mean": value} for step, value in enumerate(curve)]
     rows[-1]["eval/pass_at_1"] = final
@@ -369,6 +369,28 @@ def test_a_metric_that_is_not_logged_is_refused(tmp_path: Path) -> None:
         UserError, match="study.metric = 'eval/pass_at_3': is not measured after the last step of tuning"
     ):
         choose(study, study.cells[0])
+
+
+def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:
+    # The process of a run is this shell command: it ends as the run would have.
+    launcher = json.dumps(["sh", "-c", f"mv {tmp_path}/summary.json {tmp_path}/study/tuning/grpo/point-0/seed-100"])
+    settings = f'smoothing = 2\ncurve = "reward/maen"\njobs = 1\nlauncher = {launcher}'
+    study = fabricated(tmp_path, **{"smoothing = 2": settings})
+    first, *rest = tuning_runs(study)
+    write_run(first, 0.5, [0.5] * 8)
+    (first.folder / "summary.json").rename(tmp_path / "summary.json")
+    with pytest.raises(UserError, match="study.curve = 'reward/maen': is not logged by tuning.*eval/pass_at_1, reward"):
+        run_study(study)
+    assert not any(run.log.is_file() for run in rest)
+
+
+def test_a_point_whose_curve_has_no_number_is_not_chosen(tmp_path: Path) -> None:
+    study = fabricated(tmp_path)
+    without, good = (runs[0] for runs in study.tuning(study.cells[0]))
+    write_run(without, 0.9, [None] * 8)
+    write_run(good, 0.1, [0.5] * 8)
+    assert choose(study, study.cells[0])
+    assert chosen_point(study, study.cells[0]) == ("optimizer.lr=1e-4",)
 
 
 def test_several_settings_have_a_table_like_the_papers(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ def final(study: Study, run: StudyRun) -> float | None:
     return rows[-1][metric]  # type: ignore[no-any-return]
 
 
+def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]:
+    """`curve` of the study's own curve; `UserError` if the run does not log it."""
+    known, name = {key for row in read_metrics(run.folder) for key in row}, study.tables.study.curve
+    require(name in known, "study.curve", name, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
+    return curve(run, name)
+
+
 def curve(run: StudyRun, metric: str) -> tuple[list[int], list[float]]:
     """Steps (-1: before training) and values of a metric of a run, without those that are no numbers."""
     rows = [row for row in read_metrics(run.folder) if row.get(metric) is not None]
@@ -129,9 +136,9 @@ def choose(study: Study, cell: Cell) -> bool:
     for runs in study.tuning(cell):
         whole = all(outcome(study, run).state == "finished" for run in runs)
         finals = [final(study, run) if whole else None for run in runs]
-        areas = [fmean(curve(run, study.tables.study.curve)[1]) for run in runs] if whole else []
-        points.append({"metric": finals, "area": areas})
-    whole_points = {index: point for index, point in enumerate(points) if None not in point["metric"]}
+        curves = [learning_curve(study, run)[1] for run in runs] if whole else []
+        points.append({"metric": finals, "area": [fmean(values) if values else None for values in curves]})
+    whole_points = {i: point for i, point in enumerate(points) if None not in point["metric"] + point["area"]}
     known = [(fmean(point["metric"]), fmean(point["area"]), -index) for index, point in whole_points.items()]
     if known:
         entry = _tuned_on(study, cell) | {"points": points, "chosen": -max(known)[2]}
@@ -242,7 +249,8 @@ class Runner:
             self._failed.add(name)
             print(f"threepo: {name} failed: {found.reason}; its log is {run.log}", file=sys.stderr, flush=True)
         elif found.state == "finished" and run.record is TrainConfig:
-            final(self._study, run)  # refuses a metric that does not exist after the first run, not after the last
+            final(self._study, run)  # refuses metrics that do not exist after the first run, not after the last
+            learning_curve(self._study, run)
         self._done += found.state in ("finished", "failed")
         self._reporter.update(self._done, {"running": len(self._going), "failed": len(self._failed)})
         return run

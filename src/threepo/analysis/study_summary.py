@@ -7,7 +7,7 @@ from typing import Any
 
 import threepo
 from threepo.analysis.paired import censored_median, compare, smoothed, steps_to, t_interval
-from threepo.analysis.study import chosen_point, curve, final, outcome, recorded_choices
+from threepo.analysis.study import chosen_point, final, learning_curve, outcome, recorded_choices
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, StudyRun
 from threepo.files import read_json
@@ -93,7 +93,7 @@ def _left_out(study: Study) -> Iterator[dict[str, str]]:
 def _result(study: Study, run: StudyRun) -> Result | str:
     """What a finished run gave, or why it cannot be compared."""
     settings = study.tables.study
-    last, (steps, values) = final(study, run), curve(run, settings.curve)
+    last, (steps, values) = final(study, run), learning_curve(study, run)
     if last is None:
         return f"{settings.metric} is no number after the last step"
     if len(values) < settings.smoothing:
