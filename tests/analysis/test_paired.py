@@ -141,6 +141,8 @@ def test_a_comparison_by_hand() -> None:
     assert (first.n, first.difference) == (5, pytest.approx(0.042))
     assert first.p_adjusted == pytest.approx(2 * first.p)
     assert first.verdict == "undecided"
+    # The sum is 0.21; of the 32 signs, those seen, all positive (0.23), and the two negated are as far from 0.
+    assert (first.p_sign_flip, first.p_sign_flip_adjusted) == (4 / 32, 8 / 32)
     assert (second.p, second.p_sign_flip) == (1.0, 1.0)
     assert second.verdict == "undecided"
     single = compare([[0.3]])[0]

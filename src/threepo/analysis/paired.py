@@ -123,6 +123,9 @@ class Comparison:
     p_adjusted: float
     """By Holm, among all comparisons of the family."""
     p_sign_flip: float
+    """Of the randomisation test, before any adjustment."""
+    p_sign_flip_adjusted: float
+    """By Holm, like `p_adjusted`."""
     detectable: float | None
     """The smallest true difference that this n finds with a chance of 80 % at the level 5 % / m, Holm's first."""
 
@@ -136,11 +139,11 @@ class Comparison:
 
 def compare(families: Sequence[Sequence[float]]) -> list[Comparison]:
     """Comparisons from the paired differences of each: one family, whose p-values are adjusted together."""
-    adjusted = holm([paired_p(d) for d in families])
-    return [_comparison(d, p, (1 - LEVEL) / len(families)) for d, p in zip(families, adjusted, strict=True)]
+    adjusted = zip(*(holm([test(d) for d in families]) for test in (paired_p, sign_flip_p)), strict=True)
+    return [_comparison(d, *ps, (1 - LEVEL) / len(families)) for d, ps in zip(families, adjusted, strict=True)]
 
 
-def _comparison(d: Sequence[float], adjusted: float, level: float) -> Comparison:
+def _comparison(d: Sequence[float], adjusted: float, flips_adjusted: float, level: float) -> Comparison:
     t, (bootstrap_low, bootstrap_high) = t_interval(d), bootstrap_interval(d) or (None, None)
     return Comparison(
         n=len(d),
@@ -152,6 +155,7 @@ def _comparison(d: Sequence[float], adjusted: float, level: float) -> Comparison
         p=paired_p(d),
         p_adjusted=adjusted,
         p_sign_flip=sign_flip_p(d),
+        p_sign_flip_adjusted=flips_adjusted,
         detectable=detectable((t.se or 0.0) * math.sqrt(len(d)), len(d), level),
     )
 

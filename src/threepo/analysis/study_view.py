@@ -41,8 +41,8 @@ def markdown(summary: Summary) -> str:
     parts = [
         f"# {summary['study']}",
         f"`{settings['metric']}` after the last step, seeds {', '.join(map(str, settings['seeds']))}: mean and 95 % t "
-        f"interval. Differences are to {settings['baseline']} of the same seed; p is of the paired t-test, adjusted "
-        f"for all methods of a table (Holm).",
+        f"interval. Differences are to {settings['baseline']} of the same seed; p is of the paired t-test, p of "
+        f"signs of the randomisation test, each adjusted for all methods of a table (Holm).",
     ]
     if summary["average"]:
         parts += ["## All settings", "Mean and standard error over seeds.", _page(across(summary))]
@@ -72,7 +72,7 @@ def rows(variant: Summary) -> list[Row]:
         if compared := variant["metric"].get(method):
             row["difference"] = _interval(compared, "difference", "+")
             row["bootstrap"] = _interval(compared, "", "", "bootstrap_low", "bootstrap_high")
-            row |= {"p": f"{compared['p_adjusted']:.2g}", "p of signs": f"{compared['p_sign_flip']:.2g}"}
+            row |= {"p": f"{compared['p_adjusted']:.2g}", "p of signs": f"{compared['p_sign_flip_adjusted']:.2g}"}
             row["verdict"] = compared["verdict"]
             if compared["detectable"] is not None:
                 row["finds"] = f"{compared['detectable']:.3f}"
