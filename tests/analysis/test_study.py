@@ -215,6 +215,18 @@ def test_a_run_waits_for_its_warm_start(tmp_path: Path) -> None:
     assert outcome(study, run).reason == "it has not begun"
 
 
+def test_runs_whose_warm_start_failed_are_named_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "warm.toml").write_text('[model]\npath = "tiny-qwen2"\n[demonstrations]\ntasks = ["sorting"]\n')
+    start = "[start]\nrecipe = 'warm.toml'\n[methods.grpo]"
+    changes = {"smoothing = 2": 'smoothing = 2\njobs = 1\nlauncher = ["false"]', '"model.path=tiny-qwen2", ': ""}
+    changes |= {"[tuning]\nseeds = [100]\ntrials = 2": "", "grid = [[": "# [["}
+    study = fabricated(tmp_path, **{"[methods.grpo]": start}, **changes)
+    run_study(study)
+    said = capsys.readouterr().err
+    assert "threepo: runs/c3po/seed-3 is not begun: its warm start start is not finished\n" in said
+    assert "study made  9/9  running 0  failed 9" in said
+
+
 def tuned(study: Study) -> None:
     """Tuning with an answer: the second point for grpo, by its metric; the first for c3po, which learned sooner."""
     late, soon = [0.0] * 7 + [1.0], [0.0] * 4 + [1.0] * 4

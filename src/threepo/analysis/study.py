@@ -233,7 +233,8 @@ class Runner:
 
     def _begin(self, run: StudyRun) -> None:
         if run.start and not (run.start.folder / SUMMARY).is_file():
-            self._failed.add(run.name)
+            self._fail(run.name, f"is not begun: its warm start {run.start.name} is not finished")
+            self._count()
             return
         device = self._free.pop()
         self._going[run.name] = run, begin(self._study, run, device), device
@@ -246,14 +247,20 @@ class Runner:
                 log.write(f"{_ENDED} {process.poll()}\n")
         found = outcome(self._study, run)
         if found.state == "failed":
-            self._failed.add(name)
-            print(f"threepo: {name} failed: {found.reason}; its log is {run.log}", file=sys.stderr, flush=True)
+            self._fail(name, f"failed: {found.reason}; its log is {run.log}")
         elif found.state == "finished" and run.record is TrainConfig:
             final(self._study, run)  # refuses metrics that do not exist after the first run, not after the last
             learning_curve(self._study, run)
-        self._done += found.state in ("finished", "failed")
-        self._reporter.update(self._done, {"running": len(self._going), "failed": len(self._failed)})
+        self._count(found.state in ("finished", "failed"))
         return run
+
+    def _fail(self, name: str, why: str) -> None:
+        self._failed.add(name)
+        print(f"threepo: {name} {why}", file=sys.stderr, flush=True)
+
+    def _count(self, done: int = 1) -> None:
+        self._done += done
+        self._reporter.update(self._done, {"running": len(self._going), "failed": len(self._failed)})
 
     def _terminate(self) -> None:
         for _, process, _ in self._going.values():
