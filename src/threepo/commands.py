@@ -5,10 +5,11 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.files import write_json
 from threepo.ranks.group import joined, started
 
@@ -220,6 +221,8 @@ def study(options: argparse.Namespace) -> None:
     from threepo.config.study import load_study
 
     study = load_study(options.study, options.settings)
+    if unequal := study.unequal_rollouts():
+        warnings.warn(f"the methods differ in rollouts of a run: {unequal}", ThreepoWarning, stacklevel=2)
     if options.dry_run:
         from threepo.analysis.study import forecast
 

@@ -47,13 +47,13 @@ settings = ["method.preset=grpo", "optimizer.lr=1e-3", "reward.function=rewards_
 [methods.c3po]
 settings = ["method.preset=c3po", "optimizer.lr=1e3", "reward.function=rewards_of_study:even"]
 [methods.broken]
-settings = ["reward.function=rewards_of_study:broken"]
+settings = ["method.preset=grpo", "reward.function=rewards_of_study:even"]
 
 [excluded]
 "runs/broken/seed-1" = "one failure is enough"
 """
 REWARDS = """
-import os, signal
+import os, signal, sys
 from pathlib import Path
 
 calls = 0
@@ -61,6 +61,8 @@ calls = 0
 def even(completions, **columns):
     global calls
     calls += 1
+    if "/runs/broken/" in " ".join(sys.argv):
+        raise RuntimeError("the verifier is " + os.environ["VERIFIER"])
     try:
         if calls == 5:  # of whichever run comes here first
             Path("armed").unlink()
@@ -69,9 +71,6 @@ def even(completions, **columns):
     except FileNotFoundError:
         pass
     return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
-
-def broken(completions, **columns):
-    raise RuntimeError("the verifier is " + os.environ["VERIFIER"])
 """
 
 

@@ -120,6 +120,26 @@ def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
             "'eval.every=0'",
             "eval.every = 0: methods.grpo: study.metric = 'eval/pass_at_1' is measured",
         ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "data.prompts_per_step=2"',
+            "data.prompts_per_step = 4 there, 2",
+        ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "data.system_prompt=Hi"',
+            "data.system_prompt = '' there, 'Hi'",
+        ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "reward.function=exact"',
+            "reward.function = 'task' there, 'exac",
+        ),
+        (
+            '"method.preset=c3po"',
+            '"method.preset=c3po", "model.path=tiny-llama"',
+            "model.path = 'tiny-qwen2' there, 'tiny",
+        ),
         ("smoothing = 2", "smoothing = 3", "study.smoothing = 3: must be half of run.steps = 4 at most"),
         ("smoothing = 2", 'target = "best"', "study.target = 'best': must be a number, or 'baseline'"),
         ("smoothing = 2", "smooth = 2", "did you mean study.smoothing"),
@@ -134,6 +154,18 @@ def test_mistakes_are_refused_in_one_line(tmp_path: Path, old: str, new: str, me
     with pytest.raises(UserError, match=message) as error:
         study(tmp_path, (old, new))
     assert "\n" not in str(error.value)
+
+
+def test_unequal_rollouts_are_allowed_but_said(tmp_path: Path) -> None:
+    """4 prompts x 8 rollouts x 4 steps = 128; also from another point of the grid."""
+    assert not study(tmp_path).unequal_rollouts()
+    preset = '"method.preset=grpo"'
+    assert (
+        study(tmp_path, (preset, f'{preset}, "method.rollouts_per_prompt=16"')).unequal_rollouts()
+        == "grpo 256, c3po 128"
+    )
+    point = '["optimizer.ess=1e9"'
+    assert study(tmp_path, (point, f'{point}, "run.steps=8"')).unequal_rollouts() == "grpo 128, c3po 256"
 
 
 def test_a_grid_needs_a_table_of_tuning(tmp_path: Path) -> None:

@@ -139,8 +139,9 @@ class Comparison:
 
 def compare(families: Sequence[Sequence[float]]) -> list[Comparison]:
     """Comparisons from the paired differences of each: one family, whose p-values are adjusted together."""
-    adjusted = zip(*(holm([test(d) for d in families]) for test in (paired_p, sign_flip_p)), strict=True)
-    return [_comparison(d, *ps, (1 - LEVEL) / len(families)) for d, ps in zip(families, adjusted, strict=True)]
+    ps, flips = (holm([test(d) for d in families]) for test in (paired_p, sign_flip_p))
+    together = zip(families, ps, flips, strict=True)
+    return [_comparison(d, p, flips_p, (1 - LEVEL) / len(families)) for d, p, flips_p in together]
 
 
 def _comparison(d: Sequence[float], adjusted: float, flips_adjusted: float, level: float) -> Comparison:

@@ -23,6 +23,8 @@ Seeds = Annotated[tuple[CountOrZero, ...], must(lambda seeds: len(set(seeds)) ==
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _OWN = {"run.seed", "run.folder", "run.threads"}
 """Settings that the study makes itself."""
+_POLICY = ("path", "tokenizer", "tiny")
+"""What [model] says of the policy, and not of how it is computed."""
 
 
 class StudyConfig(Settings, table="study"):
@@ -273,7 +275,7 @@ class Study:
             for method in dict.fromkeys([baseline, *tables.methods]):
                 for now in self._shared(Cell(variant, method)):
                     shared = shared or now
-                    fix = "methods are compared on the same problems, examined in the same way"
+                    fix = "methods are compared on the same model, problems and reward, examined in the same way"
                     if difference := first_difference(shared, now):
                         raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
         known = [run.name for cell in self.cells for run in self.reported(cell, ())]
@@ -304,8 +306,21 @@ class Study:
             config = run.config()
             most = f"must be half of run.steps = {config.run.steps} at most"
             study.check("smoothing", 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/"), most)
-            data, examined = to_dict(config.data), to_dict(config.eval) | {"every": 0}
-            yield {"data": {key: data[key] for key in ("train", "eval", "levels", "seed")}, "eval": examined}
+            found: dict[str, Any] = {key: to_dict(getattr(config, key)) for key in ("data", "reward", "model", "eval")}
+            yield found | {"model": {key: found["model"][key] for key in _POLICY}, "eval": found["eval"] | {"every": 0}}
+
+    def unequal_rollouts(self) -> str:
+        """The rollouts of a run of each method, in words, where they differ by more than 1 %; empty if nowhere."""
+        for variant in self.tables.variants or ("",):
+            counts: dict[str, list[int]] = {}
+            for name, method in self.tables.methods.items():
+                for point in method.grid or ((),):
+                    config = self.reported(Cell(variant, name), point)[0].config()
+                    each = config.data.prompts_per_step * config.method.rollouts_per_prompt
+                    counts.setdefault(name, []).append(config.run.steps * each)
+            if max(map(max, counts.values())) > 1.01 * min(map(min, counts.values())):
+                return ", ".join(f"{name} {max(points):,}" for name, points in counts.items())
+        return ""
 
 
 def _seeded(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:
