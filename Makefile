@@ -40,7 +40,7 @@ test-ranks: $(VENV)/dev
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
-	  tests/ranks/test_vllm_on_ranks.py
+	  tests/ranks/test_vllm_on_ranks.py tests/evaluation/test_probe_command.py
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"

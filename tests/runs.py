@@ -37,6 +37,20 @@ RLVR = (
     "eval.samples=2",
 )
 
+TUNED_STUDY = """
+[tuning]
+seeds = [100]
+trials = 2
+
+[methods.grpo]
+settings = ["method.preset=grpo"]
+grid = [["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]]
+
+[methods.c3po]
+settings = ["method.preset=c3po"]
+grid = [["optimizer.ess=1e8"], ["optimizer.ess=1e9"]]
+"""
+
 VLLM = (
     *RLVR,
     "model.tiny.hidden_size=64",  # the smallest heads that vLLM has on a CPU are 32 wide

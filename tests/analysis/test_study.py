@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runs import RLVR, forked
+from runs import RLVR, TUNED_STUDY, forked
 from threepo import api
 from threepo.analysis.study import (
     begin,
@@ -149,23 +149,12 @@ baseline = "grpo"
 seeds = [0, 1, 2, 3]
 smoothing = 2
 settings = SETTINGS
-
-[tuning]
-seeds = [100]
-trials = 2
-
-[methods.grpo]
-settings = ["method.preset=grpo"]
-grid = [["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]]
-[methods.c3po]
-settings = ["method.preset=c3po"]
-grid = [["optimizer.ess=1e8"], ["optimizer.ess=1e9"]]
 """
 
 
 def fabricated(folder: Path, **changes: str) -> Study:
     """A study whose runs are written by hand below: eight steps, evaluated after the last."""
-    text = FABRICATED.replace("FOLDER", str(folder / "study"))
+    text = FABRICATED.replace("FOLDER", str(folder / "study")) + TUNED_STUDY
     text = text.replace("SETTINGS", json.dumps([*SETTINGS, "eval.every=8", "run.steps=8"]))
     for old, new in changes.items():
         assert old in text
@@ -262,14 +251,17 @@ def test_a_choice_stays_and_another_grid_is_refused(tmp_path: Path) -> None:
             "has changed since tuning/grpo/point-0",
         ),
         ("[100]", "[100, 101]", r"tuning.seeds = \[100, 101\]: \[100\] was tuned on; restore it"),
+        ("smoothing = 2", "smoothing = 2\nmetric = 'reward/mean'", r"study.metric = .*'eval/pass_at_1' was tuned on"),
     ],
 )
 def test_a_choice_is_not_used_for_a_study_that_has_changed_since(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     tuned(fabricated(tmp_path))
-    with pytest.raises(UserError, match=message):
-        run_study(fabricated(tmp_path, **{old: new}))
+    changed = fabricated(tmp_path, **{old: new})
+    for use in (run_study, summarise, forecast):
+        with pytest.raises(UserError, match=message):
+            use(changed)
 
 
 def test_a_point_with_a_run_that_failed_is_not_chosen(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from runs import RLVR
-from threepo.config.recipes import STUDIES, recipes_folder
+from runs import RLVR, TUNED_STUDY
+from threepo.config import SFTConfig
+from threepo.config.recipes import STUDIES, load, recipes_folder
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, load_study
 from threepo.errors import UserError
@@ -18,18 +19,7 @@ seeds = [0, 1]
 smoothing = 2
 settings = {[*RLVR[:-2], "eval.problems=4", "eval.samples=2", "eval.every=2", "run.steps=4"]}
 
-[tuning]
-seeds = [100]
-trials = 2
-
-[methods.grpo]
-settings = ["method.preset=grpo"]
-grid = [["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]]
-
-[methods.c3po]
-settings = ["method.preset=c3po"]
-grid = [["optimizer.ess=1e8"], ["optimizer.ess=1e9"]]
-""".replace("'run.threads=1', ", "")
+{TUNED_STUDY}""".replace("'run.threads=1', ", "")
 
 START = """
 [start]
@@ -190,6 +180,15 @@ def test_the_demonstrations_study_gives_all_methods_the_same_rollouts() -> None:
     assert len({c.data.prompts_per_step * c.method.rollouts_per_prompt * c.run.steps for c in configs}) == 1
     assert [run.name for run in found.starts()] == ["start"]
     assert to_dict(found.tables)["tuning"]["trials"] == 4
+
+
+@pytest.mark.parametrize("name", ["chain", "star"])
+def test_no_seed_of_a_testbeds_study_has_the_problems_of_its_warm_start(name: str) -> None:
+    study = load_study(f"testbed_{name}")
+    tuned = [runs[0] for cell in study.tuned() for runs in study.tuning(cell)]
+    trained_on = {run.config().data.seed for cell in study.cells for run in (*study.reported(cell, ()), *tuned)}
+    for start in (f"testbeds/{name}_school", f"testbeds/{name}_start"):
+        assert load(SFTConfig, start).demonstrations.seed not in trained_on
 
 
 @pytest.mark.parametrize(("name", "methods"), [("testbed_chain", 11), ("testbed_star", 11), ("testbed_plateau", 6)])

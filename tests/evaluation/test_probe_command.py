@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_exact_chances_are_those_of_the_answer(model: Path, tmp_path: Path) -> N
     chance = math.exp(sum(float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(targets)))
     assert part["rates"][1][2] == pytest.approx(chance, rel=1e-4)
     assert part["rollouts_right"] == pytest.approx(np.mean(part["rates"]), abs=0.1), "1,024 rollouts agree"
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` installs it")
+def test_vllm_writes_as_often_right_as_each_draw_would(model: Path, tmp_path: Path) -> None:
+    """Rollouts by vLLM under every draw, beside the exact chances that the trainer computes at the same draws."""
+    vllm = ["engine.kind=vllm", "engine.dtype=float32", "engine.vllm.enforce_eager=true"]
+    vllm += [f"engine.vllm.kv_cache_memory_bytes={1 << 28}"]
+    probed(model, tmp_path / "vllm", "--exact", "probe.solved_at_most=1", *vllm)
+    parts = [json.loads(file.read_text()) for file in sorted((tmp_path / "vllm" / "parts").iterdir())][1:]
+    chances = [float(np.mean(part["rates"])) for part in parts]
+    assert [part["rollouts_right"] for part in parts] == pytest.approx(chances, abs=0.1)
+    assert max(chances) - min(chances) > 0.2, "else any policy would do"
 
 
 def measured(place: str, size: float, rates: np.ndarray, **facts: float) -> dict[str, Any]:

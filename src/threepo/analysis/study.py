@@ -86,6 +86,11 @@ def curve(run: StudyRun, metric: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows], [row[metric] for row in rows]
 
 
+def refuse_changes(study: Study) -> None:
+    """`UserError` if the study is not the one whose choices and runs its folder has."""
+    refuse_changed(study, [*study.starts(), *tuning_runs(study, study.tuned()), *reported_runs(study)])
+
+
 def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
     """`UserError` if a run that has begun is not what the study now asks for, but for where it lies."""
     for run in runs:
@@ -105,19 +110,23 @@ def chosen_point(study: Study, cell: Cell) -> Overrides | None:
     place = study.tuned_in(cell)
     if place is None:
         return ()
-    grid = study.tables.methods[cell.method].grid
     if not (entry := recorded_choices(study).get(place.name)):
         return None
-    now, fix = _tuned_on(study, place), "was tuned on; restore it, or choose another study.folder"
-    for key, name in (("grid", f"methods.{cell.method}.grid"), ("seeds", "tuning.seeds")):
-        require(entry[key] == now[key], name, now[key], f"{shown(entry[key])} {fix}")
-    return grid[entry["chosen"]]
+    fix = "was tuned on; restore it, or choose another study.folder"
+    for name, now in _tuned_on(study, place).items():
+        then = entry["tuned_on"][name]
+        require(then == now, name, now, f"{shown(then)} {fix}")
+    return tuple(entry["chosen"])
 
 
 def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
-    """What a choice depends on, besides the settings of its runs."""
-    grid = [list(point) for point in study.tables.methods[cell.method].grid]
-    return {"grid": grid, "seeds": [run.seed for run in study.tuning(cell)[0]]}
+    """What a choice depends on, besides the settings of its runs: settings of the study by name."""
+    return {
+        f"methods.{cell.method}.grid": [list(point) for point in study.tables.methods[cell.method].grid],
+        "tuning.seeds": [run.seed for run in study.tuning(cell)[0]],
+        "study.metric": study.tables.study.metric,
+        "study.curve": study.tables.study.curve,
+    }
 
 
 def recorded_choices(study: Study) -> dict[str, Any]:
@@ -141,7 +150,8 @@ def choose(study: Study, cell: Cell) -> bool:
     whole_points = {i: point for i, point in enumerate(points) if None not in point["metric"] + point["area"]}
     known = [(fmean(point["metric"]), fmean(point["area"]), -index) for index, point in whole_points.items()]
     if known:
-        entry = _tuned_on(study, cell) | {"points": points, "chosen": -max(known)[2]}
+        chosen = study.tables.methods[cell.method].grid[-max(known)[2]]
+        entry = {"tuned_on": _tuned_on(study, cell), "points": points, "chosen": list(chosen)}
         write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})
     return bool(known)
 
@@ -270,7 +280,7 @@ class Runner:
 def run_study(study: Study) -> None:
     """Bring all runs of a study to their end: warm starts, tuning, and what is reported."""
     starts, tuning = study.starts(), tuning_runs(study)
-    refuse_changed(study, [*starts, *tuning_runs(study, study.tuned()), *reported_runs(study)])
+    refuse_changes(study)
     with disk_errors(study.folder):
         study.folder.mkdir(parents=True, exist_ok=True)
     total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
@@ -309,6 +319,7 @@ def reported_runs(study: Study) -> list[StudyRun]:
 
 def forecast(study: Study) -> list[str]:
     """Every run with its state, and how long the rest takes if runs of a method last as long as finished ones did."""
+    refuse_changes(study)
     starts, tuning, reported = study.starts(), tuning_runs(study), []
     for cell in study.cells:
         point = chosen_point(study, cell)

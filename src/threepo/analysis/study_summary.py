@@ -7,7 +7,7 @@ from typing import Any
 
 import threepo
 from threepo.analysis.paired import censored_median, compare, smoothed, steps_to, t_interval
-from threepo.analysis.study import chosen_point, final, learning_curve, outcome, recorded_choices
+from threepo.analysis.study import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, StudyRun
 from threepo.files import read_json
@@ -46,6 +46,7 @@ Results = Mapping[int, Result]
 
 def summarise(study: Study) -> dict[str, Any]:
     """The summary of a study as far as it has come; what is missing in it is in `left_out`, with reasons."""
+    refuse_changes(study)
     left_out = list(_left_out(study))
     variants: dict[str, dict[str, Results]] = {}
     for cell in study.cells:

@@ -1,16 +1,20 @@
 """The tables and the picture of a study, from its summary and its runs."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from rich.table import Column, Table
 
+from threepo.analysis.figures import Colours, Panel, colours, picture, with_data
 from threepo.analysis.paired import smoothed, t_interval
 from threepo.analysis.study import curve
 from threepo.analysis.study_summary import finished_runs
 from threepo.config.study import Cell, Study
-from threepo.files import atomic_file, write_json, write_text
+from threepo.files import write_json, write_text
 from threepo.run_folder import SUMMARY
 
 PANELS = {
@@ -103,7 +107,7 @@ def across(summary: Summary) -> list[Row]:
 
 def _tuned(entry: Summary) -> Row:
     means = ["-" if None in point["metric"] else f"{fmean(point['metric']):.3f}" for point in entry["points"]]
-    chosen = ", ".join(entry["grid"][entry["chosen"]]) or "the recipe as it is"
+    chosen = ", ".join(entry["chosen"]) or "the recipe as it is"
     return {"chosen": chosen, "mean of the metric, point by point": ", ".join(means)}
 
 
@@ -138,45 +142,37 @@ def _page(lines: Sequence[Row], columns: Sequence[str] = ()) -> str:
 
 
 def draw_curves(study: Study) -> None:
-    """curves.png: means over the finished seeds, with bands of their 95 % t intervals; a row for each setting.
+    """curves.png: means over the finished seeds, with bands of their 95 % t intervals; nothing if none is finished.
 
     What is known at every step is smoothed as the study says.
     """
-    settings, variants = study.tables.study, list(study.tables.variants or ("",))
-    panels = list(dict.fromkeys([settings.metric, settings.curve, *PANELS]))
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size = (4.2 * len(panels), 3.4 * len(variants) + 0.4)
-    figure, axes = plt.subplots(len(variants), len(panels), figsize=size, squeeze=False, layout="constrained")
-    lines: dict[str, Any] = {}
-    for row, variant in zip(axes, variants, strict=True):
-        for axis, metric in zip(row, panels, strict=True):
-            for index, method in enumerate(study.tables.methods):
-                if line := _band(study, Cell(variant, method), metric, axis, f"C{index % 10}"):
-                    lines[method] = line
-            _follow_lines(axis)
-            axis.set_title(f"{variant} {PANELS.get(metric, metric)}".strip(), fontsize=10)
-            axis.set_xlabel("training steps")
-            axis.grid(alpha=0.3)
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=6, frameon=False)
-    with atomic_file(study.folder / "curves.png") as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
+    settings, palette = study.tables.study, colours(list(study.tables.methods))
+    panels = [
+        Panel(metric, f"{variant} {PANELS.get(metric, metric)}".strip(), "", partial(_bands, study, variant, metric))
+        for variant in study.tables.variants or ("",)
+        for metric in dict.fromkeys([settings.metric, settings.curve, *PANELS])
+    ]
+    if known := with_data(panels, palette):
+        picture(known, palette, study.folder / "curves.png")
 
 
-def _follow_lines(axis: Any) -> None:
+def _bands(study: Study, variant: str, metric: str, axis: Axes, palette: Colours) -> None:
+    """Draw a metric of all methods."""
+    for method, colour in palette.items():
+        _band(study, Cell(variant, method), metric, axis, colour)
+    _follow_lines(axis)
+    axis.set_xlabel("training steps")
+
+
+def _follow_lines(axis: Axes) -> None:
     """Scale an axis by its lines, since the bands of two or three seeds can be many times as high."""
-    if values := [value for line in axis.get_lines() for value in line.get_ydata()]:
+    if values := [float(value) for line in axis.get_lines() for value in np.asarray(line.get_ydata())]:
         pad = 0.5 * (max(values) - min(values)) or 0.05
         axis.set_ylim(min(values) - pad, max(values) + pad)
 
 
-def _band(study: Study, cell: Cell, metric: str, axis: Any, colour: str) -> Any:
-    """Draw a metric of one method; returns its line, or None if there is nothing to draw."""
+def _band(study: Study, cell: Cell, metric: str, axis: Axes, colour: str) -> None:
+    """Draw a metric of one method, if there is anything to draw."""
     at: dict[int, list[float]] = {}
     width = 1 if metric.startswith("eval/") else study.tables.study.smoothing
     for run in finished_runs(study, cell):
@@ -185,11 +181,10 @@ def _band(study: Study, cell: Cell, metric: str, axis: Any, colour: str) -> Any:
             for step, value in zip(steps[width - 1 :], smoothed(values, width).tolist(), strict=True):
                 at.setdefault(step + 1, []).append(value)
     if not at:
-        return None
+        return
     known = sorted(at)
     bands = [t_interval(at[step]) for step in known]
     marker = "o" if len(known) < 20 else ""
-    line = axis.plot(known, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
-    ends = [(b.mean, b.mean) if b.low is None else (b.low, b.high) for b in bands]
-    axis.fill_between(known, *zip(*ends, strict=True), color=colour, alpha=0.15, linewidth=0)
-    return line[0]
+    axis.plot(known, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
+    low, high = zip(*((b.mean, b.mean) if b.low is None else (b.low, b.high) for b in bands), strict=True)
+    axis.fill_between(known, low, high, color=colour, alpha=0.15, linewidth=0)
