@@ -22,13 +22,16 @@ smoothing = 2
 settings = SETTINGS
 [methods.grpo]
 [methods.broken]
-settings = ["reward.function=rewards_of_ray_study:broken"]
 [excluded]
 "runs/broken/seed-1" = "one is enough"
 """
 REWARD = """
-def broken(completions, **columns):
-    raise RuntimeError("the verifier is down")
+import sys
+
+def fails(completions, **columns):
+    if "/runs/broken/" in " ".join(sys.argv):
+        raise RuntimeError("the verifier is down")
+    return [0.0 for _ in completions]
 """
 
 
@@ -38,7 +41,7 @@ def test_runs_are_tasks_and_their_failures_are_told(tmp_path: Path, monkeypatch:
     source = Path(__file__).resolve().parents[2] / "src"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]))
     settings = [text for text in RLVR if text != "run.threads=1"]
-    settings += ["eval.every=2", "run.steps=4"]
+    settings += ["eval.every=2", "run.steps=4", "reward.function=rewards_of_ray_study:fails"]
     Path("tiny.toml").write_text(STUDY.replace("SETTINGS", json.dumps(settings)))
     Path("rewards_of_ray_study.py").write_text(REWARD)
     study = load_study("tiny.toml")
