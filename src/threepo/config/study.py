@@ -89,6 +89,8 @@ class VariantConfig(Settings, table="variants"):
     """Overrides for all methods; a method's own go before them."""
     start: str = ""
     """Another recipe of the warm start; empty: that of [start]."""
+    start_settings: Overrides = ()
+    """Overrides of the warm start; they go before those of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):
@@ -135,6 +137,8 @@ class StudyTables(Settings, table=""):
         for name, variant in self.variants.items():
             fix = "there is no [start] that it could replace; write the table [start]"
             require(self.start is not None or not variant.start, f"variants.{name}.start", variant.start, fix)
+            own = variant.start_settings
+            require(self.start is not None or not own, f"variants.{name}.start_settings", own, fix)
         for name, reason in self.excluded.items():
             require(bool(reason.strip()), f"excluded.{name}", reason, "give the reason")
 
@@ -234,9 +238,10 @@ class Study:
         start = self.tables.start
         if not start:
             return None
-        other = self.tables.variants[variant].start if variant else ""
-        parts = ["start", *([variant] if other else []), *([f"seed-{seed}"] if start.per_seed else [])]
-        recipe, settings = self._recipe(other or start.recipe), start.settings
+        own = self.tables.variants[variant] if variant else VariantConfig()
+        different = own.start or own.start_settings
+        parts = ["start", *([variant] if different else []), *([f"seed-{seed}"] if start.per_seed else [])]
+        recipe, settings = self._recipe(own.start or start.recipe), (*start.settings, *own.start_settings)
         if start.per_seed:
             settings = _seeded(SFTConfig, recipe, settings, seed)
         return self._made("/".join(parts), SFTConfig, recipe, settings, seed)
@@ -289,7 +294,7 @@ class Study:
         yield "start", tables.start.settings if tables.start else ()
         yield "tuning.settings", tables.tuning.settings if tables.tuning else ()
         for name, variant in tables.variants.items():
-            yield f"variants.{name}", variant.settings
+            yield f"variants.{name}", (*variant.settings, *variant.start_settings)
         for name, method in tables.methods.items():
             yield f"methods.{name}", [text for point in (method.settings, *method.grid) for text in point]
 
