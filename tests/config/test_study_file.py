@@ -85,6 +85,18 @@ def test_a_variant_may_have_another_warm_start(tmp_path: Path) -> None:
     assert [run.name for run in found.starts()] == ["start", "start/b"]
 
 
+def test_a_variant_may_have_other_settings_of_the_warm_start(tmp_path: Path) -> None:
+    both = '[variants.a]\n[variants.b]\nstart_settings = ["demonstrations.seed=8", "run.steps=3"]\n'
+    start = START.replace("per_seed = true", 'settings = ["demonstrations.seed=7"]')
+    found = study(tmp_path, ("'model.path=tiny-qwen2', ", ""), more=start + both)
+    configs = {run.name: run.config() for run in found.starts()}
+    assert {name: config.demonstrations.seed for name, config in configs.items()} == {"start": 7, "start/b": 8}
+    assert configs["start/b"].run.steps == 3 != configs["start"].run.steps
+    paths = {run.name: run.config().model.path for cell in found.cells for run in found.reported(cell, ())}
+    assert paths["runs/b/grpo/seed-0"] == str(found.folder / "start/b")
+    assert paths["runs/a/grpo/seed-0"] == str(found.folder / "start")
+
+
 def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
     found = study(tmp_path, ("trials = 2", 'trials = 2\nvariant = "K2"'), more="[variants.K2]\n[variants.K3]\n")
     assert found.tuned_in(Cell("K3", "grpo")) == Cell("K2", "grpo")
@@ -138,6 +150,7 @@ def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
         ("[methods.c3po]", "[excluded]\n'runs/grpo/seed-9' = 'disk'\n[methods.c3po]", "is no run of the study"),
         ("[methods.c3po]", "[excluded]\n'runs/grpo/seed-1' = ''\n[methods.c3po]", "give the reason"),
         ("[methods.c3po]", "[variants.a]\nstart = 'warm.toml'\n[methods.c3po]", "no .start. that it could replace"),
+        ("[methods.c3po]", "[variants.a]\nstart_settings = ['run.steps=3']\n[methods.c3po]", "no .start."),
     ],
 )
 def test_mistakes_are_refused_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -164,7 +177,9 @@ def test_a_grid_needs_a_table_of_tuning(tmp_path: Path) -> None:
 
 
 def test_an_unknown_study_names_those_that_are_shipped() -> None:
-    with pytest.raises(UserError, match="study nothing: no such file and no shipped study of that name; shipped: demo"):
+    with pytest.raises(
+        UserError, match="study nothing: no such file and no shipped study of that name; shipped: choices_controls, "
+    ):
         load_study("nothing")
 
 
