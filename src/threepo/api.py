@@ -24,13 +24,14 @@ from threepo.evaluation.probe_report import draw_picture
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
+from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import SUMMARY, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 
-__all__ = ["closing_words", "evaluate", "fine_tune", "probe", "probe_folder", "sample", "train"]
+__all__ = ["closing_words", "evaluate", "fine_tune", "merge", "probe", "probe_folder", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
@@ -93,6 +94,18 @@ def sample(checkpoint: Path, output: Path, draws: range) -> list[Path]:
             write_json(folder / "draw.json", asdict(draw) | {"checkpoint": str(source)})
         paths.append(path)
     return paths
+
+
+def merge(model: Path, output: Path) -> None:
+    """Write a model with adapters as an ordinary one, a Hugging Face directory, for tools that know none."""
+    policy = load_policy(ModelConfig(path=str(model), device="cpu"))
+    if not policy.has_adapters:
+        raise UserError(f"{model}: has no adapters, so there is nothing to merge")
+    if output.exists():
+        raise UserError(f"--output {output}: exists already; choose another one")
+    merge_(policy.model)
+    with atomic_folder(output) as folder:
+        policy.save(folder)
 
 
 def probe_folder(config: TrainConfig, settings: ProbeConfig) -> Path:

@@ -167,6 +167,11 @@ def _add_tools(subparsers: Any) -> None:
     sample.add_argument("--output", type=_path, required=True, help="folder for draw-0, draw-1, ...")
     sample.set_defaults(command=commands.sample)
 
+    merge = subparsers.add_parser("merge", help="write a model with adapters as one without")
+    merge.add_argument("model", type=_path, metavar="MODEL", help="checkpoint or run folder of a run with model.lora")
+    merge.add_argument("--output", type=_path, required=True, help="folder for the model")
+    merge.set_defaults(command=commands.merge)
+
     data = subparsers.add_parser("data", help="the sources of problems, and a problem as a policy reads it")
     parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parts.add_parser("list", help="list the sources of problems").set_defaults(command=commands.show_data, source=None)

@@ -60,8 +60,8 @@ def train(options: argparse.Namespace) -> None:
             print(api.closing_words(path))
 
 
-_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
-"""Beginnings of settings that say where a run runs; a run that is resumed may run elsewhere."""
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder", "model.path")
+"""Beginnings of settings that say where a run runs and where its files lie; a run may be resumed elsewhere."""
 
 
 def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
 
     names = [text.partition("=")[0].strip() for text in options.settings]
     if options.recipe or not all(name == "run.steps" or name.startswith(_WHERE) for name in names):
-        taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
+        taken = "all but run.steps, model.path, parallel.* and engine.vllm.servers from the run folder"
         raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
     given = parse_overrides(options.settings)
     steps = given.pop("run", {}).get("steps")
@@ -251,6 +251,13 @@ def sample(options: argparse.Namespace) -> None:
 
     for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
         print(path)
+
+
+def merge(options: argparse.Namespace) -> None:
+    from threepo import api
+
+    api.merge(options.model, options.output)
+    print(options.output)
 
 
 def show_data(options: argparse.Namespace) -> None:

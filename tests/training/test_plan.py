@@ -43,7 +43,7 @@ def test_the_papers_table(rollouts: int, prefills: int, tera: float) -> None:
 
 
 def test_a_shape_needs_no_weights(olmo3: str) -> None:
-    config, weights = model_shape(ModelConfig(path=olmo3))
+    config, weights, *_ = model_shape(ModelConfig(path=olmo3))
     assert config.num_hidden_layers == 32
     hand = 2 * 100278 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096) + 4096
     assert weights == hand
@@ -83,6 +83,27 @@ def test_a_plan_of_the_papers_c3po(olmo3: str) -> None:
     assert said(lines, "TFLOP of attention") == pytest.approx(5 * 434.9, rel=1e-3)
     assert said(lines, "GiB in all") == pytest.approx(5 * 4 * weights / 2**30, rel=1e-3)
     assert said(lines, "GiB weights of 4 draws, bfloat16") == pytest.approx(4 * 2 * weights / 2**30, rel=1e-3)
+
+
+def test_a_plan_of_adapters(olmo3: str) -> None:
+    """r = 32 on the seven kinds of 7.3e9 weights: B has 32 numbers for each output, A for each input."""
+    settings = [f"model.path={olmo3}", "model.lora.rank=32"]
+    lines = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings))
+    outputs, inputs = 4 * 4096 + 2 * 11008 + 4096, 6 * 4096 + 11008
+    b, a = 32 * 32 * outputs, 32 * 32 * inputs
+    assert lines["model"][1].startswith(f"adapters of {a + b:,} numbers, of which {b:,} are trained")
+    whole = 2 * 100278 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096) + 4096
+    gib = 4 / 2**30
+    assert said({"trainer": lines["trainer"]}, "GiB weights") == pytest.approx((whole + a + b) * gib, rel=1e-3)
+    assert said(lines, "GiB gradients") == pytest.approx(b * gib, rel=1e-3)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * b * gib, rel=1e-3)
+    full = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings[:1]))
+    trains = [
+        float(line.split()[0].replace(",", "")) for p in (full, lines) for line in p["compute"] if "to train" in line
+    ]
+    assert trains[1] == pytest.approx(trains[0] * 2 / 3, rel=1e-3)
+    with pytest.raises(UserError, match="adapters are not spread over ranks yet"):
+        plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings), ranks=2)
 
 
 def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
@@ -307,7 +328,7 @@ def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    weights = model_shape(ModelConfig(path="tiny-qwen2"))[1]
+    weights = model_shape(ModelConfig(path="tiny-qwen2")).weights
     record = SFTConfig if recipe == "demo/warm_start" else TrainConfig
     assert f"{weights:,} weights" in plan(load(record, recipe))["model"][0]
     (tmp_path / "runs" / "demo" / "warm_start").mkdir(parents=True)
@@ -332,6 +353,6 @@ def test_a_step_logs_the_operations_of_its_tokens(tmp_path: Path, preset: str, d
     table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step-000000.parquet")
     generated = sum(table["num_tokens"].to_pylist())
     assert len(set(zip(*(table[f"draw_{part}"].to_pylist() for part in ("index", "mirrored")), strict=True))) == draws
-    weights = model_shape(run.config.model)[1]
+    weights = model_shape(run.config.model).weights
     hand = 2 * weights * (draws * sum(prompts) + generated) + 6 * weights * gradients * (8 * sum(prompts) + generated)
     assert read_metrics(tmp_path / "run")[-1]["compute/flops"] == hand

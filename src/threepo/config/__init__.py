@@ -79,6 +79,26 @@ class TinyConfig(Settings, table="model.tiny"):
         self.check("kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
 
 
+class LoRAConfig(Settings, table="model.lora"):
+    """[model.lora]: train low-rank adapters of linear layers, W + s B A, instead of all weights (docs/adapters.md)."""
+
+    rank: CountOrZero = 0
+    """Rank of B A; 0: no adapters, all weights are trained."""
+    alpha: NotNegative = 0.0
+    """s = alpha / rank; 0: alpha is the rank, so s = 1."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter, by the last part of their names."""
+    init: Literal["unit", "usual"] = "unit"
+    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is
+    noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
+    and noise goes to both."""
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / self.rank if self.alpha else 1.0
+
+
 class ModelConfig(Settings, table="model"):
     """[model]: the policy."""
 
@@ -93,6 +113,7 @@ class ModelConfig(Settings, table="model"):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 class SandboxConfig(Settings, table="reward.sandbox"):

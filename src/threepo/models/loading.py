@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
+from threepo.models.adapters import adapted_layers, adapter_folder, base_path
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -77,16 +78,35 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def model_shape(settings: ModelConfig) -> tuple[Any, int]:
-    """Configuration and number of weights of a model, from its config.json; `UserError` if it is not there."""
+class Shape(NamedTuple):
+    """What a model will be, without its weights."""
+
+    config: Any
+    """Of Hugging Face."""
+    weights: int
+    """How many it has, without adapters."""
+    adapters: int = 0
+    """Numbers in all A and B of [model.lora]; 0: without adapters."""
+    trained: int = 0
+    """Those of all weights and adapters that are trained."""
+
+
+def model_shape(settings: ModelConfig) -> Shape:
+    """The shape of a model, from its config.json; `UserError` if it is not there."""
     if settings.path in TINY_MODELS:
         with torch.device("meta"):
             model = make_model(settings.path, settings.tiny, 0)
     else:
-        source = _found(settings.path, with_tokenizer=not settings.tokenizer)
+        folder = adapter_folder(settings.path)
+        source = _found(base_path(folder) if folder else settings.path, with_tokenizer=not settings.tokenizer)
         with library_errors(settings.path), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    return model.config, sum(p.numel() for p in model.parameters())
+    weights, lora = sum(p.numel() for p in model.parameters()), settings.lora
+    if not lora.rank:
+        return Shape(model.config, weights, 0, weights)
+    shapes = [module.weight.shape for module in adapted_layers(model, lora).values()]
+    a, b = (lora.rank * sum(shape[side] for shape in shapes) for side in (1, 0))
+    return Shape(model.config, weights, a + b, b if lora.init == "unit" else a + b)
 
 
 def load_tokenizer(path: str) -> Any:

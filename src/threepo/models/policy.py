@@ -1,6 +1,7 @@
 """The policy: a causal LM with its tokenizer."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,24 @@ import torch
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
+from threepo.models.adapters import CONFIG as ADAPTERS
+from threepo.models.adapters import (
+    Merged,
+    adapter_folder,
+    adapter_scale,
+    add_adapters,
+    base_path,
+    load_adapters,
+    save_adapters,
+    train_adapters,
+)
 from threepo.models.attention import takes_packed_rows
 from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.posterior.layout import device_of
+from threepo.posterior.policy_optimizer import WeightSource
+from threepo.run_folder import model_folder
 from threepo.types import THINK, PackedTokens, Problem
 
 OPENING_TOKENS = 16
@@ -52,7 +66,7 @@ class Policy:
     """Its fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
     compute_dtype: torch.dtype = torch.float32
     without_weights: Any = None
-    """If the model is sharded: its architecture, for engines that copy it."""
+    """If the model is sharded or has adapters: the architecture that engines copy, on the meta device."""
 
     @property
     def model(self) -> Any:
@@ -61,8 +75,17 @@ class Policy:
 
     @property
     def architecture(self) -> Any:
-        """The model, or a copy of it on the meta device if it is sharded."""
+        """What engines have: the model, or without weights if it is sharded, or what it was before it got adapters."""
         return self.without_weights or self.model
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained, and all else is frozen."""
+        return hasattr(self.model, "peft_config")
+
+    def served(self, source: WeightSource) -> WeightSource:
+        """The weights of a source of this model as engines have them: with its adapters, if any, multiplied out."""
+        return Merged(source, adapter_scale(self.model)) if self.has_adapters else source
 
     @property
     def device(self) -> torch.device:
@@ -97,8 +120,14 @@ class Policy:
             (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer."""
-        self.model.save_pretrained(folder)
+        """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer.
+
+        Of a model with adapters: a peft directory, which holds them alone, and the tokenizer.
+        """
+        if self.has_adapters:
+            save_adapters(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def save_all_but_weights(self, folder: Path) -> None:
@@ -153,22 +182,51 @@ class Policy:
             )
 
 
-def load_policy(settings: ModelConfig, seed: int = 0) -> Policy:
-    """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`."""
-    device, is_tiny = pick_device(settings.device), settings.path in TINY_MODELS
+def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = None) -> Policy:
+    """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`.
+
+    Adapters come from the peft directory `adapters`; or from that which `settings.path` names, whose base model is
+    loaded then; or they are made as [model.lora] says, from `seed`.
+    """
+    named = adapter_folder(settings.path)
+    base, folder = base_path(named) if named else settings.path, adapters or named
+    if adapters:
+        base = base_path(adapters, otherwise=base)
+    if folder and Path(base).is_absolute() and not Path(base).is_dir():
+        fix = f"write where it is now into {folder / ADAPTERS}"
+        raise UserError(f"base_model_name_or_path = {base!r}: the model of these adapters is not there; {fix}")
+    device, is_tiny = pick_device(settings.device), base in TINY_MODELS
     if is_tiny and settings.tokenizer:
         raise UserError(
             f"model.tokenizer = {settings.tokenizer!r}: {settings.path} has its own tokenizer; remove the setting"
         )
     if is_tiny:
-        model, tokenizer = make_model(settings.path, settings.tiny, seed), make_tokenizer()
+        fix = f"{base} has random weights, which are not worth freezing; train them all first"
+        settings.lora.check("rank", not settings.lora.rank, fix)
+        model, tokenizer = make_model(base, settings.tiny, seed), make_tokenizer()
     else:
-        model, tokenizer = load_pretrained(settings.path, settings.tokenizer)
+        model, tokenizer = load_pretrained(base, settings.tokenizer or (str(folder) if folder else ""))
+    architecture = None
+    if folder or settings.lora.rank:
+        architecture, local = without_weights(model), Path(base).expanduser()
+        where = str(model_folder(local).absolute()) if local.is_dir() else base
+        if folder:
+            load_adapters(model, folder, where)
+        else:
+            add_adapters(model, settings.lora, where, seed)
+        if settings.lora.rank:
+            train_adapters(model, settings.lora)
     model.to(device).eval()
     if settings.gradient_checkpointing:
         recompute_activations(model)
     dtype = getattr(torch, settings.compute_dtype)
-    return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype)
+    return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype, architecture)
+
+
+def without_weights(model: Any) -> Any:
+    """A copy of a model with parameters on the meta device."""
+    empty = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    return deepcopy(model, empty)
 
 
 def recompute_activations(model: Any) -> None:

@@ -34,10 +34,15 @@ def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> d
             )
     found = {name: settings.size * factor for name, factor in factors.items()}
     if settings.unit == "rms":
-        found = {name: size and size * root_mean_square(parameters[name]) for name, size in found.items()}
+        found = {name: size and size * root_mean_square(parameters[scaled_by(name)]) for name, size in found.items()}
         if settings.size and not any(found.values()):
             raise UserError("noise.unit = 'rms': all weights of noise.where are 0, and so is their RMS; name others")
     return found
+
+
+def scaled_by(name: str) -> str:
+    """The parameter beside whose weights a parameter's noise is large or small: of an adapter's B, what it adapts."""
+    return name.replace(".lora_B.default.", ".base_layer.")
 
 
 def root_mean_square(p: torch.Tensor) -> float:

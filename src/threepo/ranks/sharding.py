@@ -6,26 +6,29 @@ Gradients are plain sums over ranks, like those over micro-batches; the optimize
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from threepo.config import ModelConfig, ParallelConfig
 from threepo.errors import UserError
+from threepo.models.adapters import adapter_folder
 from threepo.models.attention import register_attention
 from threepo.models.loading import pick_device
-from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations
+from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
 from threepo.posterior.layout import like_parameter, local
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.ranks.group import RankError, RankLost, Ranks, is_lost, words_of
 from threepo.types import Draw
 
 
-def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, seed: int = 0) -> Policy:
+def load_sharded(
+    settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, seed: int = 0, adapters: Path | None = None
+) -> Policy:
     """The policy that `settings` name with its weights spread over all ranks; alone, `load_policy`.
 
     The first rank alone reads the files, into CPU memory, and hands on one tensor after another. So the weights are
@@ -36,9 +39,11 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
     if ranks.size == 1:
         if parallel.offload:
             raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
-        return load_policy(settings, seed)
+        return load_policy(settings, seed, adapters)
     whole = None
     with ranks.together():
+        if settings.lora.rank or adapter_folder(settings.path):
+            raise UserError("model.lora: adapters are not spread over ranks yet; start one process")
         device = pick_device(settings.device)
         if device != torch.device(device.type):
             raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
@@ -63,9 +68,7 @@ def load_sharded(settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, 
 
 def _without_weights(policy: Policy) -> Policy:
     """A copy of the policy with parameters on the meta device."""
-    model = policy.model
-    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
-    scorer = Scorer(deepcopy(model, empty), policy.scorer.linear_head, policy.scorer.packed_rows)
+    scorer = Scorer(without_weights(policy.model), policy.scorer.linear_head, policy.scorer.packed_rows)
     return replace(policy, scorer=scorer)
 
 

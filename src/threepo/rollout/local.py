@@ -58,7 +58,7 @@ class LocalEngine:
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
             mine, others = self._ensemble.views(index), set(stacks.values())
-            for name, value in posterior.weights(draw, mine):
+            for name, value in self._policy.served(posterior).weights(draw, mine):
                 if name not in mine:
                     raise UserError(
                         f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not "

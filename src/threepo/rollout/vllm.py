@@ -164,7 +164,8 @@ class VLLMEngine:
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """Write the weights of a draw, a tied tensor under each name; the model's where the posterior has none."""
-        written = {self._sources[name]: shared.tensors[name].copy_(value) for name, value in posterior.weights(draw)}
+        weights = self._policy.served(posterior).weights(draw)
+        written = {self._sources[name]: shared.tensors[name].copy_(value) for name, value in weights}
         state = self._policy.architecture.state_dict()
         for name, source in self._sources.items():
             shared.tensors[name].copy_(written.get(source, state[name]))

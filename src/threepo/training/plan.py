@@ -15,7 +15,7 @@ import torch
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.errors import UserError
-from threepo.models.loading import model_shape
+from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.objectives.policy_loss import scored_first
 from threepo.rollout.engines import ENGINES
@@ -31,14 +31,15 @@ GPUS = {"H100": 79, "H200": 140}
 """GiB of memory of GPUs."""
 
 
-def step_flops(weights: float, read: float, decoded: float, trained: float) -> dict[str, float]:
+def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> dict[str, float]:
     """Operations of one RLVR step by what they are for; the paper's table has their sum.
 
     Tokens: those of prompts, `read` once for each draw, which shares them among its completions; those `decoded`; and
     those of prompts and completions that are `trained` on, once for each draw at which their gradient is taken.
+    `frozen`: no gradients of the weights are made, which saves two operations of six, and adapters count nothing.
     """
-    forward = 2 * weights
-    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": 3 * forward * trained}
+    forward, passes = 2 * weights, 2 if frozen else 3
+    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": passes * forward * trained}
 
 
 Plan = dict[str, list[str]]
@@ -52,19 +53,23 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     """
     config.parallel.shards(ranks)  # refuse first
     model, path = model_to_come(config.model), config.model.path
-    shape, weights = model_shape(model)
+    found = model_shape(model)
+    weights = found.weights
     lines = [f"{path}: {weights:,} weights"]
+    if found.adapters:
+        if ranks > 1:
+            raise UserError("model.lora: adapters are not spread over ranks yet; start one process")
+        lines += [f"adapters of {found.adapters:,} numbers, of which {found.trained:,} are trained; the rest is frozen"]
     if model.path != path:
         lines.append(f"{path} is not there yet; its run begins with {model.path}, of the same shape")
     if isinstance(config, SFTConfig):
-        return {"model": lines} | _fine_tuning(config, shape, weights, prompt_tokens + response_tokens, ranks)
-    return {"model": lines} | _reinforcement(config, shape, weights, prompt_tokens, response_tokens, ranks)
+        return {"model": lines} | _fine_tuning(config, found, prompt_tokens + response_tokens, ranks)
+    return {"model": lines} | _reinforcement(config, found, prompt_tokens, response_tokens, ranks)
 
 
-def _reinforcement(
-    config: TrainConfig, shape: Any, weights: int, prompt_tokens: int, response_tokens: int, ranks: int
-) -> Plan:
+def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, response_tokens: int, ranks: int) -> Plan:
     data, method, engine = config.data, config.method, config.engine
+    shape, weights = model.config, model.weights
     draws = max(method.draws, 1)
     gradient_draws = {"generator": draws, "fresh": method.gradient_draws}.get(method.gradient_at, 0)
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
@@ -77,11 +82,12 @@ def _reinforcement(
         read=prompts * draws * prompt_tokens,
         decoded=rows * response_tokens,
         trained=rows * passes * (prompt_tokens + response_tokens),
+        frozen=model.adapters > 0,
     )
     copied = draws * weights * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         memory = {
-            "trainer": _trainer_memory(weights, config, gradient_draws),
+            "trainer": _trainer_memory(model, config, gradient_draws),
             "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + longest),
         }
     else:
@@ -119,20 +125,24 @@ def _dynamic(config: TrainConfig) -> list[str]:
     return [f"dynamic sampling may answer up to {rounds * each} prompts for them"] if rounds else []
 
 
-def _fine_tuning(config: SFTConfig, shape: Any, weights: int, tokens: int, ranks: int) -> Plan:
+def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Plan:
+    shape, weights = model.config, model.weights
     if config.conversations:
         rows, what, most = config.conversations.batch_size, "conversations", config.conversations.max_tokens
     else:
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
     tokens = tokens or most
-    memory = {"trainer": _trainer_memory(weights, config, gradient_draws=1)}
+    memory = {"trainer": _trainer_memory(model, config, gradient_draws=1)}
     if ranks > 1:
         memory = {"each GPU": _each_rank(config, shape, weights, 1, (rows * tokens, most), ranks)[0]}
     return {
         "a step": [f"{rows} {what}"],
         **memory,
-        "compute": [f"{tokens} tokens a row", f"{_tera(6 * weights * rows * tokens)} TFLOP a step"],
+        "compute": [
+            f"{tokens} tokens a row",
+            f"{_tera((4 if model.adapters else 6) * weights * rows * tokens)} TFLOP a step",
+        ],
         "not counted": _uncounted(config, shape, weights, rows, tokens),
     }
 
@@ -150,12 +160,15 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 
-def _trainer_memory(weights: int, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
-    """Tensors of the size of the weights, all float32."""
-    tensors = _tensors(config, gradient_draws)
-    size = weights * 4 / GIB
-    total = f"{sum(tensors.values()) * size:.4g} GiB in all, float32; activations come on top"
-    return [*(f"{count * size:.4g} GiB {name}" for name, count in tensors.items()), total]
+def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
+    """All float32: the weights, and tensors of the size of those that are trained."""
+    size = {"weights": model.weights + model.adapters, "weights of the reference": model.weights + model.adapters}
+    held = {
+        name: count * size.get(name, model.trained) * 4 / GIB
+        for name, count in _tensors(config, gradient_draws).items()
+    }
+    total = f"{sum(held.values()):.4g} GiB in all, float32; activations come on top"
+    return [*(f"{gib:.4g} GiB {name}" for name, gib in held.items()), total]
 
 
 def _each_rank(

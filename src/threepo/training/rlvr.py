@@ -136,12 +136,12 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
 
 def flops(run: Run, rollouts: Rollouts) -> float:
     """Operations of a step, as the paper counts them, from the tokens that it had."""
-    method, weights = run.config.method, sum(p.numel() for p in run.policy.model.parameters())
+    method, weights = run.config.method, sum(p.numel() for p in run.policy.architecture.parameters())
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
     decoded = sum(len(c.tokens) for group in rollouts.generated for c in group.completions)
     trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
-    return sum(step_flops(weights, read, decoded, trained * passes).values())
+    return sum(step_flops(weights, read, decoded, trained * passes, run.policy.has_adapters).values())
 
 
 def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:

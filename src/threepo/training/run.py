@@ -14,6 +14,7 @@ from rich.console import Console
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
+from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
@@ -194,8 +195,11 @@ def build_or_restore(
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
-    source = replace(model, path=str(path), tokenizer="") if path else model
-    policy = load_sharded(source, config.parallel, ranks, seed)
+    whole = path and not (path / ADAPTERS).is_file()
+    source = replace(model, path=str(path), tokenizer="") if whole else model
+    policy = load_sharded(source, config.parallel, ranks, seed, None if whole else path)
+    if policy.has_adapters and not model.lora.rank:
+        raise UserError(f"model.path = {model.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
     optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)
     if path:
         restore_optimizer(path, optimizer)

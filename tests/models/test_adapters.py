@@ -1,0 +1,209 @@
+"""Low-rank adapters: peft's numbers, our noise, and the same weights everywhere."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.requests import requests_for, trainer_logprobs
+from threepo import api
+from threepo.config import EngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_metrics
+from threepo.posterior.ivon import IVON
+from threepo.posterior.sizes import root_mean_square
+from threepo.rollout.local import LocalEngine
+from threepo.types import Draw
+
+peft = pytest.importorskip("peft")
+
+SMALL = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1)
+LORA = LoRAConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=SMALL), seed=2).save(folder)
+    return folder
+
+
+def adapted(base: Path, lora: LoRAConfig = LORA, seed: int = 0) -> Policy:
+    return load_policy(ModelConfig(path=str(base), lora=lora), seed)
+
+
+def moved(policy: Policy) -> Policy:
+    """With a B that is not 0."""
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.02, generator=torch.Generator().manual_seed(len(name)))
+    return policy
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 30)[None]).logits  # type: ignore[no-any-return]
+
+
+def test_new_adapters_change_nothing_and_train_b_alone(base: Path) -> None:
+    policy, plain = adapted(base), load_policy(ModelConfig(path=str(base)))
+    assert torch.equal(logits(policy.model), logits(plain.model))
+    trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in policy.model.named_parameters() if "lora_B" in name}
+    assert len(trained) == 2 * 7
+    usual = adapted(base, LoRAConfig(rank=4, init="usual", targets=("q_proj",)))
+    trained = {name for name, p in usual.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 == len([name for name in trained if ".self_attn.q_proj.lora_" in name])
+
+
+def test_a_is_addressed_by_seed_and_name(base: Path) -> None:
+    first, again, other = (dict(adapted(base, seed=seed).model.named_parameters()) for seed in (0, 0, 1))
+    names = [name for name in first if "lora_A" in name]
+    assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in names)
+    assert len({float(first[name][0, 0]) for name in names}) == len(names)
+    values = torch.cat([first[name].flatten() for name in names])
+    assert float(values.square().mean()) == pytest.approx(1 / (2**2 * 4), rel=0.1)  # 1 / (s^2 rank)
+
+
+def test_noise_on_b_is_noise_of_the_same_size_on_every_weight(base: Path) -> None:
+    """Means over 400 draws: sigma^2 for each element of W, and nothing between two elements of one column."""
+    policy = adapted(base)
+    posterior = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1))
+    source = policy.served(FixedWeights(policy.model, posterior))
+    name = "model.layers.1.mlp.down_proj.weight"
+    plain = dict(load_policy(ModelConfig(path=str(base))).model.named_parameters())[name]
+    draws = [dict(source.weights(Draw(0, 0, i)))[name] - plain for i in range(400)]
+    noise = torch.stack(draws).detach()
+    assert float(noise.square().mean()) == pytest.approx(0.1**2, rel=0.15)
+    rows = noise[:, :2, :].flatten(1)  # [400, 2 * in]
+    one, two = rows.chunk(2, 1)
+    assert abs(float((one * two).mean())) < 0.1 * 0.1**2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str) -> None:
+    """Contract 11. The trainer's side is transformers with peft."""
+    policy = moved(adapted(base))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
+    engine = LocalEngine(policy, EngineConfig(dtype=dtype))
+    draws = [Draw(0, 0, 0), Draw(0, 0, 1), None]
+    engine.load(optimizer, draws, 0)
+    completions = engine.generate(requests_for(policy, draws), SamplingConfig(max_new_tokens=16), seed=1)
+    found = {}
+    for draw in draws:
+        with optimizer.at(draw):
+            for other in draws:
+                mine = [c for c in completions if c.draw == other]
+                gaps = [trainer_logprobs(policy, c, 1.0) - torch.tensor(c.logprobs) for c in mine]
+                found[draw, other] = float(torch.cat(gaps).abs().max())
+    allowed = 1e-5 if dtype == "float32" else 0.05
+    assert max(found[draw, draw] for draw in draws) < allowed
+    assert min(gap for (draw, other), gap in found.items() if draw != other) > 4 * allowed
+
+
+def test_a_checkpoint_is_a_peft_directory_and_merging_gives_the_same_model(base: Path, tmp_path: Path) -> None:
+    policy = moved(adapted(base))
+    policy.save(tmp_path / "adapters")
+    expected = logits(policy.model)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters")
+    assert torch.equal(logits(theirs), expected)
+    again = load_policy(ModelConfig(path=str(tmp_path / "adapters")))
+    assert torch.equal(logits(again.model), expected)
+    assert again.tokenizer("1 2")["input_ids"] == policy.tokenizer("1 2")["input_ids"]
+    api.merge(tmp_path / "adapters", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
+    with pytest.raises(UserError, match="has no adapters, so there is nothing to merge"):
+        api.merge(tmp_path / "merged", tmp_path / "twice")
+
+
+def test_draws_are_written_as_adapters(base: Path, tmp_path: Path) -> None:
+    policy = moved(adapted(base))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
+    policy.save(tmp_path / "step-1")
+    Posterior.of(optimizer).save(tmp_path / "step-1")
+    (path,) = api.sample(tmp_path / "step-1", tmp_path / "draws", range(1))
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
+    with optimizer.at(Posterior.of(optimizer).address(0)):
+        assert torch.equal(logits(theirs), logits(policy.model))
+    assert not torch.equal(logits(theirs), logits(policy.model))
+
+
+def test_sigma_is_measured_beside_the_weights_that_are_adapted(base: Path) -> None:
+    policy = adapted(base)
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1.0, weight_decay=0.0)  # sigma 0.01
+    own = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
+    rows = sum(p.shape[0] for p in own)  # B has 4 elements for each
+    square = sum(p.shape[0] * root_mean_square(p) ** 2 for p in own) / rows
+    found = posterior_metrics(optimizer)["posterior/sigma_to_rms"]
+    assert found == pytest.approx(0.01 / square**0.5, rel=0.05)
+    relative = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="rms", size=0.5))
+    sizes = {name: group.noise_scale for group in relative.groups for name in group.parameters}
+    name = "model.layers.0.mlp.up_proj"
+    weight = dict(policy.model.named_parameters())[f"{name}.base_layer.weight"]
+    assert sizes[f"{name}.lora_B.default.weight"] == pytest.approx(0.5 * root_mean_square(weight))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "its adapters have use_dora = True, which is not supported"),
+        ({"lora_dropout": 0.1}, "lora_dropout = 0.1"),
+        ({"peft_type": "LOHA"}, "kind .*LOHA.*; only LORA"),
+        ({"target_modules": ["nothing"]}, "do not fit"),
+        ({"r": 8}, "do not fit .* belong to another model"),
+    ],
+)
+def test_other_adapters_are_refused(base: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    adapted(base).save(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message) as error:
+        load_policy(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_another_base_is_refused_and_a_missing_one_is_named(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    adapted(tmp_path / "base").save(tmp_path / "adapters")
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=SMALL), seed=3).save(tmp_path / "base")
+    with pytest.raises(UserError, match="has other weights now than those that its adapters were trained with"):
+        load_policy(ModelConfig(path=str(tmp_path / "adapters")))
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(UserError, match="base_model_name_or_path = .*: the model of these adapters is not there"):
+        load_policy(ModelConfig(path=str(tmp_path / "adapters")))
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            LoRAConfig(rank=4, targets=("query",)),
+            "model.lora.targets = .*query is no linear layer .* it has q_proj, k_",
+        ),
+        (LoRAConfig(rank=4, targets=("embed_tokens",)), "embed_tokens is no linear layer"),
+        (LoRAConfig(rank=4, targets=("lm_head",)), "lm_head is no linear layer"),  # tied
+    ],
+)
+def test_targets_must_be_linear_layers_with_weights_of_their_own(base: Path, lora: LoRAConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        adapted(base, lora)
+
+
+def test_random_weights_are_not_frozen() -> None:
+    with pytest.raises(UserError, match="model.lora.rank = 4: tiny-qwen2 has random weights"):
+        load_policy(ModelConfig(path="tiny-qwen2", lora=LORA))
+
+
+def test_settings_must_be_those_of_the_adapters_in_the_folder(base: Path, tmp_path: Path) -> None:
+    adapted(base).save(tmp_path)
+    assert load_policy(ModelConfig(path=str(tmp_path), lora=LORA)).has_adapters
+    with pytest.raises(UserError, match="model.lora.rank = 8: the adapters in model.path have 4; set it to that"):
+        load_policy(ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=8)))

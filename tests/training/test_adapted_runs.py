@@ -1,0 +1,139 @@
+"""Runs on low-rank adapters: the lattice works unchanged, a stopped run goes on bitwise, warm starts chain."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import RLVR, SFT, outcome
+from threepo import api
+from threepo.cli import main
+from threepo.config import ModelConfig, SFTConfig, TinyConfig, TrainConfig
+from threepo.config.recipes import load
+from threepo.errors import Interrupted, UserError
+from threepo.models.policy import load_policy
+from threepo.run_folder import checkpoints, read_metrics
+from threepo.training import rlvr
+
+pytest.importorskip("peft")
+
+REWARD = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
+ADAPTERS = ("model.lora.rank=4", "optimizer.hess_init=1e-2", "optimizer.lr=1e3", "optimizer.ess=1e5")
+POINT = ("model.lora.rank=4", "optimizer.lr=1e-2", "optimizer.weight_decay=0")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("first_letter.py").write_text(REWARD)
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=False)
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), 5).save(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def config(folder: str, base: Path, *settings: str) -> TrainConfig:
+    common = [text for text in RLVR if not text.startswith("model.")]
+    own = [
+        f"model.path={base}",
+        "reward.function=first_letter:reward",
+        "schedule.warmup_share=0",
+        f"run.folder={folder}",
+    ]
+    return load(TrainConfig, "", [*common, *own, "run.steps=6", *settings])
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints(Path(folder))[-1][1] / "adapter_model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:.*every completion was cut:threepo.errors.ThreepoWarning")
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("grpo", POINT),
+        ("grpo", (*POINT, "model.lora.init=usual")),
+        ("b3po", ADAPTERS),
+        ("m3po", ADAPTERS),
+        ("c3po", ADAPTERS),
+        ("c3po_replay", (*ADAPTERS, "model.lora.init=usual")),
+        ("fixed_replay", (*POINT, "noise.unit=rms", "noise.size=0.3")),
+    ],
+)
+def test_it_learns_and_a_stopped_run_goes_on_bitwise(
+    preset: str, settings: tuple[str, ...], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, too: the run folder was moved, and so was the base."""
+    settings = (f"method.preset={preset}", "eval.every=2", *settings)
+    api.train(config("whole", base, *settings))
+    rows = [row for row in read_metrics(Path("whole")) if row["step"] >= 0]
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) >= 4
+    learned = tensors("whole")
+    assert all(value.any() for name, value in learned.items() if "lora_B" in name)
+
+    inner = rlvr.rollout
+
+    def stopped(run: rlvr.Run, step: int, clock: Any) -> Any:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(run, step, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rlvr, "rollout", stopped)
+        with pytest.raises(Interrupted, match="after step 3 of 6"):
+            api.train(config("parts", base, *settings))
+    os.rename("parts", "moved")
+    os.rename(base, "elsewhere")
+    assert main(["train", "--resume", "moved", "model.path=elsewhere"]) == 0
+    whole, parts = outcome(Path("whole")), outcome(Path("moved"))
+    for key in whole:
+        assert parts[key] == whole[key], key
+
+
+def test_without_noise_every_method_is_grpo_bitwise(base: Path) -> None:
+    """Contract 11, with the same optimizer. Replay adds its rows up draw by draw, and so rounds otherwise."""
+    common = (*ADAPTERS, "optimizer.kind=ivon", "noise.size=0", "run.steps=3", "eval.every=0")
+    found = {}
+    for preset in ("grpo", "b3po", "c3po_replay", "c3po"):
+        axes = {"grpo": (), "c3po": ("method.preset=c3po", "method.correction.weight=one")}
+        api.train(config(preset, base, *axes.get(preset, (f"method.preset={preset}",)), *common))
+        found[preset] = tensors(preset)
+    assert any(value.any() for name, value in found["grpo"].items() if "lora_B" in name)
+    for name, value in found["grpo"].items():
+        assert torch.equal(found["b3po"][name], value)
+        assert torch.equal(found["c3po"][name], value)
+        torch.testing.assert_close(found["c3po_replay"][name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_fine_tuning_then_learning_then_evaluating(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adapters go on where those of a warm start ended, their Hessian too; the base stays as it is."""
+    own = [text for text in SFT if not text.startswith("model.")]
+    lora = ["model.lora.rank=4", "optimizer.hess_init=1e-2"]
+    warm = load(SFTConfig, "", [*own, f"model.path={base}", "run.steps=3", "run.folder=warm", *lora])
+    api.fine_tune(warm)
+    before = tensors("warm")
+    assert any(value.any() for name, value in before.items() if "lora_B" in name)
+    settings = ("method.preset=c3po", *ADAPTERS, "optimizer.load_hessian=warm")
+    trained = config("trained", Path("warm"), *settings)
+    api.train(trained)
+    first = load_policy(trained.model)
+    assert [n for n, p in first.model.named_parameters() if p.requires_grad] == [
+        n for n, _ in first.model.named_parameters() if "lora_B" in n
+    ]
+    after = tensors("trained")
+    assert all(torch.equal(before[name], after[name]) for name in before if "lora_A" in name)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    shutil.copytree("trained", "kept")
+    few = ["data.train=sorting", "data.levels=[2]", "eval.problems=2", "eval.samples=2", "sampling.max_new_tokens=4"]
+    assert main(["eval", "trained", *few, "--output", "mean"]) == 0
+    assert main(["eval", "trained", *few, "eval.draws=2", "--output", "draws"]) == 0
+    assert main(["merge", "trained", "--output", "merged"]) == 0
+    assert main(["eval", "merged", *few, "--output", "of-merged"]) == 0
+    refused = config("refused", Path("warm"), "method.preset=grpo")
+    with pytest.raises(UserError, match="holds adapters; set model.lora.rank to theirs, or merge them"):
+        api.train(refused)
+    assert "has no adapters" not in capsys.readouterr().err
