@@ -10,6 +10,7 @@ Noise on some rows of the embedding only says which tokens it has to touch. docs
 import argparse
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -18,18 +19,16 @@ from threepo.config import ModelConfig
 from threepo.data.task import ProceduralProblems
 from threepo.data.tasks import TASKS
 from threepo.files import read_json, write_json
-from threepo.models.policy import load_policy
+from threepo.models.policy import Policy, load_policy
 from threepo.run_folder import model_folder, read_metrics
 
 DRAWS, PROMPTS, SIZE, LETTERS = 128, 16, 0.65, 10
 METHODS = {"grpo": ("GRPO", "tab:gray"), "replay": ("C3PO-replay", "tab:blue")}
 
 
-@torch.no_grad()
-def chances(start: Path) -> dict[str, float]:
-    """The chance of a right answer of a warm start: as it is, hotter, and with noise on rows of the embedding."""
-    policy = load_policy(ModelConfig(path=str(model_folder(start)), device="cpu"), 0)
-    model, tokenizer = policy.model, policy.tokenizer
+def problem_rows(policy: Policy) -> tuple[torch.Tensor, int]:
+    """Prompts with their right answers [PROMPTS, tokens], and how many tokens of them are the prompt's."""
+    tokenizer = policy.tokenizer
     problems = ProceduralProblems(TASKS["choices"], "heldout", 0, (LETTERS,)).first(PROMPTS)
 
     def tokens(text: str) -> list[int]:
@@ -37,18 +36,27 @@ def chances(start: Path) -> dict[str, float]:
 
     prompts = [tokens(str(problem.prompt)) for problem in problems]
     answers = torch.tensor([[*tokens(problem.answer), tokenizer.eos_token_id] for problem in problems])
-    rows, length = torch.cat([torch.tensor(prompts), answers], 1), len(prompts[0])
+    return torch.cat([torch.tensor(prompts), answers], 1), len(prompts[0])
 
-    def chance(temperature: float = 1.0) -> float:
-        logprobs = (model(rows).logits[:, length - 1 : -1] / temperature).log_softmax(-1)
-        return float(logprobs.gather(-1, answers[..., None]).sum((1, 2)).double().exp().mean())
+
+def right_chance(model: Any, rows: torch.Tensor, length: int, temperature: float = 1.0) -> float:
+    """The probability of a right answer, a mean over prompts."""
+    logprobs = (model(rows).logits[:, length - 1 : -1] / temperature).log_softmax(-1)
+    return float(logprobs.gather(-1, rows[:, length:, None]).sum((1, 2)).double().exp().mean())
+
+
+@torch.no_grad()
+def chances(start: Path) -> dict[str, float]:
+    """The chance of a right answer of a warm start: as it is, hotter, and with noise on rows of the embedding."""
+    policy = load_policy(ModelConfig(path=str(model_folder(start)), device="cpu"), 0)
+    model, (rows, length) = policy.model, problem_rows(policy)
 
     embedding = model.get_input_embeddings().weight
     mean, everything = embedding.clone(), torch.ones(len(embedding), dtype=torch.bool)
     word = torch.zeros_like(everything)
-    word[tokens("lock")] = True
+    word[policy.tokenizer("lock", add_special_tokens=False)["input_ids"]] = True
     noise = torch.Generator().manual_seed(0)
-    found = {"no noise": chance(), "temperature 1.5": chance(1.5)}
+    found = {"no noise": right_chance(model, rows, length), "temperature 1.5": right_chance(model, rows, length, 1.5)}
     draws = SIZE * mean.square().mean().sqrt() * torch.randn(DRAWS, *mean.shape, generator=noise)
     for name, touched in {
         "noise on all tokens": everything,
@@ -58,7 +66,7 @@ def chances(start: Path) -> dict[str, float]:
         total = 0.0
         for draw in draws:
             embedding.copy_(mean + touched[:, None] * draw)
-            total += chance()
+            total += right_chance(model, rows, length)
         found[name] = total / DRAWS
     return found
 

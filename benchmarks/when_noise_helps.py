@@ -73,7 +73,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, Any]:
     )
     found = api.probe(config, asked, folder / f"{cell.name()}-probe")
     near = {place: [n for n in found["noise"] if n["place"] == place and n["kl"] <= MOST_KL] for place in PLACES}
-    best = {place: max(of, key=lambda noise: noise["mu"]["value"]) for place, of in near.items()}
+    best = {place: max(of, key=lambda noise: noise["mu"]["value"]) for place, of in near.items() if of}
     policy = load_policy(ModelConfig(path=str(model_folder(start)), device="cpu"))
     result = {
         **cell._asdict(),
@@ -99,7 +99,8 @@ def draw_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
             label = "temperature 1.5" if name == "temperature" else f"noise: {name}"
             means = []
             for at, group in sorted(groups.items()):
-                ratios = [found[name] if name == "temperature" else found[name]["ratio"]["value"] for found in group]
+                known = [found[name] for found in group if name in found]
+                ratios = known if name == "temperature" else [one["ratio"]["value"] for one in known]
                 axis.plot([at] * len(ratios), ratios, ".", color=color, alpha=0.6)
                 means.append(geometric_mean(ratios))
             axis.plot(sorted(groups), means, color=color, label=label)
