@@ -44,10 +44,12 @@ class Cell(NamedTuple):
         return "words-{}-width-{}-layers-{}-seed-{}".format(*self)
 
 
-def cells(seeds: Sequence[int]) -> Iterator[Cell]:
+def cells(seeds: Sequence[int], most: int) -> Iterator[Cell]:
+    """All warm starts of these seeds; `most`: the largest width."""
+    sizes = [size for size in SIZES if size[0] <= most]
     for seed in seeds:
         yield from (Cell(words, 64, 3, seed) for words in WORDS)
-        yield from (Cell(16, width, layers, seed) for width, layers in SIZES if (width, layers) != (64, 3))
+        yield from (Cell(16, width, layers, seed) for width, layers in sizes if (width, layers) != (64, 3))
 
 
 def measured(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -117,10 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--widest", type=int, default=384, help="leave out wider models, which take minutes")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     results = []
-    for cell in cells(options.seeds):
+    for cell in cells(options.seeds, options.widest):
         results.append(measured(cell, options.folder))
         print(results[-1], flush=True)
     if options.picture:
