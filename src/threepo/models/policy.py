@@ -217,6 +217,8 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
         if settings.lora.rank:
             train_adapters(model, settings.lora)
     model.to(device).eval()
+    for buffer in architecture.buffers() if architecture else ():
+        buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(model)
     dtype = getattr(torch, settings.compute_dtype)

@@ -43,6 +43,8 @@ class VLLMServers:
 
     def __init__(self, policy: Policy, settings: EngineConfig, ranks: Ranks) -> None:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
+        if policy.has_adapters:
+            raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")
         own, self._policy, self._ranks = settings.vllm, policy, ranks
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
