@@ -86,15 +86,24 @@ def test_noise_on_b_is_noise_of_the_same_size_on_every_weight(base: Path) -> Non
     assert abs(float((one * two).mean())) < 0.1 * 0.1**2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str) -> None:
-    """Contract 11. The trainer's side is transformers with peft."""
-    policy = moved(adapted(base))
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [
+        ("float32", LORA),
+        ("bfloat16", LORA),
+        ("float32", LoRAConfig(rank=3, init="usual", targets=("v_proj", "up_proj"))),
+    ],
+)
+def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str, lora: LoRAConfig) -> None:
+    """Contract 11, with as many rows as there are of each draw. The trainer's side is transformers with peft."""
+    policy = moved(adapted(base, lora))
     optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
     engine = LocalEngine(policy, EngineConfig(dtype=dtype))
     draws = [Draw(0, 0, 0), Draw(0, 0, 1), None]
     engine.load(optimizer, draws, 0)
-    completions = engine.generate(requests_for(policy, draws), SamplingConfig(max_new_tokens=16), seed=1)
+    requests = requests_for(policy, draws)
+    requests = [r for r in requests if r.draw != draws[1]] + [r for r in requests if r.draw == draws[1]][:1]
+    completions = engine.generate(requests, SamplingConfig(max_new_tokens=16), seed=1)
     found = {}
     for draw in draws:
         with optimizer.at(draw):
@@ -105,6 +114,27 @@ def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str) -
     allowed = 1e-5 if dtype == "float32" else 0.05
     assert max(found[draw, draw] for draw in draws) < allowed
     assert min(gap for (draw, other), gap in found.items() if draw != other) > 4 * allowed
+    again = engine.generate(requests[::-1], SamplingConfig(max_new_tokens=16), seed=1)[::-1]
+    assert [c.tokens for c in again] == [c.tokens for c in completions]
+
+
+def test_draws_share_the_frozen_weights_in_the_local_engine(base: Path) -> None:
+    """A draw has its own B, and of the other weights there is one copy."""
+    policy = adapted(base)
+    plain = load_policy(ModelConfig(path=str(base)))
+    weights, b = (
+        sum(p.numel() for name, p in of.model.named_parameters() if part in name)
+        for of, part in ((plain, ""), (policy, "lora_B"))
+    )
+    a = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_A" in name)
+    ensembles = []
+    for of in (plain, policy):
+        engine = LocalEngine(of, EngineConfig())
+        engine.load(IVON(of.model.named_parameters(), ess=1e5), [Draw(0, 0, i) for i in range(8)], 0)
+        ensembles.append(engine._ensemble)
+    assert ensembles[0].bytes >= 8 * 4 * weights
+    assert ensembles[1].bytes == pytest.approx(4 * (weights + a + 8 * b), rel=0.02)  # panels are whole
+    assert ensembles[1].bytes == 8 * ensembles[1].bytes_per_draw + ensembles[1].shared_bytes
 
 
 def test_a_checkpoint_is_a_peft_directory_and_merging_gives_the_same_model(base: Path, tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
     gib = 4 / 2**30
     assert said({"trainer": lines["trainer"]}, "GiB weights") == pytest.approx((whole + a + b) * gib, rel=1e-3)
     assert said(lines, "GiB gradients") == pytest.approx(b * gib, rel=1e-3)
+    own = ["method.preset=c3po", "data.train=sorting", "engine.dtype=bfloat16"]
+    local = plan(load(TrainConfig, "", [*settings, *own]))
+    assert said(local, "GiB frozen weights and adapters of 4 draws, bfloat16") == pytest.approx(
+        (whole + a + 4 * b) * 2 / 2**30, rel=1e-3
+    )
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * b * gib, rel=1e-3)
     full = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings[:1]))
     trains = [

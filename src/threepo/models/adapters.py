@@ -149,6 +149,11 @@ def is_adapter(name: str) -> bool:
     return f".{A}." in name or f".{B}." in name
 
 
+def without_adapter(name: str) -> str:
+    """A parameter's name in the model before it got adapters; those of A and B stay."""
+    return name.replace(f".{BASE}.", ".")
+
+
 def _attach(model: Any, config: Any, base: str) -> None:
     """Put adapters into a model, which keeps its class; the values of A and B are to be set."""
     config.inference_mode = False
@@ -190,7 +195,7 @@ class Merged:
         for name, value in self._source.weights(draw, gather=gather):
             part = next((part for part in (A, B, BASE) if name.endswith(f".{part}.weight")), "")
             if not part:
-                yield name.replace(f".{BASE}.", "."), value
+                yield without_adapter(name), value
                 continue
             module = name.removesuffix(f".{part}.weight")
             held = parts.setdefault(module, {})

@@ -10,6 +10,7 @@ Legend: N draws, B rows of all draws, L positions of each row in a pass, D width
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from threepo.errors import UserError
+from threepo.models.adapters import A, B
 from threepo.rollout import stacked_linear
 from threepo.rollout.cache import attend
 
@@ -28,8 +30,9 @@ ATTENTION = "threepo_rows"
 class Stack:
     """The values of one parameter under all loaded draws; modules that share a parameter share its stack."""
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+    def __init__(self, shape: torch.Size, shared: bool = False) -> None:
+        self.shape, self.shared = shape, shared
+        """Whether all draws have the same values, which are there once."""
         self.is_packed = False
         """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.resize(0, torch.float32, torch.device("cpu"))
@@ -41,6 +44,7 @@ class Stack:
 
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for the values of so many draws; old values are lost."""
+        draws = min(draws, 1) if self.shared else draws
         self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
         self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
         self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
@@ -79,20 +83,39 @@ class Pass:
 
 
 class StackedLinear(nn.Module):
-    """nn.Linear with weights [N, out, in]."""
+    """nn.Linear with weights [N, out, in], or [1, out, in] for all draws, and perhaps an adapter."""
 
     def __init__(self, current: Pass, stacks: Mapping[str, Stack]) -> None:
         super().__init__()
         self.current, self.weight, self.bias = current, stacks["weight"], stacks.get("bias")
+        self.low_rank: tuple[Stack, Stack, float] | None = None
+        """A [N or 1, rank, in], B [N, out, rank], and s."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
+        out = self._whole(x)
+        if self.low_rank is None:
+            return out
+        a, b, scale = self.low_rank
+        inner = x.reshape(len(a.values), -1, x.shape[-1]) @ a.values.transpose(1, 2)
+        draws = len(b.values)
+        low = torch.baddbmm(
+            out.view(draws, -1, out.shape[-1]),
+            inner.view(draws, -1, inner.shape[-1]),
+            b.values.transpose(1, 2),
+            alpha=scale,
+        )
+        return low.view(out.shape)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """What the weights give without an adapter."""
         bias = None if self.bias is None else self.bias.values
         if self.weight.is_packed:
             x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
             positions, rest = divmod(len(x2), len(rows.draws))
             assert not rest, f"{len(rows.draws)} rows cannot have equally many of {len(x2)} positions"
-            starts = rows.starts if positions == 1 else rows.starts * positions
+            starts = torch.tensor([0, len(rows.draws)]) if len(self.weight.values) == 1 else rows.starts
+            starts = starts if positions == 1 else starts * positions
             out = stacked_linear.product(x2, self.weight.packed, bias, self.weight.shape[0], starts)
             return out.view(*x.shape[:-1], out.shape[-1])
         x3 = x.reshape(len(self.weight.values), -1, x.shape[-1])
@@ -110,7 +133,8 @@ class StackedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, L] to [B, L, D]."""
-        table, draws = self.weight.values, self.current.rows.draws.unsqueeze(1)
+        table = self.weight.values
+        draws = self.current.rows.draws.unsqueeze(1) if len(table) > 1 else torch.zeros_like(ids)
         if self.weight.is_packed:  # tied to the head
             words = stacked_linear.panels(self.weight.packed)
             panel, lane = ids // stacked_linear.LANES, ids % stacked_linear.LANES
@@ -144,8 +168,18 @@ class StackedNorm(nn.Module):
 class Ensemble:
     """A decoder with stacked weights. They have values after `resize`, writing into `views` and `pack`."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        adapters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+        scale: float = 1.0,
+    ) -> None:
         """Copy the architecture of a Hugging Face causal LM without its weights.
+
+        `adapters`: A and B by name, whose `scale` is s (models/adapters.py). Then all draws share all other weights,
+        and A or B if they are not trained.
 
         `UserError` if weights of a module cannot be stacked, or its attention cannot be replaced.
         """
@@ -159,7 +193,7 @@ class Ensemble:
             )
         AttentionInterface.register(ATTENTION, attend)
         self.model.set_attn_implementation(ATTENTION)
-        by_parameter = {p: Stack(p.shape) for p in self.model.parameters()}
+        by_parameter = {p: Stack(p.shape, shared=bool(adapters)) for p in self.model.parameters()}
         self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
         """A tied parameter's stack is there under each of its names."""
         self._pass = Pass()
@@ -168,16 +202,27 @@ class Ensemble:
         matrices = [module.weight for module in replaced.values() if isinstance(module, StackedLinear)]
         for weight in matrices:
             weight.is_packed = stacked_linear.serves(weight.shape[1], dtype, self.device)
-        self.ragged = all(weight.is_packed for weight in matrices)
+        self.ragged = all(weight.is_packed for weight in matrices) and not adapters
         """Whether draws may have different numbers of rows in a pass."""
         for name, module in list(self.model.named_modules(remove_duplicate=False)):
             if module in replaced:
                 self.model.set_submodule(name, replaced[module])
+        self.stacks |= {name: Stack(p.shape, shared=not p.requires_grad) for name, p in adapters.items()}
+        for name in adapters:
+            layer, _, part = name.partition(f".{A}.")
+            if part:
+                pair = self.stacks[name], self.stacks[name.replace(f".{A}.", f".{B}.")]
+                self.model.get_submodule(layer).low_rank = *pair, scale
 
     @property
     def bytes_per_draw(self) -> int:
-        """Memory for the weights of one draw, with padding to whole panels."""
-        return sum(stack.numbers for stack in set(self.stacks.values())) * self.dtype.itemsize
+        """Memory for what one draw has for itself, with padding to whole panels."""
+        return sum(stack.numbers for stack in set(self.stacks.values()) if not stack.shared) * self.dtype.itemsize
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory for what all draws have in common."""
+        return sum(stack.numbers for stack in set(self.stacks.values()) if stack.shared) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
@@ -192,17 +237,20 @@ class Ensemble:
     def resize(self, draws: int) -> None:
         """Allocate memory for the weights of `draws` draws, one block for each parameter; old values are lost."""
         for stack in self.stacks.values():
-            if len(stack.values) != draws:
+            if len(stack.values) != (min(draws, 1) if stack.shared else draws):
                 stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names."""
-        return {name: stack.values[index] for name, stack in self.stacks.items()}
+        """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names.
+
+        Those that all draws share come with the first.
+        """
+        return {name: stack.values[index] for name, stack in self.stacks.items() if index == 0 or not stack.shared}
 
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""
         for stack in set(self.stacks.values()):
-            if stack.is_packed:
+            if stack.is_packed and (index == 0 or not stack.shared):
                 stacked_linear.pack(stack.packed[index])
 
 

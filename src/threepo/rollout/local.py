@@ -13,6 +13,7 @@ import torch
 
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
+from threepo.models.adapters import adapter_scale, is_adapter, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
@@ -40,7 +41,10 @@ class LocalEngine:
         """`UserError` if the model's weights cannot be stacked."""
         self._policy, self._settings = policy, settings
         self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile
-        self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype), policy.device)
+        self._trained = getattr(policy.model, "_orig_mod", policy.model)
+        adapters = {name: p for name, p in self._trained.named_parameters() if is_adapter(name)}
+        scale = adapter_scale(policy.model) if adapters else 1.0
+        self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype), policy.device, adapters, scale)
         self._draws: list[Draw | None] = []
         self._step = -1
 
@@ -57,17 +61,20 @@ class LocalEngine:
         stacks = self._ensemble.stacks
         self._ensemble.resize(len(distinct))
         for index, draw in enumerate(distinct):
-            mine, others = self._ensemble.views(index), set(stacks.values())
-            for name, value in self._policy.served(posterior).weights(draw, mine):
-                if name not in mine:
+            mine = self._ensemble.views(index)
+            others = {stacks[name] for name in mine}
+            for full_name, value in posterior.weights(draw, mine):
+                name = without_adapter(full_name)
+                if name not in stacks:
                     raise UserError(
                         f"engine.kind = 'local': the optimizer has a parameter {name!r}, which the model does not "
                         f"have; construct it with the policy's model.named_parameters()"
                     )
-                mine[name].copy_(value)  # does nothing where the value is already there
-                others.discard(stacks[name])
-            for name, p in self._model.named_parameters():
-                if stacks[name] in others:
+                if name in mine:
+                    mine[name].copy_(value)  # does nothing where the value is already there
+                    others.discard(stacks[name])
+            for full_name, p in self._trained.named_parameters() if others else ():
+                if stacks[name := without_adapter(full_name)] in others:
                     mine[name].copy_(p.detach())
             self._ensemble.pack(index)
         self._draws, self._step = distinct, step
@@ -106,7 +113,7 @@ class LocalEngine:
                 f"engine.max_batch_rows = {self._settings.max_batch_rows}: fewer than the {draws} draws, which are "
                 f"decoded together with at least one row each; raise it"
             )
-        weights = draws * self._ensemble.bytes_per_draw
+        weights = draws * self._ensemble.bytes_per_draw + self._ensemble.shared_bytes
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         cached = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
         row = cached + sampling_bytes(vocabulary)
@@ -114,7 +121,7 @@ class LocalEngine:
         most = int((budget - weights) // (row * draws))
         if most < 1:
             raise UserError(
-                f"engine: {draws} policies of {weights / draws / GIB:.3g} GiB and cache and logits of "
+                f"engine: {draws} policies of together {weights / GIB:.3g} GiB and cache and logits of "
                 f"{row / GIB:.3g} GiB for one row of each ({tokens} tokens) need "
                 f"{(weights + row * draws) / GIB:.3g} GiB; there are {budget / GIB:.3g}; lower the method's draws, "
                 f"sampling.max_new_tokens or engine.dtype, or raise engine.memory_gib"

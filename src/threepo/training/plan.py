@@ -88,7 +88,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     if ranks == 1:
         memory = {
             "trainer": _trainer_memory(model, config, gradient_draws),
-            "engine": _engine_memory(config, shape, weights, rows, draws, prompt_tokens + longest),
+            "engine": _engine_memory(config, model, rows, draws, prompt_tokens + longest),
         }
     else:
         tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
@@ -221,7 +221,7 @@ def _replica(
 ) -> list[str]:
     """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
     if config.engine.kind != "vllm":
-        return _engine_memory(config, shape, weights, rows, draws, tokens)
+        return _engine_memory(config, Shape(shape, weights), rows, draws, tokens)
     each = config.engine.vllm.tensor_parallel
     copy = weights * _BYTES[config.engine.dtype] / each / GIB
     a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype)) / each
@@ -269,13 +269,17 @@ def _time(
     return [*lines, f"assumed: responses {spread}; {ASSUMED}"]
 
 
-def _engine_memory(config: TrainConfig, shape: Any, weights: int, rows: int, draws: int, tokens: int) -> list[str]:
-    engine = config.engine
+def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int) -> list[str]:
+    engine, shape = config.engine, model.config
     copies, what, most = ENGINES[engine.kind].memory(engine, draws)
+    held, named = copies * model.weights, f"weights of {copies} {what}"
+    if model.adapters and engine.kind == "local":
+        held = model.weights + model.adapters - model.trained + copies * model.trained
+        named = f"frozen weights and adapters of {copies} {what}"
     together = min(rows, most)
     cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype)) / GIB
     return [
-        f"{copies * weights * _BYTES[engine.dtype] / GIB:.4g} GiB weights of {copies} {what}, {engine.dtype}",
+        f"{held * _BYTES[engine.dtype] / GIB:.4g} GiB {named}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
 
