@@ -24,6 +24,7 @@ from threepo.evaluation.probe_report import draw_picture
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
+from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FILE_NAME, Posterior
@@ -71,7 +72,9 @@ def closing_words(run: Path) -> str:
     summary, what, command = read_json(run / SUMMARY), "reward", f"threepo report {run}"
     if "loss_first" in summary:
         prior = f" optimizer.load_hessian={run}" if (model_folder(run) / FILE_NAME).is_file() else ""
-        what, command = "loss", f"threepo train RECIPE model.path={run}{prior}"
+        adapters = model_folder(run) / ADAPTERS
+        lora = f" model.lora.rank={read_json(adapters)['r']}" if adapters.is_file() else ""
+        what, command = "loss", f"threepo train RECIPE model.path={run}{lora}{prior}"
     values = (summary[f"{what}_{at}"] for at in ("first", "last"))
     change = " -> ".join("-" if value is None else f"{value:.3g}" for value in values)
     return f"finished: {run}: {summary['steps']} steps in {summary['seconds']:.0f} s, {what} {change}\nnext: {command}"

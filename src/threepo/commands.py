@@ -60,8 +60,8 @@ def train(options: argparse.Namespace) -> None:
             print(api.closing_words(path))
 
 
-_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder", "model.path")
-"""Beginnings of settings that say where a run runs and where its files lie; a run may be resumed elsewhere."""
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
+"""Beginnings of settings that say where a run runs; a run that is resumed may run elsewhere."""
 
 
 def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
@@ -72,13 +72,15 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     from threepo.run_folder import CONFIG, refuse_no_run
 
     names = [text.partition("=")[0].strip() for text in options.settings]
-    if options.recipe or not all(name == "run.steps" or name.startswith(_WHERE) for name in names):
-        taken = "all but run.steps, model.path, parallel.* and engine.vllm.servers from the run folder"
+    if options.recipe or not all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name in names):
+        taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
         raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
     given = parse_overrides(options.settings)
     steps = given.pop("run", {}).get("steps")
     refuse_no_run(options.resume)
     recorded = read_json(options.resume / CONFIG)
+    if "model.path" in names and not recorded["model"].get("lora", {}).get("rank"):
+        raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
     made_by = "train" if "method" in recorded else "sft"
     if made_by != options.kind:
         raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")

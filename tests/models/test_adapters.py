@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollout.requests import requests_for, trainer_logprobs
@@ -184,6 +185,9 @@ def test_sigma_is_measured_beside_the_weights_that_are_adapted(base: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens = .3., which is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa', which is not supported"),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path; write there which model it belongs to"),
         ({"use_dora": True}, "its adapters have use_dora = True, which is not supported"),
         ({"lora_dropout": 0.1}, "lora_dropout = 0.1"),
         ({"peft_type": "LOHA"}, "kind .*LOHA.*; only LORA"),
@@ -230,6 +234,67 @@ def test_targets_must_be_linear_layers_with_weights_of_their_own(base: Path, lor
 def test_random_weights_are_not_frozen() -> None:
     with pytest.raises(UserError, match="model.lora.rank = 4: tiny-qwen2 has random weights"):
         load_policy(ModelConfig(path="tiny-qwen2", lora=LORA))
+
+
+def test_missing_and_damaged_weights_are_one_line(base: Path, tmp_path: Path) -> None:
+    adapted(base).save(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="its adapters cannot be read: "):
+        load_policy(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="its adapters cannot be read: "):
+        load_policy(ModelConfig(path=str(tmp_path)))
+
+
+def test_an_adapted_head_is_saved_without_its_weights(tmp_path: Path) -> None:
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=False)
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=2).save(tmp_path / "untied")
+    policy = moved(adapted(tmp_path / "untied", LoRAConfig(rank=4, targets=("lm_head", "q_proj"))))
+    policy.save(tmp_path / "adapters")
+    assert all("lora" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
+    again = load_policy(ModelConfig(path=str(tmp_path / "adapters")))
+    assert torch.equal(logits(again.model), logits(policy.model))
+
+
+def test_adapters_of_another_program_with_its_own_a_and_no_tokenizer(base: Path, tmp_path: Path) -> None:
+    """Sigma of B would not be that of W, so they are not trained as if A were ours."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets))
+    theirs = peft.get_peft_model(model, settings)
+    theirs.save_pretrained(tmp_path)
+    plain = load_policy(ModelConfig(path=str(tmp_path)))
+    assert torch.equal(logits(plain.model), logits(theirs))
+    with pytest.raises(UserError, match="model.lora.init = 'unit': A of the adapters in model.path has another size"):
+        load_policy(ModelConfig(path=str(tmp_path), lora=LORA))
+    usual = LoRAConfig(rank=4, alpha=8.0, init="usual")
+    trained = load_policy(ModelConfig(path=str(tmp_path), lora=usual))
+    assert [n for n, p in trained.model.named_parameters() if "lora_A" in n and p.requires_grad]
+    trained.save(tmp_path / "again")
+    loaded = load_policy(ModelConfig(path=str(tmp_path / "again")))
+    assert [n for n, p in loaded.model.named_parameters() if "lora_A" in n and p.requires_grad]
+
+
+def test_noise_goes_to_what_is_trained(base: Path) -> None:
+    policy = adapted(base)
+    for where in ("norm", "embedding", "*base_layer*"):
+        noise = NoiseConfig(unit="rms", size=0.1, where={where: 1.0})
+        with pytest.raises(UserError, match="no parameter of this model fits; it has the kinds attention, mlp"):
+            Posterior.around(policy.model.named_parameters(), noise)
+    noise = NoiseConfig(unit="rms", size=0.1, where={"mlp": 1.0})
+    source = FixedWeights(policy.model, Posterior.around(policy.model.named_parameters(), noise))
+    assert {entry.name for entry in source.noisy()} == {
+        name for name, _ in policy.model.named_parameters() if ".mlp." in name and "lora_B" in name
+    }
+    tensors = load_policy(ModelConfig(path=str(base))).model.state_dict().items()
+    found = Posterior.around(tensors, NoiseConfig(unit="rms", size=0.1))
+    assert any(group.noise_scale > 0 for group in found.groups)
+
+
+def test_an_optimizer_may_have_the_adapters_alone(base: Path) -> None:
+    """As in the Hugging Face Trainer, which gives its optimizer nothing that is frozen."""
+    policy = adapted(base)
+    trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+    assert posterior_metrics(IVON(trained, ess=1e4))["posterior/sigma_to_rms"] > 0
 
 
 def test_settings_must_be_those_of_the_adapters_in_the_folder(base: Path, tmp_path: Path) -> None:

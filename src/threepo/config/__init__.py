@@ -86,7 +86,15 @@ class LoRAConfig(Settings, table="model.lora"):
     """Rank of B A; 0: no adapters, all weights are trained."""
     alpha: NotNegative = 0.0
     """s = alpha / rank; 0: alpha is the rank, so s = 1."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: Annotated[tuple[str, ...], must(bool, "name one or more")] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """Linear layers that get an adapter, by the last part of their names."""
     init: Literal["unit", "usual"] = "unit"
     """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is

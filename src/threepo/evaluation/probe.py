@@ -29,11 +29,12 @@ from threepo.evaluation.probe_findings import MEAN, TEMPERATURE, findings
 from threepo.evaluation.probe_statistics import Outcomes, shares_of
 from threepo.evaluation.run import weights_digest
 from threepo.files import finite, read_json, write_json
+from threepo.models.adapters import adapter_folder
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
-from threepo.posterior.sizes import layer_kind
+from threepo.posterior.sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine
@@ -237,6 +238,8 @@ def prior(config: TrainConfig) -> Posterior | None:
     """The learned posterior that training can start from: what the optimizer loads, or what lies next to the model."""
     loaded = getattr(config.optimizer, "load_hessian", "")
     folder = model_folder(Path(loaded or config.model.path))
+    if config.model.lora.rank and not loaded and not adapter_folder(config.model.path):
+        return None  # one around the weights that are frozen now
     found = Posterior.from_pretrained(folder) if loaded or (folder / FILE_NAME).is_file() else None
     return found if found and found.hessian else None
 
@@ -250,6 +253,9 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
             found += [Condition(place, ess) for ess in reversed(settings.ess)]
             continue
         places = layers(policy) if place == LAYERS else [place]
+        if policy.has_adapters:  # most of the rest is frozen
+            trained = trained_names(dict(policy.model.named_parameters()))
+            places = [where for where in places if fits_any(where, trained)]
         found += [Condition(where, size) for where in places for size in settings.sizes]
     return found
 

@@ -12,11 +12,14 @@ import hashlib
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 
 from threepo.config import LoRAConfig
 from threepo.errors import UserError
@@ -32,19 +35,21 @@ BASE_FILE = "base.json"
 NAME = "default"
 """Of the adapter, in peft and so in the names of parameters."""
 A, B, BASE = f"lora_A.{NAME}", f"lora_B.{NAME}", "base_layer"
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "lora_dropout": (0, 0.0),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "use_rslora": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
+_FREE = {
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *(
+        "base_model_name_or_path",
+        "revision",
+        "task_type",
+        "inference_mode",
+        "auto_mapping",
+        "peft_type",
+        "peft_version",
+    ),
 }
-"""Settings of peft that would change more than W + s B A, or make it random; and what they may be."""
+"""Settings of peft that may be anything; others must be peft's defaults, because they would compute something else."""
+_INITS = (True, False, "gaussian")
+"""Of A and B alone; others change W."""
 
 
 def adapter_folder(path: str) -> Path | None:
@@ -56,10 +61,12 @@ def adapter_folder(path: str) -> Path | None:
 
 def base_path(folder: Path, otherwise: str = "") -> str:
     """Where the model lies that the adapters of a peft directory belong to; `otherwise` if it is gone."""
-    base = str(read_json(folder / CONFIG)["base_model_name_or_path"])
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{folder / CONFIG}: has no base_model_name_or_path; write there which model it belongs to")
     if otherwise and Path(base).is_absolute() and not Path(base).is_dir():
         return otherwise
-    return base
+    return str(base)
 
 
 def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None:
@@ -70,7 +77,8 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
     adapted_layers(model, settings)  # refuse first
     peft = _peft()
     rank, scale = settings.rank, settings.scale
-    _attach(model, peft.LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=list(settings.targets)), base)
+    alpha = settings.alpha or rank
+    _attach(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(settings.targets)), base)
     for name, p in model.named_parameters():
         if f".{A}." in name:
             deviation = 1 / (scale * rank**0.5) if settings.init == "unit" else (3 * p.shape[1]) ** -0.5
@@ -80,10 +88,10 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
     train_adapters(model, settings)
 
 
-def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, torch.nn.Linear]:
+def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     """The linear layers that get adapters; `UserError` if a target is none, or shares its weights."""
     shared = model.get_input_embeddings().weight
-    found = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear and m.weight is not shared}
+    found = {n: m for n, m in model.named_modules() if type(m) is Linear and m.weight is not shared}
     known = dict.fromkeys(name.rpartition(".")[2] for name in found)
     for target in settings.targets:
         fix = f"{target} is no linear layer with weights of its own; it has {', '.join(known)}"
@@ -92,35 +100,56 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, torch.nn.Linea
 
 
 def load_adapters(model: Any, folder: Path, base: str) -> None:
-    """Give a loaded model the adapters of a peft directory, and freeze all but B.
+    """Give a loaded model the adapters of a peft directory, and freeze all but B, and A where its own run trained it.
 
     `UserError` for adapters of another model, or of a kind that is not supported.
     """
-    config = _peft().PeftConfig.from_pretrained(str(folder))
+    peft = _peft()
+    with _refused(f"{folder}: its adapters cannot be read"):
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        saved = load_file(folder / WEIGHTS)
     if config.peft_type != "LORA":
         raise UserError(f"{folder}: holds adapters of the kind {config.peft_type}; only LORA is supported")
-    for name, allowed in _UNSUPPORTED.items():
-        if (found := getattr(config, name, allowed[0])) not in allowed:
-            raise UserError(f"{folder}: its adapters have {name} = {found!r}, which is not supported")
+    usual = peft.LoraConfig()
+    for name in (field.name for field in fields(usual) if field.name not in _FREE):
+        value, allowed = getattr(config, name), _INITS if name == "init_lora_weights" else (getattr(usual, name),)
+        if value not in allowed:
+            raise UserError(f"{folder}: its adapters have {name} = {value!r}, which is not supported")
     with _refused(f"{folder}: its adapters do not fit {base}"):
         _attach(model, config, base)
-    saved = load_file(folder / WEIGHTS)
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
+            raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
     own = {_saved_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
     odd = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
     if odd:
         raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
-    if (folder / BASE_FILE).is_file() and read_json(folder / BASE_FILE)["digest"] != base_digest(model):
+    recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": "unit"}
+    if recorded.get("digest", base_digest(model)) != base_digest(model):
         raise UserError(f"{folder}: {base} has other weights now than those that its adapters were trained with")
     for name, p in own.items():
         p.detach().copy_(saved[name])
+    _train(model, recorded["init"])
+
+
+def _train(model: Any, init: str) -> None:
+    """Train B, and A unless it is frozen, and freeze all else."""
     for name, p in model.named_parameters():
-        p.requires_grad_(f".{B}." in name)
+        p.requires_grad_(f".{B}." in name or (init == "usual" and f".{A}." in name))
 
 
 def save_adapters(model: Any, folder: Path) -> None:
-    """Write a peft directory, which other tools can load, and what tells other weights of the base from its own."""
-    model.save_pretrained(folder)
-    write_json(folder / BASE_FILE, {"digest": base_digest(model)})
+    """Write a peft directory, which other tools can load, and what tells other weights of the base from its own.
+
+    Not by peft's own function, which adds W where a head is adapted, and asks the hub about a base from there.
+    """
+    own = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    saved = {_saved_name(name): p.detach().cpu().contiguous() for name, p in own.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
+    model.peft_config[NAME].save_pretrained(str(folder))
+    init = "usual" if any(p.requires_grad for name, p in own.items() if f".{A}." in name) else "unit"
+    write_json(folder / BASE_FILE, {"digest": base_digest(model), "init": init})
 
 
 def base_digest(model: Any) -> str:
@@ -134,14 +163,24 @@ def base_digest(model: Any) -> str:
 
 
 def train_adapters(model: Any, settings: LoRAConfig) -> None:
-    """Train B, and A where `settings` say so, of adapters that are as they say; `UserError` if they are not."""
-    config = model.peft_config[NAME]
-    found = {"rank": config.r, "alpha": float(config.lora_alpha), "targets": sorted(config.target_modules)}
-    wanted = {"rank": settings.rank, "alpha": settings.scale * settings.rank, "targets": sorted(settings.targets)}
+    """Train adapters that are as `settings` say; `UserError` if they are not."""
+    config, scale = model.peft_config[NAME], settings.scale
+    targets = config.target_modules
+    found = {"rank": config.r, "alpha": float(config.lora_alpha)}
+    found["targets"] = targets if isinstance(targets, str) else sorted(targets)
+    wanted = {
+        "rank": settings.rank,
+        "alpha": settings.alpha or float(settings.rank),
+        "targets": sorted(settings.targets),
+    }
     for name, value in wanted.items():
         settings.check(name, found[name] == value, f"the adapters in model.path have {found[name]}; set it to that")
-    for name, p in model.named_parameters():
-        p.requires_grad_(f".{B}." in name or (settings.init == "usual" and f".{A}." in name))
+    if settings.init == "unit":
+        of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
+        square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
+        fix = "A of the adapters in model.path has another size, so sigma would not be that of W; set it to 'usual'"
+        settings.check("init", 0.7 < square * scale**2 * settings.rank < 1.4, fix)
+    _train(model, settings.init)
 
 
 def is_adapter(name: str) -> bool:
@@ -177,8 +216,8 @@ def _refused(what: str) -> Iterator[None]:
     """Turn what peft raises for adapters of another model into a `UserError`."""
     try:
         yield
-    except ValueError as error:
-        raise UserError(f"{what}: {error}") from error
+    except (ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())[:300]}") from error
 
 
 class Merged:

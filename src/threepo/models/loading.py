@@ -66,6 +66,8 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(f"model.path = {path!r}: holds adapters on the hub; download them, and name their folder")
     # transformers gives missing tensors random values; such a policy must not be trained or scored.
     for what, found in (("lack", loaded["missing_keys"]), ("have another shape for", loaded["mismatched_keys"])):
         names = sorted(item if isinstance(item, str) else str(item[0]) for item in found)
@@ -113,9 +115,17 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer alone of a local directory, hub id or tiny model; `UserError` if it cannot be loaded."""
     if path in TINY_MODELS:
         return make_tokenizer()
-    source = _found(path)
+    folder = adapter_folder(path)
+    if folder and not has_tokenizer(folder):
+        path, folder = base_path(folder), None
+    source = str(folder) if folder else _found(path)
     with library_errors(path):
         return _load_tokenizer(source)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model directory has a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def _found(path: str, *, with_tokenizer: bool = True) -> str:
@@ -125,8 +135,7 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
         folder = model_folder(folder.expanduser())
         if not (folder / "config.json").is_file():
             raise UserError(f"model.path = {path!r}: holds no config.json; name a Hugging Face model directory")
-        tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        if with_tokenizer and not any((folder / name).is_file() for name in tokenizers):
+        if with_tokenizer and not has_tokenizer(folder):
             raise UserError(
                 f"model.path = {path!r}: holds a model but no tokenizer; save one there with "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r}), or name one in model.tokenizer"

@@ -22,7 +22,7 @@ from threepo.models.adapters import (
     train_adapters,
 )
 from threepo.models.attention import takes_packed_rows
-from threepo.models.loading import TINY_MODELS, load_pretrained, make_model, make_tokenizer, pick_device
+from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
 from threepo.posterior.layout import device_of
@@ -205,7 +205,8 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
         settings.lora.check("rank", not settings.lora.rank, fix)
         model, tokenizer = make_model(base, settings.tiny, seed), make_tokenizer()
     else:
-        model, tokenizer = load_pretrained(base, settings.tokenizer or (str(folder) if folder else ""))
+        own = str(folder) if folder and has_tokenizer(folder) else ""
+        model, tokenizer = load_pretrained(base, settings.tokenizer or own)
     architecture = None
     if folder or settings.lora.rank:
         architecture, local = without_weights(model), Path(base).expanduser()

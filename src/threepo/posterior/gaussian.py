@@ -73,17 +73,11 @@ class Posterior:
 
     @classmethod
     def around(cls, named: Iterable[tuple[str, torch.Tensor]], noise: NoiseConfig, seed: int = 0) -> "Posterior":
-        """Noise of a given size around a model's weights, as far as they require gradients.
-
-        `UserError` if [noise] only scales a learned posterior.
-        """
+        """Noise of a given size around any model's weights; `UserError` if [noise] only scales a learned posterior."""
         if noise.unit == "posterior":
             lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
             raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
-        parameters = dict(named)
-        found = sizes(parameters.items(), noise)
-        trained = {name: size for name, size in found.items() if parameters[name].requires_grad}
-        return cls({}, fixed_groups(trained), 0, seed)
+        return cls({}, fixed_groups(sizes(named, noise)), 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior"."""
@@ -272,12 +266,12 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     ratios, weights = [], []
     squares: dict[str, list[float]] = {}  # kind -> [sum of sigma^2, sum of weight^2]
     groups = {name: group for group in optimizer.noise_groups() for name in group.parameters}
-    parameters = dict(optimizer.named())
+    parameters: dict[str, torch.Tensor] = dict(optimizer.named())
     entries = [(name, p) for name, p in parameters.items() if name in groups and p.numel()]
     hessians = [torch.ones(1)] * len(entries)
     if learned := isinstance(optimizer, IVON):
         hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p in entries), _stride)
-    beside = [parameters[scaled_by(name)] for name, _ in entries]
+    beside = [parameters.get(scaled_by(name), p) for name, p in entries]
     means = sampled(((p, p) for p in beside), _stride)
     for (name, p), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / groups[name].hess_init)

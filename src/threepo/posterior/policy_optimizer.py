@@ -79,9 +79,10 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
 def names_by_group(param_groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     """Every group with the names of those of its parameters that are trained."""
     named = named_in_groups(param_groups)
-    return [
+    found = [
         (group, tuple(name for name, p, own in named if own is group and p.requires_grad)) for group in param_groups
     ]
+    return [(group, names) for group, names in found if names]
 
 
 @cache

@@ -21,23 +21,38 @@ def layer_kind(name: str) -> str:
 def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> dict[str, float]:
     """The noise of every parameter by name, 0 for none: sigma, or with unit = "posterior" a factor of sigma.
 
-    With unit = "rms" a collective where parameters are sharded. `UserError` if a key of `noise.where` fits none.
+    Frozen parameters have none, unless all are frozen. With unit = "rms" a collective where parameters are sharded.
+    `UserError` if a key of `noise.where` fits none.
     """
     parameters = dict(named)
-    factors = {name: _factor(name, settings.where) for name in parameters}
+    trained = trained_names(parameters)
+    factors = {name: _factor(name, settings.where) if name in trained else 0.0 for name in parameters}
     for key in settings.where:
-        if not any(_fits(key, name) for name in parameters):
-            kinds = ", ".join(dict.fromkeys(map(layer_kind, parameters)))
+        if not fits_any(key, trained):
+            kinds = ", ".join(dict.fromkeys(map(layer_kind, trained)))
             raise UserError(
                 f"noise.where.{key}: no parameter of this model fits; it has the kinds {kinds} (a tied head is the "
-                f"embedding), and a pattern is compared with names such as {next(iter(parameters))!r}"
+                f"embedding), and a pattern is compared with names such as {trained[0]!r}"
             )
     found = {name: settings.size * factor for name, factor in factors.items()}
     if settings.unit == "rms":
-        found = {name: size and size * root_mean_square(parameters[scaled_by(name)]) for name, size in found.items()}
+        found = {
+            name: size and size * root_mean_square(parameters.get(scaled_by(name), parameters[name]))
+            for name, size in found.items()
+        }
         if settings.size and not any(found.values()):
             raise UserError("noise.unit = 'rms': all weights of noise.where are 0, and so is their RMS; name others")
     return found
+
+
+def trained_names(parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """The parameters that require gradients; if none does, as in a state dict, all."""
+    return [name for name, p in parameters.items() if p.requires_grad] or list(parameters)
+
+
+def fits_any(key: str, names: Iterable[str]) -> bool:
+    """Whether a key of `noise.where` fits one of the parameters with these names."""
+    return any(_fits(key, name) for name in names)
 
 
 def scaled_by(name: str) -> str:

@@ -128,5 +128,7 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
         group["skipped_steps"] = counts["skipped_steps"]
         if "step" in group:
             group["step"] = counts["optimizer_steps"]
-    for group, saved in zip(optimizer.param_groups, saved_groups(path), strict=False):  # none without noise
-        group["ess"] = saved.ess  # that of the last step, for an evaluation that is made up before the next
+    # That of the last step, for an evaluation that is made up before the next; none without noise.
+    ess = {name: saved.ess for saved in saved_groups(path) for name in saved.parameters}
+    for name, _, group in named_in_groups(optimizer.param_groups):
+        group["ess"] = ess.get(name, group["ess"])

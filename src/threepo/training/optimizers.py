@@ -15,6 +15,7 @@ import torch
 
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
+from threepo.models.adapters import adapter_folder
 from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point import PointAdamW, PointSGD
@@ -92,7 +93,10 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
     """Load a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
     assert isinstance(optimizer, IVON)
     if not settings.load_hessian:
-        if has_hessian(model_folder(Path(model.path))):
+        adapted = model.lora.rank and not adapter_folder(
+            model.path
+        )  # then it is one around weights that are frozen now
+        if not adapted and has_hessian(model_folder(Path(model.path))):
             unused = f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
             print(unused + f"optimizer.load_hessian={model.path} starts from its Hessian", file=sys.stderr)
         return

@@ -15,6 +15,7 @@ import torch
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
 from threepo.errors import UserError
+from threepo.models.adapters import adapter_folder
 from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.objectives.policy_loss import scored_first
@@ -54,6 +55,8 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     config.parallel.shards(ranks)  # refuse first
     model, path = model_to_come(config.model), config.model.path
     found = model_shape(model)
+    if adapter_folder(model.path) and not found.adapters:
+        raise UserError(f"model.path = {model.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
     weights = found.weights
     lines = [f"{path}: {weights:,} weights"]
     if found.adapters:
@@ -162,9 +165,9 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
 
 def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
     """All float32: the weights, and tensors of the size of those that are trained."""
-    size = {"weights": model.weights + model.adapters, "weights of the reference": model.weights + model.adapters}
+    whole = model.weights + model.adapters
     held = {
-        name: count * size.get(name, model.trained) * 4 / GIB
+        name: count * (whole if name == "weights" else model.trained) * 4 / GIB
         for name, count in _tensors(config, gradient_draws).items()
     }
     total = f"{sum(held.values()):.4g} GiB in all, float32; activations come on top"

@@ -23,12 +23,12 @@ FILE = "reference.safetensors"
 
 
 class Reference:
-    """Weights of another time for a policy's model, float32 and sharded as its own are."""
+    """Weights of another time for a policy's model, as far as it is trained, float32 and sharded as its own are."""
 
     def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
         """`reset_every`: steps; 0: never. `weights` are not copied; None: a copy of the model's present ones."""
         self._model, self._reset_every = policy.model, reset_every
-        own = dict(policy.model.named_parameters())
+        own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
         self.weights = {name: like_parameter(given[name].detach(), p) for name, p in own.items()}
 
@@ -47,7 +47,7 @@ class Reference:
     @torch.no_grad()
     def _swap(self) -> None:
         drop_gathered_copies(self._model)
-        for name, p in self._model.named_parameters():
+        for name, p in self._own.items():
             own, other = local(p.detach()), local(self.weights[name])
             before = own.clone()
             own.copy_(other)
@@ -57,7 +57,7 @@ class Reference:
     def begin(self, step: int) -> None:
         """Before training step `step`: if a reset is due, the model's present weights become the reference."""
         if step and self._reset_every and step % self._reset_every == 0:
-            for name, p in self._model.named_parameters():
+            for name, p in self._own.items():
                 local(self.weights[name]).copy_(local(p.detach()))
 
     def saved(self) -> Files:
