@@ -1,6 +1,6 @@
 """Does mu, before training, say who learns? Exact chances of the warm starts of choices_places; the studies' picture.
 
-    for name in places methods sizes corrections controls starts; do threepo study choices_$name; done
+    for name in places controls methods corrections; do threepo study choices_$name; done
     PYTHONPATH=src python benchmarks/consistent_choice.py runs/studies --picture docs/consistent_choice.png
 
 Mu is the mean over draws of the probability of the right answer, in one forward pass, with the noise that the study's
@@ -31,8 +31,8 @@ FIRST = 5
 """Steps whose right rollouts are counted as found, before much is learnt."""
 COLOURS = plt.get_cmap("tab10").colors
 PANELS = {
+    "controls": "without noise that explores",
     "methods": "with noise that explores",
-    "sizes": "size x RMS on the embedding; draws",
     "corrections": "where the gradient is, and its correction",
 }
 
