@@ -33,7 +33,7 @@ COLOURS = plt.get_cmap("tab10").colors
 PANELS = {
     "controls": "without noise that explores",
     "methods": "with noise that explores",
-    "corrections": "where the gradient is, and its correction",
+    "corrections": "with other corrections",
 }
 
 
@@ -72,7 +72,8 @@ def mu(start: Path, noise: NoiseConfig) -> float:
 
 def draw_picture(found: Mapping[str, Mapping[str, Any]], studies: Path, path: Path) -> None:
     """Left: every run of choices_places. The others: each seed's pass@1 as a dot, its mean as a bar."""
-    figure, axes = plt.subplots(1, 1 + len(PANELS), figsize=(16, 4.2), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    axes = list(grid.flat)
     for colour, (name, of) in zip(COLOURS, found.items(), strict=False):
         axes[0].plot(of["mu"], of["area"], "o", color=colour, label=name.replace("_", " "), markersize=5)
     axes[0].set(
