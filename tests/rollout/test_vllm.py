@@ -23,7 +23,7 @@ import torch
 from rollout.requests import requests_for, trainer_logprobs
 from runs import VLLM
 from threepo.cli import main
-from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
+from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -105,6 +105,23 @@ def untied() -> Iterator[Setup]:
     engine = engine_for(policy, replicas=2)
     yield policy, IVON(policy.model.named_parameters(), ess=1e5), engine
     engine.close()
+
+
+def test_draws_of_adapters_reach_vllm_multiplied_out(tmp_path: Path) -> None:
+    """Four draws of B, in turn through one replica; the trainer's side is transformers with peft."""
+    tiny("tiny-qwen2", tied=True).save(tmp_path / "base")
+    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=4)))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)  # sigma 0.1
+    engine = engine_for(policy)
+    draws = [None, *(Draw(0, 0, i) for i in range(4))]
+    try:
+        engine.load(optimizer, draws, 3)
+        completions = engine.generate(requests_for(policy, draws), SAMPLING, seed=1)
+    finally:
+        engine.close()
+    found = differences(policy, optimizer, completions, 1.0)
+    assert max(gap for (draw, other), gap in found.items() if draw == other) < 1e-4
+    assert min(gap for (draw, other), gap in found.items() if draw != other) > 1e-2
 
 
 @pytest.mark.parametrize("setup", ["tied", "untied"])
