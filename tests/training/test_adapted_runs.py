@@ -16,6 +16,7 @@ from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TinyConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.errors import Interrupted, UserError
+from threepo.files import read_json
 from threepo.models.policy import load_policy
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import rlvr
@@ -115,6 +116,18 @@ def test_without_noise_every_method_is_grpo_bitwise(base: Path) -> None:
         assert torch.equal(found["b3po"][name], value)
         assert torch.equal(found["c3po"][name], value)
         torch.testing.assert_close(found["c3po_replay"][name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_a_probe_asks_about_what_is_trained(base: Path) -> None:
+    """Its default places have frozen ones among them, where noise would be none."""
+    config = ["data.train=sorting", "data.levels=[2]", "sampling.max_new_tokens=4", "model.lora.rank=4"]
+    asked = ["probe.sizes=[0.3]", "probe.ess=[1e5]", "probe.temperatures=[]", "probe.problems=2", "probe.candidates=4"]
+    few = ["probe.looks=2", "probe.solved_at_most=1.0", "--draws", "2", "--rollouts", "16", "--output", "asked"]
+    assert main(["probe", str(base), *config, *asked, *few]) == 0
+    noise = read_json(Path("asked/summary.json"))["noise"]
+    assert {"posterior", "all", "attention", "mlp"} < {found["place"] for found in noise}
+    assert not {"norm", "embedding", "model.norm.weight"} & {found["place"] for found in noise}
+    assert all(found["kl"] > 1e-6 for found in noise)
 
 
 def test_fine_tuning_then_learning_then_evaluating(base: Path) -> None:

@@ -5,7 +5,8 @@ is trained. So noise with deviation sigma on B changes every element of W with d
 sizes of noise, weight decay and clip radius keep the meaning that they have for W. A's numbers are addressed by the
 seed of the run and its name.
 
-Engines see the model without adapters: `Merged` multiplies them out for each draw.
+The local engine multiplies with A and B beside one copy of W (rollout/ensemble.py). vLLM sees the model without
+adapters: `Merged` multiplies them out for each draw.
 """
 
 import hashlib
@@ -35,18 +36,9 @@ BASE_FILE = "base.json"
 NAME = "default"
 """Of the adapter, in peft and so in the names of parameters."""
 A, B, BASE = f"lora_A.{NAME}", f"lora_B.{NAME}", "base_layer"
-_FREE = {
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *(
-        "base_model_name_or_path",
-        "revision",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-        "peft_type",
-        "peft_version",
-    ),
-}
+_SHAPE = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_ORIGIN = {"base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_type"}
+_FREE = _SHAPE | _ORIGIN | {"peft_version"}
 """Settings of peft that may be anything; others must be peft's defaults, because they would compute something else."""
 _INITS = (True, False, "gaussian")
 """Of A and B alone; others change W."""
@@ -85,7 +77,7 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
             key = address_key("threepo-lora", seed, name)
             for start, numbers in normal_chunks(key, 0, p.numel(), p.device):
                 p.detach().view(-1)[start : start + len(numbers)] = deviation * numbers
-    train_adapters(model, settings)
+    _train(model, settings.init)
 
 
 def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
@@ -99,9 +91,10 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in settings.targets}
 
 
-def load_adapters(model: Any, folder: Path, base: str) -> None:
+def load_adapters(model: Any, folder: Path, base: str) -> str:
     """Give a loaded model the adapters of a peft directory, and freeze all but B, and A where its own run trained it.
 
+    Returns the `init` that its own run had; "" if another program made them.
     `UserError` for adapters of another model, or of a kind that is not supported.
     """
     peft = _peft()
@@ -124,12 +117,13 @@ def load_adapters(model: Any, folder: Path, base: str) -> None:
     odd = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
     if odd:
         raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
-    recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": "unit"}
+    recorded = read_json(folder / BASE_FILE) if (folder / BASE_FILE).is_file() else {"init": ""}
     if recorded.get("digest", base_digest(model)) != base_digest(model):
         raise UserError(f"{folder}: {base} has other weights now than those that its adapters were trained with")
     for name, p in own.items():
         p.detach().copy_(saved[name])
     _train(model, recorded["init"])
+    return str(recorded["init"])
 
 
 def _train(model: Any, init: str) -> None:
@@ -162,8 +156,8 @@ def base_digest(model: Any) -> str:
     return found.hexdigest()
 
 
-def train_adapters(model: Any, settings: LoRAConfig) -> None:
-    """Train adapters that are as `settings` say; `UserError` if they are not."""
+def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
+    """Train loaded adapters, which were made with `init`; `UserError` if they are not as `settings` say."""
     config, scale = model.peft_config[NAME], settings.scale
     targets = config.target_modules
     found = {"rank": config.r, "alpha": float(config.lora_alpha)}
@@ -175,11 +169,11 @@ def train_adapters(model: Any, settings: LoRAConfig) -> None:
     }
     for name, value in wanted.items():
         settings.check(name, found[name] == value, f"the adapters in model.path have {found[name]}; set it to that")
-    if settings.init == "unit":
+    if settings.init == "unit" and init != "unit":
         of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
         square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
         fix = "A of the adapters in model.path has another size, so sigma would not be that of W; set it to 'usual'"
-        settings.check("init", 0.7 < square * scale**2 * settings.rank < 1.4, fix)
+        settings.check("init", not init and 0.7 < square * scale**2 * settings.rank < 1.4, fix)
     _train(model, settings.init)
 
 

@@ -84,7 +84,7 @@ class Policy:
         return hasattr(self.model, "peft_config")
 
     def served(self, source: WeightSource) -> WeightSource:
-        """The weights of a source of this model as engines have them: with its adapters, if any, multiplied out."""
+        """The weights of a source of this model by the names of `architecture`: with adapters multiplied out."""
         return Merged(source, adapter_scale(self.model)) if self.has_adapters else source
 
     @property
@@ -211,12 +211,12 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     if folder or settings.lora.rank:
         architecture, local = without_weights(model), Path(base).expanduser()
         where = str(model_folder(local).absolute()) if local.is_dir() else base
-        if folder:
-            load_adapters(model, folder, where)
-        else:
+        if not folder:
             add_adapters(model, settings.lora, where, seed)
-        if settings.lora.rank:
-            train_adapters(model, settings.lora)
+        else:
+            init = load_adapters(model, folder, where)
+            if settings.lora.rank:
+                train_adapters(model, settings.lora, init)
     model.to(device).eval()
     for buffer in architecture.buffers() if architecture else ():
         buffer.data = buffer.to(device)

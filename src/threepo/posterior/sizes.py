@@ -26,7 +26,7 @@ def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> d
     """
     parameters = dict(named)
     trained = trained_names(parameters)
-    factors = {name: _factor(name, settings.where) if name in trained else 0.0 for name in parameters}
+    factors = dict.fromkeys(parameters, 0.0) | {name: _factor(name, settings.where) for name in trained}
     for key in settings.where:
         if not fits_any(key, trained):
             kinds = ", ".join(dict.fromkeys(map(layer_kind, trained)))
@@ -56,7 +56,10 @@ def fits_any(key: str, names: Iterable[str]) -> bool:
 
 
 def scaled_by(name: str) -> str:
-    """The parameter beside whose weights a parameter's noise is large or small: of an adapter's B, what it adapts."""
+    """The parameter beside whose weights a parameter's noise is large or small: of an adapter's B, what it adapts.
+
+    By peft's names (models/adapters.py).
+    """
     return name.replace(".lora_B.default.", ".base_layer.")
 
 
