@@ -16,12 +16,12 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
     draw = Draw(0, 0, 1)
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
     tokens = probe_tokens(policy, 1000)
-    found = expected_logprobs(policy, dict(optimizer.weights(draw)), tokens)
+    found = expected_logprobs(policy.model, dict(optimizer.weights(draw)), tokens, policy.device)
     with optimizer.at(draw), torch.no_grad():
         logits = policy.model(torch.tensor([tokens])).logits[0]
     expected = [logits[i].log_softmax(0)[tokens[i + 1]] for i in range(len(tokens) - 1)]
     assert torch.allclose(found, torch.stack(expected), atol=1e-6)
-    assert not torch.allclose(found, expected_logprobs(policy, before, tokens), atol=1e-2)
+    assert not torch.allclose(found, expected_logprobs(policy.model, before, tokens, policy.device), atol=1e-2)
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in policy.model.named_parameters())
 
 

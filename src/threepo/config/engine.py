@@ -75,6 +75,10 @@ class VLLMConfig(Settings, table="engine.vllm"):
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
 
+    adapters: CountOrZero = 8
+    """With [model.lora]: most draws that a replica decodes in one batch, as adapters beside one copy of the frozen
+    weights; further ones wait for their turn. 0: adapters are multiplied out, and a draw is pushed as all weights."""
+
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
         each = f" times engine.vllm.tensor_parallel = {self.tensor_parallel}" if self.tensor_parallel > 1 else ""

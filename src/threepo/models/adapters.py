@@ -5,8 +5,8 @@ is trained. So noise with deviation sigma on B changes every element of W with d
 sizes of noise, weight decay and clip radius keep the meaning that they have for W. A's numbers are addressed by the
 seed of the run and its name.
 
-The local engine multiplies with A and B beside one copy of W (rollout/ensemble.py). vLLM sees the model without
-adapters: `Merged` multiplies them out for each draw.
+The local engine multiplies with A and B beside one copy of W (rollout/ensemble.py). vLLM does so too, or it sees the
+model without adapters: then `Merged` multiplies them out for each draw.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ def load_adapters(model: Any, folder: Path, base: str) -> str:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and type(module.get_base_layer()) is not Linear:
             raise UserError(f"{folder}: its adapters change {name}, which is no linear layer")
-    own = {_saved_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
+    own = {peft_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
     odd = saved.keys() ^ own.keys() or {name for name in own if saved[name].shape != own[name].shape}
     if odd:
         raise UserError(f"{folder}: its adapters do not fit {base}: {min(odd)}; they belong to another model")
@@ -138,7 +138,7 @@ def save_adapters(model: Any, folder: Path) -> None:
     Not by peft's own function, which adds W where a head is adapted, and asks the hub about a base from there.
     """
     own = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-    saved = {_saved_name(name): p.detach().cpu().contiguous() for name, p in own.items()}
+    saved = {peft_name(name): p.detach().cpu().contiguous() for name, p in own.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(str(folder))
@@ -194,7 +194,8 @@ def _attach(model: Any, config: Any, base: str) -> None:
     config.base_model_name_or_path = base
 
 
-def _saved_name(name: str) -> str:
+def peft_name(name: str) -> str:
+    """The name of an adapter's parameter in the files of a peft directory."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 

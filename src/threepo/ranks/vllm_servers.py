@@ -161,7 +161,7 @@ class VLLMServers:
                     pass
                 continue
             own = {self._sources[name]: value.to(self._dtype) for name, value in weights}
-            found.append(expected_logprobs(self._policy, own, self._probe))
+            found.append(expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device))
         shares = self._ranks.gather(found)
         return [shares[index % size][index // size] for index in range(len(self._draws))]
 

@@ -12,6 +12,10 @@ vLLM is given a model whose output head is not tied to its embedding, and the he
 configuration ties them, the CPU build of vLLM 0.32 keeps using the packed copy of the head that it made at its start: a
 reload repacks only layers that weights are loaded for, and none are loaded for a tied head.
 
+With adapters, the frozen weights are pushed once, and each draw is an adapter beside them (`engine.vllm.adapters`): the
+draws of a replica are decoded in one batch. The probe then runs in the trainer's precision, with adapters in the
+engine's.
+
 Where the model is sharded, the policy's architecture stands for it: nothing here needs its weights.
 
 Neither file has run on a GPU yet.
@@ -33,12 +37,13 @@ import torch
 
 from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
+from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completed, row_key, rows_by_draw
-from threepo.rollout.memory import SharedTensors, layout_of
+from threepo.rollout.memory import Layout, SharedTensors, layout_of
 from threepo.rollout.replicas import Replica, ReplicaError, call_all
-from threepo.rollout.vllm_server import Decoded, Held
+from threepo.rollout.vllm_server import RANKS, Decoded, Held
 from threepo.types import Completion, Draw, Request
 
 LENGTH = 32
@@ -48,6 +53,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 equal weights 4e-7 in float32 and 0.011 in bfloat16."""
 _TORCHRUN = re.compile("(|LOCAL_|GROUP_|ROLE_)(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables by which torchrun tells a rank who it is; vLLM would take itself for that rank."""
+_FROZEN = -1
+"""The index of the shared memory with the weights that adapters are beside."""
 _PROGRAM = "from threepo.rollout import replicas, vllm_server; replicas.serve_requests(vllm_server.Server)"
 
 
@@ -55,7 +62,8 @@ class VLLMEngine:
     """A `RolloutEngine` in `settings.vllm.replicas` processes; they end with `close`, with this object, or with Python.
 
     After an error of a replica or of a push the engine is closed. `UserError` if vLLM is missing or does not start.
-    Draw number i of a load is in shared memory i, which replica i % replicas reads.
+    Draw number i of a load is in shared memory i, which replica i % replicas reads. A replica has one slot, or one for
+    each of engine.vllm.adapters.
     """
 
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
@@ -70,7 +78,14 @@ class VLLMEngine:
         self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
         self._sources = parameter_names(policy.architecture)
         state = policy.architecture.state_dict()
-        self._layout = layout_of({name: state[name] for name in self._sources}, dtype)
+        whole = layout_of({name: state[name] for name in self._sources}, dtype)
+        served = settings.vllm.adapters if policy.has_adapters else 0
+        self._slots = served or 1
+        own = policy.model.named_parameters() if served else ()
+        self._adapters = {peft_name(name): (name, p) for name, p in own if is_adapter(name)}
+        """If draws are pushed as adapters: their parameters, by their names in vLLM."""
+        self._layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype) if served else whole
+        described = adapter_settings(policy) if served else {}
         self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
@@ -86,7 +101,7 @@ class VLLMEngine:
             for i, environment in enumerate(environments):
                 name, log = f"engine.vllm: replica {i}", folder / f"replica-{i}.log"
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
-            start = ("start", settings, str(folder), self._max_length, self._probe)
+            start = ("start", settings, str(folder), self._max_length, self._probe, described)
             try:
                 call_all(dict.fromkeys(self._replicas, start))
             except ReplicaError as error:
@@ -94,6 +109,8 @@ class VLLMEngine:
                 raise UserError(
                     f"engine.kind = 'vllm': vLLM does not start: {reason}; its log is in {folder}"
                 ) from error
+            if served:
+                self._freeze(whole)
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -113,13 +130,13 @@ class VLLMEngine:
             self._share(len(distinct))
             for index, draw in enumerate(distinct):
                 self._write(posterior, draw, self._shared[index])
-                own = {name: self._shared[index].tensors[name] for name, of in self._sources.items() if of == name}
-                logprobs = expected_logprobs(self._policy, own, self._probe)
-                self._expected.append((self._shared[index].checksum(), logprobs))
-            self._draws = distinct
-            pushes = {replica: ("push", index) for index, replica in enumerate(self._replicas[: len(distinct)])}
-            for index, held in enumerate(call_all(pushes)):
-                self._check(index, held)
+                self._expected.append((self._shared[index].checksum(), self._probed(self._shared[index].tensors)))
+            self._draws, count = distinct, len(self._replicas)
+            first = {i: list(range(i, len(distinct), count))[: self._slots] for i in range(min(count, len(distinct)))}
+            answers = call_all({self._replicas[i]: ("push", *mine) for i, mine in first.items()})
+            for mine, shown in zip(first.values(), answers, strict=True):
+                for index, held in zip(mine, shown, strict=True):
+                    self._check(index, held)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`. `UserError` for a request longer than engine.vllm.max_model_len."""
@@ -164,11 +181,36 @@ class VLLMEngine:
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """Write the weights of a draw, a tied tensor under each name; the model's where the posterior has none."""
+        if self._adapters:
+            for name, value in posterior.weights(draw):
+                if is_adapter(name):
+                    shared.tensors[peft_name(name)].copy_(value)
+            return
         weights = self._policy.served(posterior).weights(draw)
         written = {self._sources[name]: shared.tensors[name].copy_(value) for name, value in weights}
         state = self._policy.architecture.state_dict()
         for name, source in self._sources.items():
             shared.tensors[name].copy_(written.get(source, state[name]))
+
+    def _probed(self, written: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the trainer's model computes with what was written for a draw."""
+        if self._adapters:
+            own = {name: written[called].to(p.dtype) for called, (name, p) in self._adapters.items()}
+            return expected_logprobs(self._policy.model, own, self._probe, self._policy.device)
+        own = {name: written[name] for name, of in self._sources.items() if of == name}
+        return expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device)
+
+    def _freeze(self, layout: Layout) -> None:
+        """Push the weights that adapters are beside into every replica, and free the memory for that."""
+        own = {without_adapter(name): p for name, p in self._policy.model.named_parameters()}
+        state, shared = self._policy.architecture.state_dict(), SharedTensors(layout)
+        try:
+            for name, source in self._sources.items():
+                shared.tensors[name].copy_(own.get(source, state[name]).detach())
+            call_all(dict.fromkeys(self._replicas, ("share", _FROZEN, layout, shared.path)))
+            call_all(dict.fromkeys(self._replicas, ("freeze", _FROZEN)))
+        finally:
+            shared.close()
 
     def _check(self, index: int, held: Held) -> None:
         """Draws may be closer to one another than the probe's tolerance; what was read is compared to the bit."""
@@ -209,15 +251,16 @@ def probe_tokens(policy: Policy, room: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def expected_logprobs(policy: Policy, weights: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by the trainer's model under `weights`.
+def expected_logprobs(
+    model: Any, weights: Mapping[str, torch.Tensor], tokens: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Log-probs [len(tokens) - 1] (float32, CPU) of tokens 1, 2, ... by a model under `weights`, computed on `device`.
 
-    The model itself does not change. `weights` has a tensor for every parameter, in the engine's dtype, in which the
-    forward pass runs.
+    The model itself does not change. `weights` has tensors for its parameters; the forward pass runs in their dtype.
     """
-    ids = torch.tensor([tokens], device=policy.device)
-    on_device = {name: value.to(policy.device) for name, value in weights.items()}
-    output = torch.func.functional_call(policy.architecture, on_device, kwargs={"input_ids": ids, "use_cache": False})
+    ids = torch.tensor([tokens], device=device)
+    on_device = {name: value.to(device) for name, value in weights.items()}
+    output = torch.func.functional_call(model, on_device, kwargs={"input_ids": ids, "use_cache": False})
     logprobs = output.logits[0, :-1].float().log_softmax(dim=-1)
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()  # type: ignore[no-any-return]
 
@@ -241,6 +284,14 @@ def parameter_names(model: Any) -> dict[str, str]:
     """For every tensor of the state dict: the name of its parameter, which is another one where it is tied."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: known.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def adapter_settings(policy: Policy) -> dict[str, Any]:
+    """What vLLM has to know of a policy's adapters; `UserError` for a rank that it does not serve."""
+    config = policy.model.peft_config[NAME]
+    if config.r > RANKS[-1]:
+        raise UserError(f"model.lora.rank = {config.r}: vLLM serves up to {RANKS[-1]}; set engine.vllm.adapters = 0")
+    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": list(config.target_modules)}
 
 
 def _write_config(model: Any, folder: Path) -> None:

@@ -279,6 +279,9 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tok
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
         named = f"frozen weights and adapters of {copies} {what}"
+    elif model.adapters and engine.vllm.adapters:
+        held = copies * (model.weights + engine.vllm.adapters * model.adapters)
+        named = f"frozen weights and up to {engine.vllm.adapters} adapters of each of {copies} {what}"
     together = min(rows, most)
     cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype)) / GIB
     return [
