@@ -118,6 +118,20 @@ def test_without_noise_every_method_is_grpo_bitwise(base: Path) -> None:
         torch.testing.assert_close(found["c3po_replay"][name], value, rtol=1e-3, atol=1e-6)
 
 
+def test_a_rounded_base_changes_no_bit_and_goes_with_any_checkpoint(base: Path) -> None:
+    coarse = (*ADAPTERS, "method.preset=c3po", "model.compute_dtype=bfloat16", "engine.dtype=bfloat16")
+    api.train(config("whole", base, *coarse))
+    api.train(config("rounded", base, *coarse, "model.lora.base_dtype=bfloat16"))
+    ours, others = tensors("rounded"), tensors("whole")
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+    api.train(config("further", base, *coarse, "model.path=rounded", "run.steps=1"))
+    assert main(["eval", "rounded", "data.train=sorting", "eval.problems=2", "sampling.max_new_tokens=4"]) == 0
+    with pytest.raises(UserError, match="needs model.compute_dtype = 'bfloat16'"):
+        config("float32", base, *ADAPTERS, "model.lora.base_dtype=bfloat16")
+    with pytest.raises(UserError, match="without adapters there is no frozen base"):
+        config("all", base, "model.lora.base_dtype=bfloat16", "model.compute_dtype=bfloat16")
+
+
 def test_a_probe_asks_about_what_is_trained(base: Path) -> None:
     """Its default places have frozen ones among them, where noise would be none."""
     config = ["data.train=sorting", "data.levels=[2]", "sampling.max_new_tokens=4", "model.lora.rank=4"]

@@ -91,6 +91,22 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in settings.targets}
 
 
+def round_base(model: Any) -> None:
+    """Hold the frozen weights of linear layers in bfloat16; others, and one that an embedding shares, stay as they are.
+
+    Under autocast to bfloat16, linear layers read the same bits as before.
+    """
+    for weight in linear_weights(model):
+        weight.data = weight.data.to(torch.bfloat16)
+
+
+def linear_weights(model: Any) -> list[torch.Tensor]:
+    """Of the linear layers that share theirs with no embedding, without adapters."""
+    shared = model.get_input_embeddings().weight
+    found = {name: module.weight for name, module in model.named_modules() if type(module) is Linear}
+    return [weight for name, weight in found.items() if weight is not shared and not is_adapter(f"{name}.weight")]
+
+
 def load_adapters(model: Any, folder: Path, base: str) -> str:
     """Give a loaded model the adapters of a peft directory, and freeze all but B, and A where its own run trained it.
 
@@ -147,11 +163,11 @@ def save_adapters(model: Any, folder: Path) -> None:
 
 
 def base_digest(model: Any) -> str:
-    """Of the frozen weights, by some 256 elements of each parameter."""
+    """Of the frozen weights, by some 256 elements of each parameter, as they are in bfloat16."""
     found = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
         if not is_adapter(name):
-            sample = p.detach().view(-1)[:: max(1, p.numel() // 256)].float().cpu()
+            sample = p.detach().view(-1)[:: max(1, p.numel() // 256)].bfloat16().float().cpu()
             found.update(name.encode() + sample.numpy().tobytes())
     return found.hexdigest()
 

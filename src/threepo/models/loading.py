@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapted_layers, adapter_folder, base_path
+from threepo.models.adapters import adapted_layers, adapter_folder, base_path, linear_weights
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -91,6 +91,8 @@ class Shape(NamedTuple):
     """Numbers in all A and B of [model.lora]; 0: without adapters."""
     trained: int = 0
     """Those of all weights and adapters that are trained."""
+    rounded: int = 0
+    """Those of the weights that are held in bfloat16."""
 
 
 def model_shape(settings: ModelConfig) -> Shape:
@@ -108,7 +110,8 @@ def model_shape(settings: ModelConfig) -> Shape:
         return Shape(model.config, weights, 0, weights)
     shapes = [module.weight.shape for module in adapted_layers(model, lora).values()]
     a, b = (lora.rank * sum(shape[side] for shape in shapes) for side in (1, 0))
-    return Shape(model.config, weights, a + b, b if lora.init == "unit" else a + b)
+    rounded = sum(map(torch.numel, linear_weights(model))) if lora.base_dtype == "bfloat16" else 0
+    return Shape(model.config, weights, a + b, b if lora.init == "unit" else a + b, rounded)
 
 
 def load_tokenizer(path: str) -> Any:

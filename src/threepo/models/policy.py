@@ -18,6 +18,7 @@ from threepo.models.adapters import (
     add_adapters,
     base_path,
     load_adapters,
+    round_base,
     save_adapters,
     train_adapters,
 )
@@ -223,7 +224,10 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     if settings.gradient_checkpointing:
         recompute_activations(model)
     dtype = getattr(torch, settings.compute_dtype)
-    return Policy(Scorer(model, has_linear_head(model), takes_packed_rows(model)), tokenizer, dtype, architecture)
+    scorer = Scorer(model, has_linear_head(model), takes_packed_rows(model))
+    if settings.lora.base_dtype == "bfloat16":
+        round_base(model)
+    return Policy(scorer, tokenizer, dtype, architecture)
 
 
 def without_weights(model: Any) -> Any:

@@ -35,6 +35,8 @@ class Stack:
         """Whether all draws have the same values, which are there once."""
         self.is_packed = False
         """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
+        self.is_borrowed = False
+        """Whether the values are the trainer's own, which do not change."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
@@ -44,11 +46,17 @@ class Stack:
 
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for the values of so many draws; old values are lost."""
+        if self.is_borrowed:
+            return
         draws = min(draws, 1) if self.shared else draws
         self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
         self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
         self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
         """[N, *shape], for writing; after packing it no longer shows the values."""
+
+    def borrow(self, values: torch.Tensor) -> None:
+        """Use these values of the trainer's for all draws, in its memory."""
+        self.memory, self.values, self.is_borrowed = values.view(1, -1), values.unsqueeze(0), True
 
     @property
     def packed(self) -> torch.Tensor:
@@ -221,18 +229,25 @@ class Ensemble:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory for what all draws have in common."""
-        return sum(stack.numbers for stack in set(self.stacks.values()) if stack.shared) * self.dtype.itemsize
+        """Memory for what all draws have in common, without what is the trainer's."""
+        own = (stack for stack in set(self.stacks.values()) if stack.shared and not stack.is_borrowed)
+        return sum(stack.numbers for stack in own) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
         """Memory that the weights of all loaded draws take now."""
-        return sum(stack.memory.nbytes for stack in set(self.stacks.values()))
+        return sum(stack.memory.nbytes for stack in set(self.stacks.values()) if not stack.is_borrowed)
 
     def model_for(self, rows: Rows) -> Any:
         """The model, for a pass with these rows."""
         self._pass.rows = rows
         return self.model
+
+    def borrow(self, own: Mapping[str, torch.Tensor]) -> None:
+        """Use these frozen weights of the trainer's, by their names here, where they have the dtype and the order."""
+        for name, value in own.items():
+            if (stack := self.stacks[name]).shared and not stack.is_packed and value.dtype == self.dtype:
+                stack.borrow(value)
 
     def resize(self, draws: int) -> None:
         """Allocate memory for the weights of `draws` draws, one block for each parameter; old values are lost."""
@@ -245,7 +260,8 @@ class Ensemble:
 
         Those that all draws share come with the first.
         """
-        return {name: stack.values[index] for name, stack in self.stacks.items() if index == 0 or not stack.shared}
+        own = {name: stack for name, stack in self.stacks.items() if not stack.is_borrowed}
+        return {name: stack.values[index] for name, stack in own.items() if index == 0 or not stack.shared}
 
     def pack(self, index: int) -> None:
         """Finish the weights of one draw after all are written."""

@@ -45,6 +45,8 @@ class LocalEngine:
         adapters = {name: p for name, p in self._trained.named_parameters() if is_adapter(name)}
         scale = adapter_scale(policy.model) if adapters else 1.0
         self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype), policy.device, adapters, scale)
+        if adapters:
+            self._ensemble.borrow({without_adapter(n): p.detach() for n, p in self._trained.named_parameters()})
         self._draws: list[Draw | None] = []
         self._step = -1
 

@@ -75,7 +75,9 @@ class VLLMEngine:
             raise UserError(
                 f"engine.vllm.max_model_len = {self._max_length}: the model's context is {policy.context}; lower it"
             )
-        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[dtype]
+        self._rounded = any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
+        coarse = torch.bfloat16 if self._rounded else dtype
+        self._tolerance = settings.vllm.probe_tolerance or TOLERANCE[coarse]
         self._sources = parameter_names(policy.architecture)
         state = policy.architecture.state_dict()
         whole = layout_of({name: state[name] for name in self._sources}, dtype)
@@ -196,7 +198,8 @@ class VLLMEngine:
         """What the trainer's model computes with what was written for a draw."""
         if self._adapters:
             own = {name: written[called].to(p.dtype) for called, (name, p) in self._adapters.items()}
-            return expected_logprobs(self._policy.model, own, self._probe, self._policy.device)
+            with torch.autocast(self._policy.device.type, self._policy.compute_dtype, enabled=self._rounded):
+                return expected_logprobs(self._policy.model, own, self._probe, self._policy.device)
         own = {name: written[name] for name, of in self._sources.items() if of == name}
         return expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device)
 

@@ -164,13 +164,14 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
 
 
 def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
-    """All float32: the weights, and tensors of the size of those that are trained."""
-    whole = model.weights + model.adapters
+    """All float32: the weights, but for rounded ones, and tensors of the size of those that are trained."""
+    whole = model.weights + model.adapters - model.rounded / 2
     held = {
         name: count * (whole if name == "weights" else model.trained) * 4 / GIB
         for name, count in _tensors(config, gradient_draws).items()
     }
-    total = f"{sum(held.values()):.4g} GiB in all, float32; activations come on top"
+    kept = "float32 and bfloat16" if model.rounded else "float32"
+    total = f"{sum(held.values()):.4g} GiB in all, {kept}; activations come on top"
     return [*(f"{gib:.4g} GiB {name}" for name, gib in held.items()), total]
 
 
