@@ -27,16 +27,19 @@ from ranks.launch import launch
 from rollout.requests import requests_for, trainer_logprobs
 from rollout.test_vllm import gone, tiny
 from runs import VLLM
+from threepo import api
 from threepo.cli import main
-from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, load_policy
+from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.pushed import pushed
 from threepo.ranks import vllm_servers
 from threepo.ranks.group import ALONE
 from threepo.ranks.vllm_servers import VLLMServers
 from threepo.rollout.inference_server import InferenceServer
+from threepo.rollout.vllm import expected_logprobs
 from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw
 
@@ -80,14 +83,15 @@ class Started:
 
 
 @contextmanager
-def started(model: Path, log: Path, **options: str) -> Iterator[Started]:
-    """A server for the model in this folder, which is killed in the end."""
+def started(model: Path, log: Path, *more: str, **options: str) -> Iterator[Started]:
+    """A server for the model in this folder, which is killed in the end; an empty option is left out."""
     with closing(socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = OPTIONS | {"--model": str(model), "--host": "127.0.0.1", "--port": str(port), "--enforce-eager": None}
     given |= {"--kv-cache-memory-bytes": str(1 << 27)} | options
-    words = [word for option, value in given.items() for word in (option, value) if word is not None]
+    words = [word for option, value in given.items() if value != "" for word in (option, value) if word is not None]
+    words += more
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -319,3 +323,31 @@ def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
     said = train_until(signal.SIGKILL, "--resume", str(run))
     assert f"engine.vllm.servers: {last.url} " in said
     assert "broke off during" in said or "is not there" in said
+
+
+def test_any_vllm_server_loads_draws_that_were_written_as_adapters(tmp_path: Path) -> None:
+    """By `threepo sample`, under names of their own in one server, and with the trainer's log-probs of a prompt."""
+    pytest.importorskip("peft")
+    tiny("tiny-qwen2", tied=True).save(tmp_path / "base")
+    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=8, alpha=12)))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)
+    policy.save(tmp_path / "mean")
+    Posterior.of(optimizer).save(tmp_path / "mean")
+    draws = api.sample(tmp_path / "mean", tmp_path / "drawn", range(2))
+    modules = ["--enable-lora", "--lora-modules", *(f"{path.name}={path}" for path in draws)]
+    options = {"--load-format": "auto"} | dict.fromkeys(
+        ("--skip-tokenizer-init", "--weight-transfer-config", "--hf-overrides"), ""
+    )
+    prompt = list(range(5, 40))
+    with started(tmp_path / "base", tmp_path / "log", *modules, **options) as server:
+        wait_for(lambda: server.answers("/health"), server)
+        for path in draws:
+            question = {"model": path.name, "prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0}
+            data, kind = json.dumps(question).encode(), {"Content-Type": "application/json"}
+            asked = urllib.request.Request(server.url + "/v1/completions", data, kind)
+            answer = json.load(urllib.request.urlopen(asked, timeout=60))
+            found = torch.tensor(answer["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt)])
+            own = load_policy(ModelConfig(path=str(path))).model
+            expected = expected_logprobs(own, {}, prompt, policy.device)
+            assert float((found - expected).abs().max()) < 1e-4
+            assert float((expected - expected_logprobs(policy.model, {}, prompt, policy.device)).abs().max()) > 1e-2

@@ -101,6 +101,22 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
     assert said(local, "GiB frozen weights and adapters of 4 draws, bfloat16") == pytest.approx(
         (whole + a + 4 * b) * 2 / 2**30, rel=1e-3
     )
+    rounded = ["model.lora.base_dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    local = plan(load(TrainConfig, "", [*settings, *own, *rounded]))
+    linear = whole - 100278 * 4096 - 32 * 4 * 4096 - 4096  # without embedding and norms
+    trainer = (4 * (whole + a + b - linear) + 2 * linear) / 2**30
+    assert said({"trainer": local["trainer"]}, "GiB weights") == pytest.approx(trainer, rel=1e-3)
+    engine = (whole - linear + a + 4 * b) * 2 / 2**30  # linear layers are the trainer's
+    assert said(local, "GiB frozen weights and adapters of 4 draws, without those of the trainer") == pytest.approx(
+        engine, rel=1e-3
+    )
+    held = said(local, "GiB in all") + engine
+    assert local["one GPU"][2] == f"80 GB: {79 - held:.3g} GiB left for activations, keys and values"
+    served = (whole + 8 * (a + b)) * 2 / 2**30
+    assert said(lines, "GiB frozen weights of 1 replicas, and for each up to 8 adapters") == pytest.approx(
+        served, rel=1e-3
+    )
+    assert said(lines, "GiB of weights written") == pytest.approx(4 * (a + b) * 2 / 2**30, rel=1e-3)
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * b * gib, rel=1e-3)
     full = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings[:1]))
     trains = [

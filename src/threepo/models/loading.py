@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from threepo.config import ModelConfig, TinyConfig
+from threepo.config import EngineConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapted_layers, adapter_folder, base_path, linear_weights
 from threepo.run_folder import model_folder
@@ -93,6 +93,10 @@ class Shape(NamedTuple):
     """Those of all weights and adapters that are trained."""
     rounded: int = 0
     """Those of the weights that are held in bfloat16."""
+
+    def pushed(self, engine: EngineConfig) -> int:
+        """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
+        return self.adapters if engine.kind == "vllm" and engine.vllm.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:

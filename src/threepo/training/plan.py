@@ -30,6 +30,8 @@ UNKNOWN = 512
 _BYTES = {"float32": 4, "bfloat16": 2}
 GPUS = {"H100": 79, "H200": 140}
 """GiB of memory of GPUs."""
+CARDS = {"24 GB": 23, "48 GB": 44, "80 GB": 79}
+"""GiB that a process finds on GPUs that are sold as such."""
 
 
 def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> dict[str, float]:
@@ -87,12 +89,13 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         trained=rows * passes * (prompt_tokens + response_tokens),
         frozen=model.adapters > 0,
     )
-    copied = draws * weights * _BYTES[engine.dtype] / GIB
+    copied = draws * (model.pushed(engine) or weights) * _BYTES[engine.dtype] / GIB
     if ranks == 1:
-        memory = {
-            "trainer": _trainer_memory(model, config, gradient_draws),
-            "engine": _engine_memory(config, model, rows, draws, prompt_tokens + longest),
-        }
+        trainer = _trainer_memory(model, config, gradient_draws)
+        generator, gib = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
+        memory = {"trainer": trainer, "engine": generator}
+        if model.adapters:
+            memory["one GPU"] = _cards(sum(_trainer_gib(model, config, gradient_draws).values()) + gib)
     else:
         tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
         held, free = _each_rank(config, shape, weights, gradient_draws, tokens, ranks)
@@ -163,13 +166,17 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 
-def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
+def _trainer_gib(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, float]:
     """All float32: the weights, but for rounded ones, and tensors of the size of those that are trained."""
     whole = model.weights + model.adapters - model.rounded / 2
-    held = {
+    return {
         name: count * (whole if name == "weights" else model.trained) * 4 / GIB
         for name, count in _tensors(config, gradient_draws).items()
     }
+
+
+def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
+    held = _trainer_gib(model, config, gradient_draws)
     kept = "float32 and bfloat16" if model.rounded else "float32"
     total = f"{sum(held.values()):.4g} GiB in all, {kept}; activations come on top"
     return [*(f"{gib:.4g} GiB {name}" for name, gib in held.items()), total]
@@ -225,7 +232,7 @@ def _replica(
 ) -> list[str]:
     """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
     if config.engine.kind != "vllm":
-        return _engine_memory(config, Shape(shape, weights), rows, draws, tokens)
+        return _engine_memory(config, Shape(shape, weights), rows, draws, tokens)[0]
     each = config.engine.vllm.tensor_parallel
     copy = weights * _BYTES[config.engine.dtype] / each / GIB
     a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype)) / each
@@ -273,22 +280,38 @@ def _time(
     return [*lines, f"assumed: responses {spread}; {ASSUMED}"]
 
 
-def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int) -> list[str]:
+def _cards(held: float) -> list[str]:
+    """What GPUs of usual sizes have left beside `held` GiB."""
+    return [
+        f"{name}: {size - held:.3g} GiB left for activations, keys and values"
+        if size > held
+        else f"{name}: {held - size:.3g} GiB too much"
+        for name, size in CARDS.items()
+    ]
+
+
+def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int) -> tuple[list[str], float]:
+    """Lines, and the GiB of weights in them."""
     engine, shape = config.engine, model.config
     copies, what, most = ENGINES[engine.kind].memory(engine, draws)
     held, named = copies * model.weights, f"weights of {copies} {what}"
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
         named = f"frozen weights and adapters of {copies} {what}"
-    elif model.adapters and engine.vllm.adapters:
+        if engine.dtype == "bfloat16":
+            held -= model.rounded  # the trainer's own
+            named += ", without those of the trainer" if model.rounded else ""
+    elif model.pushed(engine):
         held = copies * (model.weights + engine.vllm.adapters * model.adapters)
-        named = f"frozen weights and up to {engine.vllm.adapters} adapters of each of {copies} {what}"
+        named = f"frozen weights of {copies} {what}, and for each up to {engine.vllm.adapters} adapters"
     together = min(rows, most)
     cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype)) / GIB
-    return [
-        f"{held * _BYTES[engine.dtype] / GIB:.4g} GiB {named}, {engine.dtype}",
+    gib = held * _BYTES[engine.dtype] / GIB
+    lines = [
+        f"{gib:.4g} GiB {named}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
+    return lines, gib
 
 
 def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int) -> list[str]:
