@@ -228,13 +228,18 @@ def examine() -> Iterator[tuple[Check, Finding]]:
 
 def doctor() -> None:
     """Print what was found; `UserError` if something that all training needs does not work."""
-    table, advice, failed = Table("part", "", "what is here", box=None, pad_edge=False), [], []
+    table = Table("part", "", "what is here", box=None, pad_edge=False)
+    failed: list[str] = []
+    advice: dict[str, list[str]] = {}  # the same may help several parts
     for check, (state, found, what_to_do) in examine():
         table.add_row(check.name, Text(state, STYLES[state]), Text(found))
-        advice += [f"{check.name}: {what_to_do}"] * bool(what_to_do)
-        failed += [check.name] * (check.needed and state == "broken")
+        if what_to_do:
+            advice.setdefault(what_to_do, []).append(check.name)
+        if check.needed and state == "broken":
+            failed.append(check.name)
     Console().print(table)
-    print(*(["", "what to do:"] if advice else []), *advice, sep="\n")
+    if advice:
+        print("", "what to do:", *(f"{', '.join(names)}: {text}" for text, names in advice.items()), sep="\n")
     if failed:
         raise UserError(f"doctor: training needs what does not work here: {', '.join(failed)}; see above")
 
