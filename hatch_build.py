@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Value-changing optimisations stay off in the posterior: its numbers are the same bits on every machine. Attention and
 # products of the rollouts may differ from machine to machine.
+# No -march: the sources hold a version for each level of processors, chosen at run time, so a wheel runs on every
+# processor of its architecture.
 COMMON = ("-std=gnu99", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-shared")
 LIBRARIES = {
     Path("src/threepo/posterior/native.c"): ("_native.so", ("-ffp-contract=off",)),
@@ -48,7 +51,9 @@ class CompileKernels(BuildHookInterface):  # type: ignore[misc]
         try:
             if not compiler:
                 raise OSError("no C compiler found")
-            command = [*compiler, *COMMON, *flags, str(source), "-o", str(target), "-lm"]
+            # On macOS, who builds for another processor says so in ARCHFLAGS.
+            architecture = shlex.split(os.environ.get("ARCHFLAGS", "")) if sys.platform == "darwin" else []
+            command = [*compiler, *architecture, *COMMON, *flags, str(source), "-o", str(target), "-lm"]
             subprocess.run(command, cwd=root, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             (root / target).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics
 
-COMMANDS = ("train", "sft", "eval", "probe", "report", "explore", "study", "sample", "data", "demo")
+COMMANDS = ("train", "sft", "eval", "probe", "report", "explore", "study", "sample", "data", "demo", "doctor")
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

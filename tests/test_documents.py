@@ -10,9 +10,10 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+import threepo
 from runs import sft_config, train_config
 from threepo import api
-from threepo.cli import main
+from threepo.cli import build_parser, main
 from threepo.config import ModelConfig, SFTConfig, TinyConfig
 from threepo.config.recipes import load
 from threepo.models.policy import load_policy
@@ -76,6 +77,26 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_the_stability_page_lists_the_commands_and_names_that_there_are() -> None:
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+
+    def listed(part: str) -> list[str]:
+        text = page.split(f"<!-- {part} -->")[1].split(f"<!-- end of {part} -->")[0]
+        return re.findall(r"`(?:threepo )?(\w+)`", text)
+
+    (commands,) = (action for action in build_parser()._actions if action.dest == "==SUPPRESS==" and action.choices)
+    assert listed("commands") == list(commands.choices or ())
+    assert listed("names") == threepo.__all__
+
+
+def test_the_versions_of_the_package_and_its_citation_agree() -> None:
+    versions = [
+        re.findall(r"^version\W+([\d.]+)", (ROOT / name).read_text(), re.MULTILINE)
+        for name in ("pyproject.toml", "CITATION.cff")
+    ]
+    assert versions[0] == versions[1] == [threepo.__version__]
 
 
 def test_the_configuration_page_is_what_the_source_says() -> None:

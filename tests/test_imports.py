@@ -24,7 +24,7 @@ LEVELS = [
     {"ranks"},
     {"evaluation"},
     {"training", "analysis"},
-    {"api", "show"},
+    {"api", "doctor", "show"},
     {"demo"},
     {"commands"},
     {"cli", "integrations"},

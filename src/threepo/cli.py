@@ -187,6 +187,9 @@ def _add_tools(subparsers: Any) -> None:
     demo.add_argument("--folder", type=_path, default=Path("runs/demo"), help="default: runs/demo")
     demo.set_defaults(command=commands.demo)
 
+    text = "what is installed, what works here, and what to do about what does not"
+    subparsers.add_parser("doctor", help=text).set_defaults(command=commands.doctor)
+
 
 def _path(text: str) -> Path:
     """A path from the command line; an empty one is a variable that was not set, not the current directory."""

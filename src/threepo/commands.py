@@ -278,3 +278,9 @@ def demo(options: argparse.Namespace) -> None:
     from threepo.demo import demonstrate
 
     demonstrate(options.folder, Console())
+
+
+def doctor(options: argparse.Namespace) -> None:
+    from threepo.doctor import doctor
+
+    doctor()

@@ -25,7 +25,7 @@ class Library:
     """
 
     def __init__(self, path: Path, version: int, slower: str) -> None:
-        self._path, self._version, self._slower = path, version, slower
+        self._path, self._version, self.slower = path, version, slower
 
     @cached_property
     def loaded(self) -> ctypes.CDLL | None:
@@ -36,7 +36,7 @@ class Library:
             return library
         what = "is missing" if library is None else "was compiled from another version of its source"
         fix = "install a C compiler (cc, gcc or clang), then threepo again"
-        print(f"threepo: {self._path.name} {what}: {self._slower}, with torch instead; {fix}", file=sys.stderr)
+        print(f"threepo: {self._path.name} {what}: {self.slower}, with torch instead; {fix}", file=sys.stderr)
         return None
 
     def call(self, function: str, argument: ctypes.Structure, threads: int) -> None:

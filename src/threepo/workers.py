@@ -184,13 +184,14 @@ def _serve() -> None:
     link = owner()
     name, memory_mib = link.recv()
     function = pkgutil.resolve_name(name)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    needed = pages * resource.getpagesize() // 2**20 + SPARE_MIB
-    if needed > memory_mib:
-        link.send(f"reward.memory_mib = {memory_mib}: is too small for {name}; set it to {needed} or more")
-        return
+    if sys.platform == "linux":  # macOS does not hold a process to its address space
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        needed = pages * resource.getpagesize() // 2**20 + SPARE_MIB
+        if needed > memory_mib:
+            link.send(f"reward.memory_mib = {memory_mib}: is too small for {name}; set it to {needed} or more")
+            return
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
     null = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -32,9 +33,14 @@ def sampling_bytes(vocabulary: int) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2)."""
+    """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2).
+
+    Where the system is not Linux, which says what is free, half of all memory.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    if sys.platform != "linux":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"

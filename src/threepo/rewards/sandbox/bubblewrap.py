@@ -51,6 +51,8 @@ class Bubblewrap(LocalSandbox):
 
     def __init__(self, settings: SandboxConfig) -> None:
         super().__init__(settings)
+        if sys.platform != "linux":
+            raise UserError(f"reward.sandbox.backend = 'bubblewrap': works on Linux only; run there, {OTHERS}")
         ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
         is_mapped = any(first <= NOBODY < first + count for first, _, count in ranges)  # in this user namespace
         self.drop_root = os.geteuid() == 0 and is_mapped
