@@ -3,6 +3,7 @@
 # make test-ranks  the tests of several ranks, with torchrun, and of studies: those with several processes
 # make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
+# make test-trackers  the tests of W&B, trackio and MLflow, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages that come from the source
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_VERL ?= .venv-verl
+VENV_TRACKERS ?= .venv-trackers
 TORCH_INDEX ?=
 
 BUILT_FROM := pyproject.toml hatch_build.py $(wildcard src/threepo/*/*.[ch])
@@ -21,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-ranks test-vllm test-verl lint bench docs clean
+.PHONY: demo test test-ranks test-vllm test-verl test-trackers lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
@@ -47,6 +49,9 @@ test-verl: $(VENV_VERL)/verl
 	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py \
 	  tests/analysis/test_study_ray.py
 
+test-trackers: $(VENV_TRACKERS)/trackers
+	OMP_NUM_THREADS=1 $(VENV_TRACKERS)/bin/python -m pytest tests/integrations/test_trackers.py
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,7 +69,7 @@ docs: $(VENV)/dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) $(VENV_TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,4 +95,11 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 	$(PYTHON) -m venv $(VENV_VERL)
 	$(VENV_VERL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-verl.txt --editable .
+	touch $@
+
+# Not in the constraints: trackio wants an older Pillow.
+$(VENV_TRACKERS)/trackers: $(BUILT_FROM)
+	$(PYTHON) -m venv $(VENV_TRACKERS)
+	$(VENV_TRACKERS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[tensorboard,wandb,trackio,mlflow]' pytest hypothesis
 	touch $@

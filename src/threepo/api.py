@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from threepo.evaluation.probe_report import draw_picture
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
+from threepo.integrations.trackers import Trackers
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
@@ -31,18 +32,21 @@ from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import SUMMARY, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
+from threepo.training.run import Follower
 
 __all__ = ["closing_words", "evaluate", "fine_tune", "merge", "probe", "probe_folder", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
-def train(config: TrainConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
+def train(
+    config: TrainConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE, callbacks: Sequence[Follower] = ()
+) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = rlvr.assemble(config, resumed, ranks)
     with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
-        return _finish(run, rlvr.train, began)
+        return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
 def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
@@ -50,20 +54,28 @@ def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks 
     began = time.monotonic()
     run = sft.assemble(config, resumed, ranks)
     with run.folder:
-        return _finish(run, sft.fine_tune, began)
+        return _finish(run, sft.fine_tune, began, resumed is not None)
 
 
-def _finish(run: Any, loop: Callable[[Any], None], began: float) -> Path:
+def _finish(
+    run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower] = ()
+) -> Path:
     path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
     earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
     began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
-    loop(run)
     if not run.ranks.first:
+        loop(run)
         return path
-    source = getattr(run, "source", None)
-    counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
-    summary = read_run(path).summary()
-    write_json(path / SUMMARY, {"seconds": time.monotonic() - began, **summary, **counts})
+    trackers = Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed)
+    run.followers, summary = (trackers.log, *callbacks), None
+    try:
+        loop(run)
+        source = getattr(run, "source", None)
+        counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
+        summary = {"seconds": time.monotonic() - began, **read_run(path).summary(), **counts}
+        write_json(path / SUMMARY, summary)
+    finally:
+        trackers.finish(summary)
     return path
 
 

@@ -61,6 +61,10 @@ def progress(
         yield Reporter(title, total, start, console, live)
 
 
+CALLBACK = 1000
+"""In place of a signal's number: a callback has asked the loop to stop."""
+
+
 class StopRequest:
     """Set by a signal, at any moment: read it once a step."""
 
@@ -70,9 +74,9 @@ class StopRequest:
 def obey(
     signal_number: int, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume"
 ) -> None:
-    """Raise `Interrupted` if a signal came (not 0) and not all is done; the state must be saved by now."""
+    """Raise `Interrupted` if a signal came (not 0), or `CALLBACK`, and not all is done; the state must be saved."""
     if signal_number and done < total:
-        name = signal.Signals(signal_number).name
+        name = "stopped by a callback" if signal_number == CALLBACK else signal.Signals(signal_number).name
         raise Interrupted(signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")
 
 

@@ -69,11 +69,12 @@ def test_a_resolved_configuration_survives_json() -> None:
 
 
 def test_overrides_are_toml_values_or_text() -> None:
-    given = ["run.steps=3", "optimizer.ess = 1e9", "run.tensorboard=true", "model.path=../a=b", "a.b.c=x", "a.b.d=[1]"]
+    given = ["run.steps=3", "optimizer.ess = 1e9", "model.gradient_checkpointing=true", "model.path=../a=b"]
+    given += ["a.b.c=x", "a.b.d=[1]"]
     assert parse_overrides(given) == {
-        "run": {"steps": 3, "tensorboard": True},
+        "run": {"steps": 3},
         "optimizer": {"ess": 1e9},
-        "model": {"path": "../a=b"},
+        "model": {"path": "../a=b", "gradient_checkpointing": True},
         "a": {"b": {"c": "x", "d": [1]}},
     }
     assert parse_overrides(['model.path="3"', "model.path=4"]) == {"model": {"path": 4}}, "the last counts"
@@ -119,7 +120,9 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("run.steps=2.5", "run.steps = 2.5: must be a valid integer"),
         ("run.steps=true", "run.steps = true: must be a valid integer"),
         ("run.steps=0", "run.steps = 0: must be greater than 0"),
-        ("run.tensorboard=1", "run.tensorboard = 1: must be a valid boolean"),
+        ("model.gradient_checkpointing=1", "model.gradient_checkpointing = 1: must be a valid boolean"),
+        ("run.trackers=[tensorbord]", "run.trackers = '[tensorbord]': must be a list"),
+        ('run.trackers=["tensorbord"]', "run.trackers[0] = 'tensorbord': must be 'tensorboard', 'wandb'"),
         ("model.path=3", "model.path = 3: must be a valid string"),
         ("method.correction=3", "method.correction = 3: is a table"),
         ("method.correction.kind=seqmis", "method.correction.kind = 'seqmis': must be 'none', 'token_tis'"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from factories import completion, row
 from threepo.config import Correction, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from threepo.config.method import GRPO, M3PO
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.models.packing import pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -25,7 +24,7 @@ from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import rollout_metrics, update_metrics
 from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
-from threepo.training.run import TensorBoard, factor
+from threepo.training.run import factor
 from threepo.training.update import RowRecord, UpdateRecord, collate
 from threepo.types import Draw, Group
 
@@ -308,24 +307,6 @@ def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no complete checkpoint"):
         model_folder(tmp_path / "empty")
-
-
-# Trackers
-
-
-def test_tensorboard_gets_the_metrics_and_never_stops_a_run(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = TensorBoard(tmp_path, 0)
-    tracker.log(3, {"reward/mean": 0.25})
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
-    with pytest.warns(ThreepoWarning, match="is now off"):
-        tracker.log(4, {"reward/mean": "not a number"})  # type: ignore[dict-item]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tracker.log(5, {"reward/mean": 1.0})
 
 
 def test_metrics_are_plain_json(tmp_path: Path) -> None:

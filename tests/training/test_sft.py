@@ -109,11 +109,6 @@ def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypa
     assert [draw.step for draw in draws] == [0, 1, 2]
 
 
-def test_tensorboard_files_are_written(tmp_path: Path) -> None:
-    api.fine_tune(sft_config(tmp_path / "run", "run.steps=1", "run.tensorboard=true"))
-    assert list((tmp_path / "run" / "tensorboard").iterdir())
-
-
 def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:
     api.fine_tune(sft_config(tmp_path / "run", "run.steps=4", "optimizer.betas=[0.9, 0.9]"))
     posterior = Posterior.from_pretrained(checkpoints(tmp_path / "run")[-1][1])

@@ -48,8 +48,8 @@ class RunConfig(Settings, table="run"):
     """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
     threads: CountOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files into the run folder (needs threepo[tensorboard])."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Also send the metrics to these; each needs the extra of its name (docs/trackers.md)."""
 
 
 class TinyConfig(Settings, table="model.tiny"):

@@ -196,7 +196,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)
-        folder, tensorboard = open_folder(config, folder, state.step, ranks, problems)
+        folder = open_folder(config, folder, state.step, ranks, problems)
         on_failure.pop_all()
-    shared = (config, folder, tensorboard, policy, optimizer, state, ranks)
+    shared = (config, folder, policy, optimizer, state, ranks)
     return Run(*shared, engine, source, dealt_grader(grader, ranks), examination, reference, embed)

@@ -1,10 +1,9 @@
 """What RLVR and SFT share: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -13,12 +12,12 @@ import torch
 from rich.console import Console
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.progress import obey, polite_stop, progress
+from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
@@ -27,6 +26,8 @@ from threepo.training.metrics import Clock, Metrics
 from threepo.training.optimizers import OPTIMIZERS, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
 
+Follower = Callable[[Mapping[str, Any]], object]
+"""Gets a row of metrics.jsonl, as it is written; a true result asks the run to stop, and to save its state."""
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
@@ -50,39 +51,20 @@ def due(done: int, every: int, total: int) -> bool:
     return done == total or (every > 0 and done % every == 0)
 
 
-class TensorBoard:
-    """Copies metrics into TensorBoard event files; metrics.jsonl stays the truth."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # purge_step hides rows of a killed run from the step that is made again.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step; a failure is reported once and ends the tracking, not the run."""
-        if self._writer is None:
-            return
-        try:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-        except Exception as error:
-            warnings.warn(f"TensorBoard logging failed and is now off: {error}", ThreepoWarning, stacklevel=2)
-            self._writer = None
-
-
 @dataclass
 class TrainingRun(Generic[Config]):
-    """The parts of a training run; `state` is the only one that changes."""
+    """The parts of a training run; `state` and `asked_to_stop` are the only ones that change."""
 
     config: Config
     folder: RunFolder
-    tensorboard: TensorBoard | None
     policy: Policy
     optimizer: PolicyOptimizer
     state: TrainState
     ranks: Ranks
+    followers: Sequence[Follower] = field(default=(), kw_only=True)
+    """On the first rank: they get every row that is written into metrics.jsonl."""
+    asked_to_stop: bool = field(default=False, kw_only=True)
+    """Whether one of them has asked for it."""
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -122,8 +104,13 @@ class TrainingRun(Generic[Config]):
         clock.lap("time/eval")
         with self.ranks.together():
             self.folder.add_to_row({"step": done - 1, **metrics, **clock.times})
-        if self.tensorboard:
-            self.tensorboard.log(done - 1, metrics | clock.times)
+        self.tell({"step": done - 1, **metrics, **clock.times})
+
+    def tell(self, row: Mapping[str, Any]) -> None:
+        """Pass a row of metrics.jsonl on to the followers."""
+        with self.saved_on_failure(), self.ranks.together():
+            for follow in self.followers:
+                self.asked_to_stop |= bool(follow(row))
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
@@ -155,7 +142,8 @@ class TrainingRun(Generic[Config]):
         with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
 
             def stop_if_asked() -> None:
-                if stopping := max(self.ranks.gather(stop.signal_number)):  # a signal after this is for the next time
+                asked = CALLBACK if self.asked_to_stop else 0
+                if stopping := max(self.ranks.gather(stop.signal_number or asked)):  # a later signal: the next time
                     self.save()
                 obey(stopping, self.state.step, steps, self.folder.path)
 
@@ -163,8 +151,7 @@ class TrainingRun(Generic[Config]):
                 done = self.state.step
                 with self.ranks.together():
                     self.folder.log({"step": done - 1, **metrics})
-                if self.tensorboard:
-                    self.tensorboard.log(done - 1, metrics)
+                self.tell({"step": done - 1, **metrics})
                 if due(done, self.config.run.checkpoint_every, steps):
                     self.save()
                 stop_if_asked()
@@ -183,8 +170,9 @@ def refuse_early(config: Config, resumed: RunFolder | None, ranks: Ranks) -> Non
     with ranks.together():
         if not resumed and ranks.first:
             refuse_taken(Path(config.run.folder), config)
-        if config.run.tensorboard and not find_spec("tensorboard"):
-            raise UserError("run.tensorboard = true: needs the package; pip install 'threepo[tensorboard]'")
+        for name in config.run.trackers:
+            if not find_spec(name):
+                raise UserError(f"run.trackers: {name!r} needs the package; in a clone, pip install '.[{name}]'")
 
 
 def build_or_restore(
@@ -215,7 +203,7 @@ def open_folder(
     done: int,
     ranks: Ranks,
     data: Mapping[str, Any] | None = None,
-) -> tuple[RunFolder, TensorBoard | None]:
+) -> RunFolder:
     """The folder to write into from step `done` on. A new one gets `data` as problems.json.
 
     Rows of a resumed run that are later than its checkpoint are deleted, because they will be made again.
@@ -226,6 +214,4 @@ def open_folder(
     with ranks.together():
         if not folder and ranks.first:
             folder = RunFolder.create(Path(config.run.folder), config, data)
-    folder = folder or FollowedFolder(Path(config.run.folder))
-    tracked = config.run.tensorboard and ranks.first
-    return folder, TensorBoard(folder.path / "tensorboard", done) if tracked else None
+    return folder or FollowedFolder(Path(config.run.folder))

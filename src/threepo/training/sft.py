@@ -137,10 +137,10 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = 
     else:
         material = _conversations(config, policy, folder)
     material.rows(state.step)  # refuse what cannot be encoded now, not in the loop
-    folder, tensorboard = open_folder(config, folder, state.step, ranks)
+    folder = open_folder(config, folder, state.step, ranks)
     if material.record and ranks.first:
         write_json(folder.path / CONVERSATIONS, material.record)
-    return FineTuning(config, folder, tensorboard, policy, optimizer, state, ranks, material)
+    return FineTuning(config, folder, policy, optimizer, state, ranks, material)
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:
