@@ -48,7 +48,7 @@ def type_name(hint: Any) -> str:
         return " or ".join(f"`{value!r}`" for value in arguments).replace("'", '"')
     if origin is tuple:
         kind, _, rest = type_name(arguments[0]).partition(" of ")
-        return f"list of {kind}s" + (rest and f" of {rest}")
+        return f"list of {kind}" + ("" if kind.endswith("`") else "s") + (rest and f" of {rest}")
     if origin is types.UnionType:
         return " or ".join(map(type_name, arguments))
     return TYPES.get(hint, "table of names and numbers")

@@ -26,7 +26,7 @@ LEVELS = [
     {"training", "analysis"},
     {"integrations"},
     {"api", "doctor", "show"},
-    {"demo"},
+    {"demo", "library"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.utils import logging
 
@@ -30,11 +30,13 @@ from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.group import ALONE, Ranks
-from threepo.run_folder import SUMMARY, RunFolder, model_folder, read_metrics
+from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 
-__all__ = ["closing_words", "evaluate", "fine_tune", "merge", "probe", "probe_folder", "sample", "train"]
+Config = TypeVar("Config", TrainConfig, SFTConfig)
+
+__all__ = ["closing_words", "evaluate", "fine_tune", "merge", "probe", "probe_folder", "reopen", "sample", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
@@ -47,6 +49,16 @@ def train(
     run = rlvr.assemble(config, resumed, ranks)
     with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
         return _finish(run, rlvr.train, began, resumed is not None, callbacks)
+
+
+def reopen(path: Path, config: Config, steps: int | None, ranks: Ranks = ALONE) -> tuple[Config, RunFolder]:
+    """The configuration and the open folder of the run to resume, with another length if `steps` says one."""
+    folder: RunFolder = FollowedFolder(path)
+    with ranks.together():
+        if ranks.first:
+            folder = RunFolder(path)
+            config = config if steps is None else folder.extend(config, steps)
+    return ranks.gather(config)[0], folder
 
 
 def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:

@@ -49,11 +49,11 @@ def train(options: argparse.Namespace) -> None:
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
     with joined(config.parallel.timeout_s) as ranks:
-        folder = None
-        if options.resume:
-            config, folder = _resumed(options.resume, config, steps, ranks)
         from threepo import api
 
+        folder = None
+        if options.resume:
+            config, folder = api.reopen(options.resume, config, steps, ranks)
         train: Any = api.train if options.kind == "train" else api.fine_tune
         path = train(config, folder, ranks)
         if ranks.first:
@@ -85,18 +85,6 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     if made_by != options.kind:
         raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
     return build(record, merge(recorded, given)), steps
-
-
-def _resumed(path: Path, config: Any, steps: Any, ranks: Any) -> tuple[Any, Any]:
-    """The configuration and the open folder of the run to resume; the first rank opens it."""
-    from threepo.run_folder import FollowedFolder, RunFolder
-
-    folder: RunFolder = FollowedFolder(path)
-    with ranks.together():
-        if ranks.first:
-            folder = RunFolder(path)
-            config = config if steps is None else folder.extend(config, steps)
-    return ranks.gather(config)[0], folder
 
 
 def evaluate(options: argparse.Namespace) -> None:

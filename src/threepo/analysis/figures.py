@@ -254,31 +254,45 @@ def with_data(panels: Sequence[Panel], palette: Colours) -> list[Panel]:
 
 def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> None:
     """Draw panels that have data into one file, with a legend."""
-    with matplotlib.rc_context(STYLE):
-        columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
-        rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
-        figure = Figure(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for unused in axes.flat[len(panels) :]:
-            unused.set_visible(False)
-        for axis, panel in zip(axes.flat, panels, strict=False):
-            draw_panel(panel, axis, palette)
-            axis.set_title(panel.title, fontsize=11)
-        lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
-        figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
-        with atomic_file(path) as temporary:
-            figure.savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
+    with matplotlib.rc_context(STYLE), atomic_file(path) as temporary:
+        together(panels, palette).savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
+
+
+def together(panels: Sequence[Panel], palette: Colours) -> Figure:
+    """Panels that have data in one figure, with a legend."""
+    columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
+    rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
+    figure = Figure(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for unused in axes.flat[len(panels) :]:
+        unused.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        draw_panel(panel, axis, palette)
+        axis.set_title(panel.title, fontsize=11)
+    lines = [Line2D([], [], color=colour, linewidth=1.8) for colour in palette.values()]
+    figure.legend(lines, list(palette), loc="outside lower center", ncols=min(len(lines), 4), frameon=False)
+    return figure
 
 
 def plot(runs: Runs, path: Path) -> None:
     """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
     if path.suffix not in FORMATS:
         raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
+    picture(*_curves(runs), path)
+
+
+def curves(runs: Runs) -> Figure:
+    """The curves of the runs in one figure; `UserError` where there is nothing to draw."""
+    with matplotlib.rc_context(STYLE):
+        return together(*_curves(runs))
+
+
+def _curves(runs: Runs) -> tuple[list[Panel], dict[str, str]]:
     palette = colours([run.name for run in runs])
     panels = with_data(learning(runs), palette)
     if not panels:
-        raise UserError(f"--output {path}: the runs have no finished step, so there is nothing to draw")
-    picture(panels, palette, path)
+        raise UserError(f"{', '.join(run.name for run in runs)}: no finished step, so there is nothing to draw")
+    return panels, palette
 
 
 def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> str:

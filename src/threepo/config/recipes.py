@@ -7,7 +7,7 @@ A recipe is a TOML file; `extends` names another one underneath it, `method.pres
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from threepo.files import read_json
 from threepo.run_folder import CHECKPOINTS, CONFIG
 
 Table = dict[str, Any]
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Texts as on the command line, or a table."""
 Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
 RUNS = Path("runs")
@@ -72,7 +74,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
 
 def parse_overrides(texts: Sequence[str]) -> Table:
     """All overrides as one table, in any order; later overrides win. A value that is not valid TOML is text."""
-    table: Table = {}
+    pairs = []
     for text in texts:
         name, equals, value = text.partition("=")
         keys = name.strip().split(".")
@@ -82,13 +84,26 @@ def parse_overrides(texts: Sequence[str]) -> Table:
             given = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             given = value.strip()
+        pairs.append((name.strip(), given))
+    return nested(pairs)
+
+
+def nested(pairs: Iterable[tuple[str, Any]]) -> Table:
+    """Values by dotted keys as one table, in any order; later ones win."""
+    table: Table = {}
+    for name, value in pairs:
         here = table
-        for key in keys[:-1]:
-            if not isinstance(here.get(key), dict):
-                here[key] = {}
-            here = here[key]
-        here[keys[-1]] = given
+        *tables, key = name.split(".")
+        for part in tables:
+            if not isinstance(here.get(part), dict):
+                here[part] = {}
+            here = here[part]
+        here[key] = value
     return table
+
+
+def _table(overrides: Overrides) -> Table:
+    return dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
 
 
 def recipes_folder() -> Path:
@@ -116,7 +131,7 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
 
 
-def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Config:
+def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config:
     """Read `recipe` (a path, a shipped name, or "" for none) with overrides as a record of this type."""
     path = find_recipe(recipe) if recipe else None
     table = read_toml(path) if path else {}
@@ -126,7 +141,7 @@ def load(record: type[Config], recipe: str, overrides: Sequence[str] = ()) -> Co
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
     base: Table = {"data": {}} if record is TrainConfig else {"optimizer": {"kind": "ivon"}}
-    table = merge(merge({"model": {}, **base}, table), parse_overrides(overrides))
+    table = merge(merge({"model": {}, **base}, table), _table(overrides))
     if record is TrainConfig:
         table = with_preset(table)
     if path:
@@ -173,7 +188,7 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
 
 
 def load_evaluation(
-    model: str, recipe: str, overrides: Sequence[str], benchmarks: Mapping[str, Any] | None = None
+    model: str, recipe: str, overrides: Overrides, benchmarks: Mapping[str, Any] | None = None
 ) -> EvaluationConfig:
     """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
 
@@ -189,7 +204,7 @@ def load_evaluation(
     table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
     if trained:  # its [noise] is that with which a training begins; a checkpoint has its own, as training left it
         table.pop("noise", None)
-    given = merge(parse_overrides(overrides), {"benchmarks": benchmarks} if benchmarks else {})
+    given = merge(_table(overrides), {"benchmarks": benchmarks} if benchmarks else {})
     _refuse_unread(given)
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
         table = {name: table[name] for name in ("model", "engine") if name in table}

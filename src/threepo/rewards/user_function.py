@@ -13,7 +13,8 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ from threepo.types import Completion, Problem, Verdict
 SUPPLIED = ("prompts", "completions", "completion_ids")
 """Arguments that every function can have, besides the columns of the data, and `answer` if there is one."""
 
+FROM_PYTHON = "<python>"
+"""Stands for the module of a function that Python got as an object, and that no name can import."""
+_given: dict[str, Callable[..., Any]] = {}
+
+
+@contextmanager
+def given(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the body, `name`, which begins with `FROM_PYTHON:`, means this function."""
+    _given[name] = function
+    try:
+        yield
+    finally:
+        del _given[name]
+
 
 class UserFunction:
     """A `Grader` by the function that a recipe names as `module:function`. What goes wrong in it is a `UserError`."""
@@ -30,7 +45,9 @@ class UserFunction:
     def __init__(self, name: str, correct_from: float, known: Sequence[Problem]) -> None:
         """`known` are problems with the columns of the data."""
         self._name, self._correct_from = name, correct_from
-        self._function = self._import()
+        self._function = _given.get(name) or self._import()
+        if inspect.iscoroutinefunction(self._function):
+            raise self._error("is a coroutine; write it without async")
         try:
             parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError) as error:  # some built-in functions have no signature
@@ -81,6 +98,10 @@ class UserFunction:
 
     def _import(self) -> Callable[..., Any]:
         module_name, _, name = self._name.partition(":")
+        if module_name == FROM_PYTHON:
+            raise self._error(
+                "is an object of Python that no name can import; give it again, as reward=, to threepo.train"
+            )
         path = Path(module_name)
         if path.suffix == ".py" or "/" in module_name:
             folder = f" and run in {path.parent}" if path.parent != Path() else ""
@@ -101,8 +122,6 @@ class UserFunction:
         if not callable(function):
             problem = "missing" if function is None else "not a function"
             raise self._error(f"{name!r} of module {module_name!r} is {problem}")
-        if inspect.iscoroutinefunction(function):
-            raise self._error("is a coroutine; write it without async")
         return function  # type: ignore[no-any-return]
 
     def _error(self, reason: str) -> UserError:

@@ -27,7 +27,7 @@ from threepo.training.optimizers import OPTIMIZERS, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
 
 Follower = Callable[[Mapping[str, Any]], object]
-"""Gets a row of metrics.jsonl, as it is written; a true result asks the run to stop, and to save its state."""
+"""Gets a row of metrics.jsonl, as it is written; True asks the run to stop, and to save its state."""
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
@@ -110,7 +110,7 @@ class TrainingRun(Generic[Config]):
         """Pass a row of metrics.jsonl on to the followers."""
         with self.saved_on_failure(), self.ranks.together():
             for follow in self.followers:
-                self.asked_to_stop |= bool(follow(row))
+                self.asked_to_stop |= follow(row) is True
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""

@@ -1,0 +1,333 @@
+"""threepo from Python: train with Hugging Face objects and plain functions, and look into runs (docs/python.md).
+
+    run = threepo.train("Qwen/Qwen2.5-0.5B", rows, reward, threepo.C3PO, folder="runs/first", run={"steps": 100})
+    run.metrics.plot("step", "reward/mean")
+
+It is the loop of the command line, and what it leaves is a run folder like any other. Objects are written into that
+folder, from which the run reads them, so that it can be resumed.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from threepo.config import Method, TrainConfig
+from threepo.config.presets import PRESETS
+from threepo.config.recipes import load, load_evaluation, merge, nested
+from threepo.config.records import build, to_dict
+from threepo.errors import Interrupted, UserError
+from threepo.files import atomic_file, atomic_folder, read_json
+from threepo.progress import CALLBACK
+from threepo.ranks.group import joined
+from threepo.rewards.user_function import FROM_PYTHON, given
+from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, model_folder, read_metrics, refuse_no_run, refuse_taken
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from threepo.posterior.gaussian import Posterior
+
+GIVEN = "given"
+"""Folder of the objects, in the run folder."""
+
+
+class Run:
+    """A run of `threepo.train`, `threepo train` or `threepo sft`, read from its folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """`UserError` if the folder holds no run."""
+        self.folder = Path(folder)
+        refuse_no_run(self.folder)
+
+    def __repr__(self) -> str:
+        return f"threepo.Run({str(self.folder)!r})"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, by table."""
+        return read_json(self.folder / CONFIG)
+
+    @property
+    def metrics(self) -> "DataFrame":
+        """A row per training step, with the columns of docs/metrics.md; step -1 is the evaluation before training."""
+        from pandas import DataFrame
+
+        return DataFrame(read_metrics(self.folder))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run's result; so far, if it is not finished."""
+        from threepo.analysis.report import read_run
+
+        file = self.folder / SUMMARY
+        return read_json(file) if file.is_file() else read_run(self.folder).summary()
+
+    def completions(self, step: int) -> "DataFrame":
+        """Every rollout of a training step, with the columns of docs/metrics.md."""
+        from pandas import read_parquet
+
+        files = sorted((self.folder / COMPLETIONS).glob("step-*.parquet"))
+        steps = {int(file.stem.removeprefix("step-")): file for file in files}
+        if step not in steps:
+            have = f"from {min(steps)} to {max(steps)}" if steps else "of none"
+            raise UserError(f"completions({step}): {self.folder} has those of steps {have}")
+        return read_parquet(steps[step])
+
+    def plot(self) -> "Figure":
+        """The training curves; `.savefig("curves.png")` writes them."""
+        from threepo.analysis import figures
+        from threepo.analysis.report import read_run
+
+        return figures.curves([read_run(self.folder)])
+
+    def policy(self, device: str = "cpu") -> tuple[Any, Any]:
+        """The trained model (float32, `PreTrainedModel`, at the posterior's mean) and its tokenizer."""
+        from threepo.config import ModelConfig
+        from threepo.models.policy import load_policy
+
+        policy = load_policy(ModelConfig(path=str(self.folder), device=device))
+        return policy.model, policy.tokenizer
+
+    def posterior(self) -> "Posterior":
+        """The posterior over the trained model's weights; `UserError` if the run learnt none."""
+        from threepo.posterior.gaussian import Posterior
+
+        return Posterior.from_pretrained(model_folder(self.folder))
+
+    def evaluate(self, data: Any = None, reward: Any = None, **settings: Any) -> dict[str, Any]:
+        """`threepo.evaluate` of the trained model; data, reward and prompts are the run's unless given."""
+        return evaluate(self.folder, data, reward, **settings)
+
+
+def train(
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    method: Method | str | Mapping[str, Any] | None = None,
+    *,
+    heldout: Any = None,
+    tokenizer: Any = None,
+    recipe: str | Path = "",
+    folder: str | Path = "",
+    resume: str | Path | Run | None = None,
+    callbacks: Sequence[Callable[[Mapping[str, Any]], object]] = (),
+    **settings: Any,
+) -> Run:
+    """Train with reinforcement learning from verifiable rewards, as `threepo train` does. Returns the run.
+
+    `model`: a Hugging Face directory, hub id or `Run`; or a transformers model, with its `tokenizer`.
+    `data`, and `heldout` to evaluate on: what a recipe can name; a list of dictionaries; or a `datasets.Dataset`.
+    `reward`: what a recipe can name, or a function that is called as TRL calls reward functions.
+    `method`: `threepo.C3PO` or another `Method`, or the name of a preset.
+    `settings`: tables of a recipe, `optimizer={"lr": 1.0}`, or dotted keys, `**{"optimizer.lr": 1.0}`; they lie over
+    `recipe`, a file or a shipped name.
+    `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
+    returns. `resume`: a run to go on with; besides, only `callbacks`, `reward` and `run={"steps": ...}` are read.
+    """
+    if resume is not None:
+        others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
+        return _resume(_path(resume), reward, callbacks, settings, any(other is not None for other in others))
+    table = _settings(settings)
+    folder = folder or table.get("run", {}).get("folder", "")
+    objects = _Objects(folder)
+    name, function = _reward(reward)
+    tables = objects.tables(model, tokenizer, {"train": data, "eval": heldout})
+    tables |= {"run": {"folder": str(folder)}} if folder else {}
+    tables |= {"reward": {"function": name}} if name else {}
+    tables |= {"method": _method(method)} if method is not None else {}
+    config = load(TrainConfig, str(recipe), merge(tables, table))
+    if not config.run.folder:
+        raise UserError("folder is missing: name the folder of the run, such as folder='runs/first'")
+    with ExitStack() as opened:
+        if function:
+            opened.enter_context(given(name, function))
+        return _run(config, callbacks, objects)
+
+
+def evaluate(
+    model: Any,
+    data: Any = None,
+    reward: Any = None,
+    *,
+    tokenizer: Any = None,
+    recipe: str | Path = "",
+    folder: str | Path = "",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Score a model on held-out problems or benchmarks, as `threepo eval` does. Returns its summary.json.
+
+    Arguments are those of `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
+    """
+    from threepo import api
+    from threepo.evaluation.records import default_folder
+
+    objects = _Objects(folder)
+    name, function = _reward(reward)
+    tables = objects.tables(model, tokenizer, {"eval": data})
+    tables |= {"reward": {"function": name}} if name else {}
+    path = tables["model"].pop("path")
+    config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)))
+    output = Path(folder).expanduser() if folder else default_folder(config)
+    with ExitStack() as opened:
+        if function:
+            opened.enter_context(given(name, function))
+        ranks = opened.enter_context(joined(config.parallel.timeout_s))
+        with ranks.together():
+            if ranks.first:
+                objects.write()
+        return api.evaluate(config, output, ranks=ranks)
+
+
+def _resume(path: Path, reward: Any, callbacks: Sequence[Any], settings: Mapping[str, Any], others: bool) -> Run:
+    refuse_no_run(path)
+    table, recorded = _settings(settings), read_json(path / CONFIG)
+    if others or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
+        raise UserError("resume takes reward, callbacks and run={'steps': ...}; all else is the run's own")
+    if "method" not in recorded:
+        raise UserError(f"resume = '{path}': is a run of `threepo sft`; resume it with that command")
+    name, _ = _reward(reward)
+    was = recorded["reward"]["function"]
+    known = was.startswith(f"{FROM_PYTHON}:")
+    if name and not known and name != was:
+        raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
+    with ExitStack() as opened:
+        if known and callable(reward):
+            opened.enter_context(given(was, reward))
+        return _run(build(TrainConfig, recorded), callbacks, resume=path, steps=table.get("run", {}).get("steps"))
+
+
+def _run(
+    config: TrainConfig,
+    callbacks: Sequence[Any],
+    objects: "_Objects | None" = None,
+    resume: Path | None = None,
+    steps: int | None = None,
+) -> Run:
+    from threepo import api
+
+    path, opened = resume or Path(config.run.folder), None
+    with joined(config.parallel.timeout_s) as ranks:
+        if objects:
+            with ranks.together():
+                if ranks.first:
+                    refuse_taken(path, config)
+                    objects.write()
+        if resume:
+            config, opened = api.reopen(resume, config, steps, ranks)
+        try:
+            api.train(config, opened, ranks, callbacks)
+        except Interrupted as stop:
+            if stop.signal_number != CALLBACK:
+                raise
+        except UserError:
+            if objects and ranks.first:
+                objects.forget()
+            raise
+    return Run(path)
+
+
+class _Objects:
+    """Objects of Python that a run reads from its folder."""
+
+    def __init__(self, home: str | Path) -> None:
+        """`home`: the folder of the run; empty where none is named, which is refused once there is an object."""
+        self._home = home and Path(home).expanduser().absolute()
+        self._writes: dict[Path, Callable[[Path], object]] = {}
+        """What writes each of them."""
+
+    def tables(self, model: Any, tokenizer: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The tables [model] and [data] of a recipe that read the objects."""
+        paths: dict[str, Any] = {}
+        if isinstance(model, Mapping):
+            paths |= model
+        elif hasattr(model, "save_pretrained"):
+            if tokenizer is None:
+                raise UserError("tokenizer is missing: a model object needs tokenizer=, as AutoTokenizer makes it")
+            parts, tokenizer = (model, tokenizer), None
+            paths["path"] = self._add("model", lambda to: [part.save_pretrained(to) for part in parts])
+        elif model is not None:
+            paths["path"] = str(_path(model)) if isinstance(model, Run) else str(model)
+        if hasattr(tokenizer, "save_pretrained"):
+            paths["tokenizer"] = self._add("tokenizer", tokenizer.save_pretrained)
+        elif tokenizer is not None:
+            paths["tokenizer"] = str(tokenizer)
+        sources = {key: self._source(key, value) for key, value in data.items() if value is not None}
+        return ({"model": paths} if paths else {}) | ({"data": sources} if sources else {})
+
+    def _source(self, key: str, data: Any) -> str:
+        if isinstance(data, str | Path):
+            return str(data)
+        if hasattr(data, "to_parquet"):
+            return self._add(f"{key}.parquet", data.to_parquet)
+        if not isinstance(data, Iterable) or isinstance(data, Mapping):
+            raise UserError(f"data.{key} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
+        rows = list(data)
+        try:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except TypeError as error:
+            raise UserError(f"data.{key}: a row cannot be written as JSON: {error}; use plain values") from error
+        return self._add(f"{key}.jsonl", partial(_write, text))
+
+    def _add(self, name: str, write: Callable[[Path], object]) -> str:
+        if not self._home:
+            raise UserError("folder is missing: objects are written into it; name one, such as folder='runs/first'")
+        path = self._home / GIVEN / name
+        self._writes[path] = write
+        return str(path)
+
+    def write(self) -> None:
+        """Write all of them, over those that a run left which was refused."""
+        for path, write in self._writes.items():
+            if (path.parents[1] / CONFIG).is_file():
+                raise UserError(f"folder {path.parents[1]}: holds a run already; choose another one")
+            shutil.rmtree(path, ignore_errors=True)
+            with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
+                write(temporary)
+
+    def forget(self) -> None:
+        """Delete them, unless a run has begun that reads them."""
+        for path in self._writes:
+            if not (path.parents[1] / CONFIG).is_file():
+                shutil.rmtree(path.parent, ignore_errors=True)
+                with suppress(OSError):  # something else is in it
+                    path.parents[1].rmdir()
+
+
+def _path(model: str | Path | Run) -> Path:
+    return model.folder if isinstance(model, Run) else Path(model)
+
+
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables and dotted keys as tables; the latter win."""
+    tables = {name: value for name, value in settings.items() if "." not in name}
+    return merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
+
+
+def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table [method]; a method that is a preset brings what else belongs to it."""
+    if isinstance(method, Method):
+        known = method.name in PRESETS and PRESETS[method.name].method == method
+        return {"preset": method.name} if known else to_dict(method) | {"preset": ""}
+    return {"preset": method} if isinstance(method, str) else method
+
+
+def _reward(reward: Any) -> tuple[str, Callable[..., Any] | None]:
+    """The name of a reward; with the function itself, if no name can import it."""
+    if reward is None or isinstance(reward, str):
+        return reward or "", None
+    if not callable(reward):
+        raise UserError(f"reward = {reward!r}: must be a name, 'module:function', or a function")
+    module, name = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", type(reward).__name__)
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is reward:
+        return f"{module}:{name}", None
+    return f"{FROM_PYTHON}:{name}", reward
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")

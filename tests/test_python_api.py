@@ -1,0 +1,240 @@
+"""threepo.train, threepo.evaluate and threepo.Run: the same as the command line, with objects of Python."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import threepo
+from runs import RLVR, outcome
+from threepo.cli import main
+from threepo.config import Method, ModelConfig, TinyConfig
+from threepo.errors import UserError
+from threepo.models.policy import Policy, load_policy
+from threepo.run_folder import CONFIG, SUMMARY, checkpoints
+
+ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
+HELDOUT = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(10, 13)]
+SMALL: dict[str, Any] = {
+    "data.prompts_per_step": 4,
+    "method.rollouts_per_prompt": 4,
+    "sampling.max_new_tokens": 4,
+    "run.threads": 1,
+}
+
+
+def by_name(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """A reward that can be imported."""
+    return [float(bool(text) and ord(text[0]) % 2 == int(a) % 2) for text, a in zip(completions, answer, strict=True)]
+
+
+def closure() -> Any:
+    """The same one, which cannot."""
+    return lambda completions, answer, **columns: by_name(completions, answer, **columns)
+
+
+def trained(model: Any, folder: Path, steps: int = 2, reward: Any = by_name, **more: Any) -> threepo.Run:
+    return threepo.train(model, ROWS, reward, "grpo", folder=folder, **(SMALL | {"run.steps": steps} | more))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model directory."""
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, context=64)
+    folder = tmp_path_factory.mktemp("model")
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=7).save(folder)
+    return str(folder)
+
+
+def test_it_is_the_command_line_bit_for_bit(tmp_path: Path) -> None:
+    texts = [*RLVR, "run.steps=2", "method.preset=c3po", "eval.every=2"]
+    assert main(["train", *texts, f"run.folder={tmp_path / 'shell'}"]) == 0
+    settings = {
+        "model.tiny": {"hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1},
+        "run": {"steps": 2, "threads": 1},
+        "data.levels": (2, 3),
+        "data.prompts_per_step": 4,
+        "method": {"preset": "c3po", "rollouts_per_prompt": 8},
+        "sampling": {"max_new_tokens": 8},
+        "eval": {"problems": 4, "samples": 2, "every": 2},
+    }
+    method = settings.pop("method")
+    run = threepo.train("tiny-qwen2", "sorting", method=method, folder=tmp_path / "python", **settings)
+    assert outcome(run.folder) == outcome(tmp_path / "shell")
+    recorded = {name: threepo.Run(tmp_path / name).config for name in ("shell", "python")}
+    for config in recorded.values():
+        del config["run"]["folder"]
+    assert recorded["shell"] == recorded["python"]
+
+
+@pytest.mark.parametrize("method", [threepo.C3PO, "c3po", {"preset": "c3po"}])
+def test_a_method_is_a_value_a_name_or_a_table(method: Any, model: str, tmp_path: Path) -> None:
+    run = threepo.train(model, ROWS, by_name, method, folder=tmp_path / "run", **SMALL, run={"steps": 1})
+    assert run.config["method"]["name"] == "c3po"
+    assert run.config["optimizer"]["kind"] == "ivon"
+    assert not run.posterior().is_point
+
+
+def test_a_method_of_ones_own_replaces_that_of_the_recipe(model: str, tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[method]\npreset = "c3po"\n[run]\nsteps = 1\nthreads = 1\n')
+    own = Method(name="own", rollouts_per_prompt=2)
+    settings = {"data.prompts_per_step": 4, "sampling.max_new_tokens": 4, "run.folder": str(tmp_path / "run")}
+    run = threepo.train(model, ROWS, by_name, own, recipe=tmp_path / "base.toml", **settings)
+    assert (run.config["method"]["name"], run.config["method"]["draws"]) == ("own", 0)
+    assert run.config["optimizer"]["kind"] == "adamw"
+    with pytest.raises(UserError, match="posterior"):
+        run.posterior()
+
+
+def test_objects_are_written_where_a_shell_can_resume_from(policy: Policy, tmp_path: Path) -> None:
+    before = {name: p.clone() for name, p in policy.model.named_parameters()}
+    train, heldout = datasets.Dataset.from_list(ROWS), HELDOUT
+    settings = {**SMALL, "eval.every": 1, "eval.problems": 3, "eval.samples": 2, "run.steps": 1}
+    run = threepo.train(
+        policy.model, train, by_name, tokenizer=policy.tokenizer, heldout=heldout, folder=tmp_path / "run", **settings
+    )
+    assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters()), "it is only read"
+    assert main(["train", "--resume", str(run.folder), "run.steps=2"]) == 0
+    whole = threepo.train(
+        policy.model,
+        train,
+        by_name,
+        tokenizer=policy.tokenizer,
+        heldout=heldout,
+        folder=tmp_path / "whole",
+        **settings | {"run.steps": 2},
+    )
+    assert list(run.metrics["reward/mean"])[1:] == list(whole.metrics["reward/mean"])[1:]
+    trained, _ = run.policy()
+    assert any(not torch.equal(before[name], p) for name, p in trained.named_parameters())
+
+
+def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
+    policy.save(tmp_path / "base")
+    base = load_policy(ModelConfig(path=str(tmp_path / "base"))).model
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    settings = SMALL | {
+        "run.steps": 1,
+        "model.lora.rank": 2,
+        "model.lora.targets": ["q_proj"],
+        "model.lora.init": "usual",
+    }
+    run = threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "run", **settings)
+    assert (checkpoints(run.folder)[-1][1] / "adapter_config.json").is_file()
+
+
+def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
+    run = trained(model, tmp_path / "run", 1, reward=closure())
+    name = run.config["reward"]["function"]
+    assert name == "<python>:closure.<locals>.<lambda>"
+    arguments = ["-m", "threepo", "train", "--resume", str(run.folder), "run.steps=2"]
+    said = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert f"reward.function = {name!r}: is an object of Python that no name can import" in said.stderr
+    assert said.stderr.count("\n") == 1
+    with pytest.raises(UserError, match="give it again"):
+        threepo.train(resume=run, run={"steps": 2})
+    threepo.train(resume=run, reward=closure(), run={"steps": 2})
+    assert outcome(run.folder)["tensors"] == outcome(trained(model, tmp_path / "whole").folder)["tensors"]
+    with pytest.raises(UserError, match=r"the run's reward is .*by_name"):
+        threepo.train(resume=tmp_path / "whole", reward=closure())
+
+
+def test_callbacks_get_each_row_and_can_stop(model: str, tmp_path: Path) -> None:
+    rows: list[Mapping[str, Any]] = []
+    heldout = {"heldout": HELDOUT, "eval": {"every": 2, "problems": 2, "samples": 2}}
+    run = trained(model, tmp_path / "run", 5, callbacks=[rows.append, lambda row: row["step"] == 2], **heldout)
+    assert [row["step"] for row in rows] == [-1, 0, 1, 1, 2]
+    assert [("reward/mean" in row, "eval/pass_at_1" in row) for row in rows[2:4]] == [(True, False), (False, True)]
+    assert checkpoints(run.folder)[-1][0] == 3
+    assert not (run.folder / SUMMARY).exists()
+    assert run.summary["steps"] == 3
+    threepo.train(resume=run, callbacks=[rows.append])
+    assert [row["step"] for row in rows[5:]] == [3, 3, 4, 4]
+    assert (run.folder / SUMMARY).is_file()
+    assert outcome(run.folder)["tensors"] == outcome(trained(model, tmp_path / "whole", 5, **heldout).folder)["tensors"]
+
+
+def test_a_callback_that_fails_keeps_what_was_learnt(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        trained(model, tmp_path / "run", 5, callbacks=[lambda row: 1 / (row["step"] - 2)])
+    assert checkpoints(tmp_path / "run")[-1][0] == 3
+
+
+def test_a_run_shows_what_it_holds(model: str, tmp_path: Path) -> None:
+    trained(model, tmp_path / "run")
+    run = threepo.Run(str(tmp_path / "run"))
+    assert list(run.metrics["step"]) == [0, 1]
+    completions = run.completions(1)
+    assert len(completions) == 16
+    assert completions["reward"].mean() == pytest.approx(run.metrics["reward/mean"][1])
+    with pytest.raises(UserError, match=r"completions\(7\): .* has those of steps from 0 to 1"):
+        run.completions(7)
+    assert run.summary["steps"] == 2
+    assert [axis.get_title() for axis in run.plot().axes if axis.lines]
+    trained_model, tokenizer = run.policy()
+    assert trained_model(**tokenizer("1: ", return_tensors="pt")).logits.isfinite().all()
+    with pytest.raises(UserError, match="holds no run"):
+        threepo.Run(tmp_path)
+
+
+def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = trained(model, tmp_path / "run", 1, reward=closure())
+    settings = {"eval.problems": 3, "eval.samples": 2}
+    summary = run.evaluate(HELDOUT, closure(), folder="scores", **settings)
+    assert summary["benchmarks"]["eval"]["problems"] == 3
+    assert json.loads(Path("scores/summary.json").read_text()) == summary
+    before = threepo.evaluate(model, HELDOUT, closure(), folder="before", **settings, **{"sampling.max_new_tokens": 4})
+    assert before["average"] != {}
+    with pytest.raises(UserError, match="folder is missing: objects are written into it"):
+        run.evaluate(HELDOUT, closure())
+    with pytest.raises(UserError, match="holds a run already"):
+        run.evaluate(HELDOUT, closure(), folder=run.folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"folder": ""}, "folder is missing: objects are written into it"),
+        ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
+        ({"data": 3}, "data.train = int: must be a name, rows as dictionaries, or a Dataset"),
+        ({"data": [{"prompt": object()}]}, "data.train: a row cannot be written as JSON"),
+        ({"reward": 3}, "reward = 3: must be a name"),
+        ({"method": "c2po"}, "method.preset = 'c2po': must be one of"),
+        ({"optimizer": {"lrr": 1.0}}, "optimizer.lrr; did you mean optimizer.lr"),
+        ({"optimiser": {"lr": 1.0}}, "optimiser; did you mean optimizer"),
+        ({"optimizer.lr": -1}, "optimizer.lr = -1: must be greater than 0"),
+        ({"model": "no/such/model"}, "model.path = .*: no such folder"),
+        ({"reward": lambda words: words}, "needs the argument 'words'"),
+        ({"model": torch.nn.Linear(1, 1)}, "model.path = "),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    arguments: dict[str, Any], said: str, model: str, tmp_path: Path
+) -> None:
+    given = {"model": model, "data": ROWS, "reward": by_name, "folder": tmp_path / "run", **SMALL}
+    with pytest.raises(UserError, match=said) as error:
+        threepo.train(**given | arguments)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp_path: Path) -> None:
+    run = trained(model, tmp_path / "run", 1)
+    kept = (run.folder / "given" / "train.jsonl").read_bytes()
+    with pytest.raises(UserError, match="holds"):
+        threepo.train(policy.model, ROWS[:2], by_name, tokenizer=policy.tokenizer, folder=run.folder, **SMALL)
+    assert (run.folder / "given" / "train.jsonl").read_bytes() == kept
+    assert (run.folder / CONFIG).is_file()
+    with pytest.raises(UserError, match="tokenizer is missing"):
+        threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
+    with pytest.raises(UserError, match="resume takes reward, callbacks and run="):
+        threepo.train(model, resume=run)
