@@ -124,6 +124,7 @@ def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
         "run.steps": 1,
         "model.lora.rank": 2,
         "model.lora.targets": ["q_proj"],
+        "model.lora.alpha": 8.0,
         "model.lora.init": "usual",
     }
     run = threepo.train(adapted, ROWS, by_name, tokenizer=policy.tokenizer, folder=tmp_path / "run", **settings)

@@ -172,6 +172,20 @@ def _add_tools(subparsers: Any) -> None:
     merge.add_argument("--output", type=_path, required=True, help="folder for the model")
     merge.set_defaults(command=commands.merge)
 
+    push = subparsers.add_parser(
+        "push", help="upload a run's model to the Hugging Face hub, with a card made of the run"
+    )
+    push.add_argument("run", type=_path, metavar="RUN", help="run folder")
+    push.add_argument("repo", metavar="ORG/NAME", help="repository; a new one is private")
+    push.add_argument(
+        "--evaluations", nargs="+", type=_path, metavar="EVAL", help="folders of threepo eval, for the card"
+    )
+    push.add_argument("--public", action="store_true", help="a new repository is for everybody")
+    push.add_argument(
+        "--dry-run", type=_path, metavar="FOLDER", help="write what would be uploaded there, upload nothing"
+    )
+    push.set_defaults(command=commands.push)
+
     data = subparsers.add_parser("data", help="the sources of problems, and a problem as a policy reads it")
     parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parts.add_parser("list", help="list the sources of problems").set_defaults(command=commands.show_data, source=None)

@@ -250,6 +250,19 @@ def merge(options: argparse.Namespace) -> None:
     print(options.output)
 
 
+def push(options: argparse.Namespace) -> None:
+    if options.public and options.dry_run:
+        raise UserError("--public --dry-run: --dry-run uploads nothing; leave out one of the two")
+    from threepo.integrations import hub
+
+    evaluations = options.evaluations or ()
+    if options.dry_run:
+        hub.write(options.run, options.repo, options.dry_run, evaluations)
+        print(f"what would be uploaded: {options.dry_run}")
+    else:
+        print(hub.push(options.run, options.repo, evaluations, options.public))
+
+
 def show_data(options: argparse.Namespace) -> None:
     from threepo.show import listing, shown_problem
 
