@@ -62,6 +62,18 @@ def test_python_in_the_readme_runs(tmp_path: Path) -> None:
     assert (tmp_path / "my_model" / "posterior.safetensors").is_file()
 
 
+def test_python_in_the_page_about_python_runs(tmp_path: Path) -> None:
+    """All of it, as one program."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True, cwd=tmp_path)
+    upload = (
+        f"push {tmp_path}/runs/first org/name --evaluations {tmp_path}/runs/first-scores --dry-run {tmp_path}/upload"
+    )
+    assert main(upload.split()) == 0
+
+
 def test_the_readmes_tree_names_what_is_there() -> None:
     tree = section("What is where")
     for name in re.findall(r"(\w+\.py)\b", tree):

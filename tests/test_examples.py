@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from threepo.methods.method import training_batch
 from threepo.models.attention import takes_packed_rows
 from threepo.models.logprobs import has_linear_head
 from threepo.models.policy import Policy, Scorer
+from threepo.run_folder import read_metrics
 from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Group, Problem, Verdict
 
@@ -41,7 +43,24 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "an example leaves nothing where it is run"
 
 
+NOTEBOOKS = sorted(EXAMPLES[0].parent.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
+    """Its cells in their order, in a process of their own; nothing of what they show is kept in the file."""
+    cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    program = "\n".join("".join(cell["source"]) for cell in cells)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    if notebook.stem == "first_run":
+        rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "first_run")]
+        assert max(rewards[-3:]) > rewards[0]
+
+
 def test_there_are_examples() -> None:
+    assert {notebook.stem for notebook in NOTEBOOKS} == {"analyse", "first_run"}
     assert {example.stem for example in EXAMPLES} == {"fsdp2", "plain_pytorch", "rl_loop", "trainer"}
 
 

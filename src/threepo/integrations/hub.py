@@ -48,7 +48,7 @@ INTERVAL = 1.96
 def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = False) -> str:
     """Upload a run's model with its card; a new repository is private unless `public`. Returns its address."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.utils import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     if not get_token():
         raise UserError(f"push {repo}: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN")
