@@ -180,6 +180,7 @@ def test_a_run_shows_what_it_holds(model: str, tmp_path: Path) -> None:
         run.completions(7)
     assert run.summary["steps"] == 2
     assert [axis.get_title() for axis in run.plot().axes if axis.lines]
+    assert run.plot()._repr_png_().startswith(b"\x89PNG"), "as a notebook shows it"  # type: ignore[attr-defined]
     trained_model, tokenizer = run.policy()
     assert trained_model(**tokenizer("1: ", return_tensors="pt")).logits.isfinite().all()
     with pytest.raises(UserError, match="holds no run"):

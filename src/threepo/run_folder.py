@@ -7,6 +7,8 @@ metrics.jsonl                a row per step: the source of truth
 completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
 checkpoints/step-N/          a Hugging Face model directory, plus posterior.safetensors and the train state
 summary.json                 the run's result, once it has one
+given/                       objects of Python that the run reads (library.py)
+trackers.json                the run's ids in trackers
 
 Imports nothing heavy, so anyone may look into a folder.
 """

@@ -1,6 +1,9 @@
 """`threepo push`: what would be uploaded, its card, and what is said where nothing can be."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -105,6 +108,15 @@ def test_without_a_token_or_a_network_one_line_says_so(
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds no finished evaluation"):
         contents(run, "me/first", [tmp_path])
+
+
+def test_a_network_that_is_not_there_is_one_line(run: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_invalid"}
+    command = [sys.executable, "-m", "threepo", "push", str(run), "me/first"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("threepo: push me/first: ConnectError: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -258,11 +258,20 @@ def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> None:
         together(panels, palette).savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
 
 
+class Picture(Figure):
+    """A figure that a notebook shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
 def together(panels: Sequence[Panel], palette: Colours) -> Figure:
     """Panels that have data in one figure, with a legend."""
     columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
     rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
-    figure = Figure(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
+    figure = Picture(figsize=(width * columns, 0.68 * width * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for unused in axes.flat[len(panels) :]:
         unused.set_visible(False)
