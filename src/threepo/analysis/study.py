@@ -352,7 +352,7 @@ def job_devices(study: Study) -> list[str]:
     settings = study.tables.study
     if settings.ray:
         if not find_spec("ray"):
-            raise UserError(f"study.ray = {settings.ray!r}: needs the package; pip install 'threepo[ray]'")
+            raise UserError(f"study.ray = {settings.ray!r}: needs the package; in a clone, pip install '.[ray]'")
         from threepo.analysis.study_ray import connect
 
         fit = connect(settings.ray, settings.threads)

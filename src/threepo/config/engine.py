@@ -97,7 +97,7 @@ class EngineConfig(Settings, table="engine"):
     """[engine]: what generates the rollouts."""
 
     kind: Literal["local", "vllm"] = "local"
-    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs threepo[vllm])."""
+    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs the extra `vllm`)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: Count = 512

@@ -47,7 +47,7 @@ class ReasoningGymProblems(Endless):
         try:
             import reasoning_gym
         except ImportError as error:
-            install = "needs the package; pip install 'threepo[reasoning-gym]'"
+            install = "needs the package; in a clone, pip install '.[reasoning-gym]'"
             raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
         # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so we hash them.
         digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()

@@ -7,7 +7,7 @@ Each optimizer step has one draw: all its micro-batches run forward and backward
 z(draw). Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
 saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every rank makes the
 same draw without communication, because noise is a function of its address (seed, step, draw, parameter name).
-Needs accelerate (`pip install threepo[trainer]`).
+Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
 import shutil

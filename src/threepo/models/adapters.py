@@ -219,7 +219,7 @@ def _peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise UserError("model.lora: needs the package; pip install 'threepo[lora]'") from error
+        raise UserError("model.lora: needs the package; in a clone, pip install '.[lora]'") from error
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class VLLMEngine:
 
     def __init__(self, policy: Policy, settings: EngineConfig) -> None:
         if importlib.util.find_spec("vllm") is None:
-            raise UserError("engine.kind = 'vllm': vLLM is not installed; pip install 'threepo[vllm]'")
+            raise UserError("engine.kind = 'vllm': vLLM is not installed; in a clone, pip install '.[vllm]'")
         self._policy, dtype = policy, getattr(torch, settings.dtype)
         self._max_length = settings.vllm.max_model_len or policy.context
         if self._max_length > policy.context:
