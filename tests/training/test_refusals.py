@@ -306,6 +306,6 @@ def test_an_evaluation_needs_no_training_data_and_is_never_written_over(capsys: 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_is_named_before_the_run_has_a_folder() -> None:
-    with pytest.raises(UserError, match=r"vLLM is not installed; pip install 'threepo\[vllm\]'"):
+    with pytest.raises(UserError, match=r"vLLM is not installed; in a clone, pip install '.\[vllm\]'"):
         api.train(config("engine.kind=vllm"))
     assert not Path("run").exists()
