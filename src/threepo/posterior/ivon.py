@@ -290,9 +290,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
         for saved, p in matched:
             if saved:
                 self.state[p].update(groups.loaded(saved, p))
-        for _, p, _ in self.trainable():
-            if "mean" in self.state[p]:
-                p.copy_(self.state[p]["mean"])
+        for p, state in self.state.items():
+            if "mean" in state:
+                p.copy_(state["mean"])
 
     def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
