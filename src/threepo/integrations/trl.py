@@ -71,6 +71,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if method.draws or method.optimizer != "adamw" or ivon or noise:
             self._settings, self._noise = _optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
             _check(self.method, args, self._noise)
+            for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
+                if settings.get(name):
+                    fix = "draws only write plain answers, and the method has its optimizer; leave it out"
+                    raise UserError(f"ThreepoTrainer {name}: {fix}")
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
             own = args.accelerator_config.gradient_accumulation_kwargs or {}
             args.accelerator_config.gradient_accumulation_kwargs = {**own, "sync_each_batch": True}
@@ -239,11 +243,6 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _check_made(self) -> None:
         """`UserError` for what is known only once GRPOTrainer is made."""
-        for name in ("tools", "rollout_func", "environment_factories"):
-            if getattr(self, name):
-                raise UserError(f"ThreepoTrainer {name}: draws only write single answers here; leave it out")
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            raise UserError("ThreepoTrainer optimizers: the method has its own; leave it out, and pass ivon={...}")
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
             raise UserError(
                 "ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, so draws cannot reach them; use FSDP2"
