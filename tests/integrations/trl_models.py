@@ -16,6 +16,8 @@ PROMPTS, ROLLOUTS, MICRO_BATCHES = 2, 8, 4
 """A step has two prompts with eight completions each."""
 STRAIGHT = {"ess": 1e6, "hess_init": 0.1, "clip_radius": float("inf")}
 """IVON moves along the gradient as it is, so that a difference of it is seen."""
+NOISY = STRAIGHT | {"ess": 1e4}
+"""So noisy that Seq-MIS masks some rows."""
 PLAIN = {
     "per_device_train_batch_size": PROMPTS * ROLLOUTS // MICRO_BATCHES,
     "gradient_accumulation_steps": MICRO_BATCHES,
