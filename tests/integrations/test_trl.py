@@ -1,5 +1,6 @@
 """threepo inside TRL: without noise it is TRL, with noise threepo; where gradients are taken; learning; resuming."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -292,6 +293,16 @@ def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Pa
     assert [step for step, _ in groups] == [1, 1, 2, 2]
     for group in groups.values():
         assert group.draws == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    new_policy().save(Path("my-model"))
+    exec(compile(block, "docs/trl.md", "exec"), {})
+    assert Posterior.from_pretrained("my_policy").step == 4
+    assert len(read_completions(Path("my_run"))) == 8
 
 
 @pytest.mark.parametrize(

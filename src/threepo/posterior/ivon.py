@@ -290,9 +290,10 @@ class IVON(Perturbable, torch.optim.Optimizer):
         for saved, p in matched:
             if saved:
                 self.state[p].update(groups.loaded(saved, p))
-        for p, state in self.state.items():
-            if "mean" in state:
-                p.copy_(state["mean"])
+        # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
+        for _, p, _ in self.trainable() if self.state else []:
+            if "mean" in self.state[p]:
+                p.copy_(self.state[p]["mean"])
 
     def trainable(self) -> list[Entry]:
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
