@@ -325,7 +325,8 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "set a multiple of the 4 draws",
         ),
         ({"method": threepo.GRPO}, "'grpo' has the optimizer 'adamw'"),
-        ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "pass noise="),
+        ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
+        ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
         ({"ivon": {"es": 1e9}}, "es"),
     ],
 )

@@ -2,13 +2,13 @@
 
     trainer = ThreepoTrainer(model, reward_funcs, GRPOConfig(..., learning_rate=1.0, max_grad_norm=0.0),
                              method=threepo.C3PO, ivon={"ess": 1e9}, train_dataset=..., processing_class=...)
-    trainer.train()
 
 TRL generates, grades, normalises and logs. What differs is at which weights: the rows of a group are dealt to the
 draws of the step, and the gradient is taken where the method says. Between these the model holds the mean, so
 evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all ranks make the same.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -117,7 +117,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._settings is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         model.train()
+        began = time.perf_counter()
         self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
+        self._current_train_step_time += time.perf_counter() - began  # as TRL, which generates within a step
         draws = gradient_draws(self.method, self.args.seed, self.state.global_step)
         share = self.args.gradient_accumulation_steps // len(draws)
         draw = draws[self._step % self.args.gradient_accumulation_steps // share]
@@ -135,10 +137,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             return ready
         new = self.model.training and self._step % self.args.steps_per_generation == 0
         ready = super()._prepare_inputs(generation_batch)
-        if not new or len(gradient_draws(self.method, 0, 0)) == 1:
-            return ready
-        self._buffered_inputs = self._by_draw(self._buffered_inputs)
-        return self._buffered_inputs[0]
+        if new and len(gradient_draws(self.method, 0, 0)) > 1:
+            self._buffered_inputs = self._by_draw(self._buffered_inputs)
+            ready = self._buffered_inputs[0]
+        return ready
 
     def _by_draw(self, batches: list[Batch]) -> list[Batch]:
         """The rows of all micro-batches in as many micro-batches of one draw each."""
@@ -222,31 +224,27 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         """Log-probs [chosen rows, tokens] of completions at the weights that the model holds now."""
         parts = [(batch[f"prompt_{what}"][rows], batch[f"completion_{what}"][rows]) for what in ("ids", "mask")]
         read = (*(torch.cat(pair, dim=1) for pair in parts), parts[0][1].size(1), self.args.per_device_train_batch_size)
-        return self._get_per_token_logps_and_entropies(self.model, *read)[0]  # type: ignore[no-any-return]
+        return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in GRPOTrainer, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
-        if self._settings is None or self.optimizer is None:
-            return
-        posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
-        if self.args.should_save:
-            posterior.save(Path(output_dir or self.args.output_dir))
+        if self._settings and self.optimizer is not None:
+            posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
+            if self.args.should_save:
+                posterior.save(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """As in GRPOTrainer, with the optimizer's metrics next to every training loss."""
         if "loss" in logs and self._settings is not None:
             found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
-            own = {name: found[name] for name in _LOGGED if name in found}
-            logs = {**logs, "grad_norm": found["optimizer/grad_norm"], **own}
+            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in _LOGGED if x in found}
         super().log(logs, *args, **settings)
 
     def _check_made(self) -> None:
         """`UserError` for what is known only once GRPOTrainer is made."""
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
-            raise UserError(
-                "ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, so draws cannot reach them; use FSDP2"
-            )
+            raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
         if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
             raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
 
@@ -271,8 +269,9 @@ def _check(method: Method, args: GRPOConfig, noise: NoiseConfig) -> None:
     for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
         if (value := getattr(method, axis)) != getattr(plain, axis):
             raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
-    if method.draws and not ivon and (noise.unit == "posterior" or not noise.size):
-        raise UserError("ThreepoTrainer noise: AdamW learns no posterior to draw from; pass noise={'unit': 'rms', ...}")
+    if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
+        fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
+        raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
     off = {
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
         "use_vllm": "TRL loads vLLM into the trainer's process and sends it one set of weights a step; leave it out",
