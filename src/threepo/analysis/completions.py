@@ -152,9 +152,10 @@ def _step(file: Path, table: Table, row: int) -> int:
 
 
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
-    """TRL's column of the reward, where there is one reward function and nothing else was logged."""
+    """TRL's column of the reward, where there is one reward function and nothing else was logged, but draws."""
     names = list(columns)
     between = names[names.index("completion") + 1 : names.index("advantage")] if "advantage" in names else []
+    between = [name for name in between if name not in DRAW]
     if len(between) > 1:
         raise UserError(f"{file}: has the columns {', '.join(between)}; say which one is the verdict with --verdict")
     return between[0] if between else ""

@@ -290,7 +290,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         for saved, p in matched:
             if saved:
                 self.state[p].update(groups.loaded(saved, p))
-        for _, p, _ in self.trainable():
+        # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
+        for _, p, _ in self.trainable() if self.state else []:
             if "mean" in self.state[p]:
                 p.copy_(self.state[p]["mean"])
 

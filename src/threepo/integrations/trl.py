@@ -1,0 +1,300 @@
+"""GRPO, B3PO, M3PO, C3PO and C3PO-replay inside TRL 1.16: `ThreepoTrainer` is a `trl.GRPOTrainer` (docs/trl.md).
+
+    trainer = ThreepoTrainer(model, reward_funcs, GRPOConfig(..., learning_rate=1.0, max_grad_norm=0.0),
+                             method=threepo.C3PO, ivon={"ess": 1e9}, train_dataset=..., processing_class=...)
+
+TRL generates, grades, normalises and logs. What differs is at which weights: the rows of a group are dealt to the
+draws of the step, and the gradient is taken where the method says. Between these the model holds the mean, so
+evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all ranks make the same.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from threepo.config import AdamWConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig
+from threepo.errors import UserError
+from threepo.methods.corrections import correct
+from threepo.methods.method import gradient_draws, rollout_draws
+from threepo.posterior.gaussian import Posterior, posterior_metrics
+from threepo.posterior.ivon import IVON
+from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.types import Draw
+
+Batch = dict[str, torch.Tensor]
+"""What TRL keeps of generated rows: tensors whose first dimension is that of the rows, and numbers."""
+_LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+
+
+class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
+    """A `trl.GRPOTrainer` that explores in weight space.
+
+    Args:
+        model: as in GRPOTrainer, like all arguments that are not named here.
+        args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is that of IVON,
+            which schedulers change; `seed` seeds the draws too.
+        method: a row of the lattice. One that learns a posterior takes `ivon`; one with draws around AdamW takes
+            `noise`. `threepo.GRPO` with neither is TRL's own trainer.
+        ivon: settings of IVON, as in [optimizer] of a recipe.
+        noise: [noise] of a recipe, such as {"unit": "rms", "size": 0.05}.
+
+    The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
+    `optimizer/skipped_steps` where they apply; completions have the column `draw_index`.
+    """
+
+    optimizer: Any
+    """What learns, wrapped by accelerate once training has begun; None before."""
+    _buffered_inputs: Any
+    """Of GRPOTrainer: the micro-batches of a step."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *rest: Any,
+        method: Method,
+        ivon: Mapping[str, Any] | None = None,
+        noise: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        args = args or GRPOConfig("trainer_output")
+        self.method = replace(method, rollouts_per_prompt=args.num_generations)
+        self._ready: Batch | None = None  # prepared for a training step that has not begun
+        self._checkpoint: Path | None = None  # what training goes on from
+        self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
+        if method.draws or method.optimizer != "adamw" or ivon or noise:
+            self._settings, self._noise = _optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
+            _check(self.method, args, self._noise)
+            for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
+                if settings.get(name):
+                    fix = "draws only write plain answers, and the method has its optimizer; leave it out"
+                    raise UserError(f"ThreepoTrainer {name}: {fix}")
+        if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
+            own = args.accelerator_config.gradient_accumulation_kwargs or {}
+            args.accelerator_config.gradient_accumulation_kwargs = {**own, "sync_each_batch": True}
+        super().__init__(model, reward_funcs, args, *rest, **settings)
+        if self._settings:
+            self._check_made()
+
+    @property
+    def policy_optimizer(self) -> Any:
+        """The optimizer, without accelerate's wrapping: an IVON, or an AdamW of threepo's with noise around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer of the method, over all parameters that are trained."""
+        if self._settings is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        # accelerate shards the parameters and exchanges them in an optimizer that it expects to be empty.
+        later = [p for p in model.parameters() if p.requires_grad and self.is_fsdp_enabled]
+        for p in later:
+            p.requires_grad_(False)
+        self.optimizer = build_optimizer(self._settings, self._noise, model, self.args.seed, self._checkpoint)
+        for p in later:
+            p.requires_grad_(True)
+        if isinstance(self._settings, IVONConfig) and self._settings.load_hessian:
+            begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
+        return self.optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._checkpoint = Path(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint and isinstance(self.policy_optimizer, IVON):
+            self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
+        if self._settings is None:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        model.train()
+        began = time.perf_counter()
+        self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
+        self._current_train_step_time += time.perf_counter() - began  # as TRL, which generates within a step
+        draws = gradient_draws(self.method, self.args.seed, self.state.global_step)
+        share = self.args.gradient_accumulation_steps // len(draws)
+        draw = draws[self._step % self.args.gradient_accumulation_steps // share]
+        with self.policy_optimizer.at(draw):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % share == 0:
+            # TRL has divided by the count of all draws' rows, and the optimizer is about to average over draws.
+            divisor = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
+            self.policy_optimizer.observe(draw, **divisor)
+        return loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
+        new = self.model.training and self._step % self.args.steps_per_generation == 0
+        ready = super()._prepare_inputs(generation_batch)
+        if new and len(gradient_draws(self.method, 0, 0)) > 1:
+            self._buffered_inputs = self._by_draw(self._buffered_inputs)
+            ready = self._buffered_inputs[0]
+        return ready
+
+    def _by_draw(self, batches: list[Batch]) -> list[Batch]:
+        """The rows of all micro-batches in as many micro-batches of one draw each."""
+        joined = {name: torch.cat([b[name] for b in batches]) if x.ndim else x for name, x in batches[0].items()}
+        order = joined["draw"].argsort(stable=True)
+        parts = {name: x[order].chunk(len(batches)) if x.ndim else [x] * len(batches) for name, x in joined.items()}
+        found = [{name: part[i] for name, part in parts.items()} for i in range(len(batches))]
+        if self.method.normalize == "part":
+            tokens = torch.bincount(joined["draw"], joined["completion_mask"].sum(dim=1)).long()
+            tokens = self.accelerator.reduce(tokens, reduction="sum") * self.method.draws
+            for batch in found:
+                batch["num_items_in_batch"] = tokens[batch["draw"][0]]
+        return found
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if self._settings is None or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self.num_generations = self.method.group_size  # TRL compares the rewards of so many rows that follow each other
+        try:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.num_generations = self.method.rollouts_per_prompt
+        batch["draw"] = self._draw_of_rows(len(inputs)).to(batch["prompt_ids"].device)
+        draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+        taken = gradient_draws(self.method, self.args.seed, self.state.global_step)
+        if self.method.correction.kind != "none" and taken != draws:
+            self._correct(batch, draws, taken[0])
+        return batch
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
+    ) -> tuple[list[list[int]], None]:
+        if self._settings is None or not self.model.training:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
+        if images or multimodal_fields:
+            raise UserError("train_dataset: has images, which draws do not read here; leave them out")
+        found: list[list[int]] = [[]] * len(prompt_ids)
+        draw_of = self._draw_of_rows(len(prompt_ids))
+        for index, draw in enumerate(rollout_draws(self.method, self.args.seed, self.state.global_step)):
+            rows = (draw_of == index).nonzero()[:, 0].tolist()
+            with self.policy_optimizer.at(draw):
+                ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
+            for row, completion in zip(rows, ids, strict=True):
+                found[row] = completion
+        if self.method.draws:
+            self._log_completion_extra("draw_index", draw_of.tolist())
+        return found, None
+
+    def _draw_of_rows(self, rows: int) -> torch.Tensor:
+        """[rows] integers: which draw writes each row of a rank. Rows of a prompt follow each other, draw by draw."""
+        share = self.method.rollouts_per_prompt // max(self.method.draws, 1)
+        return torch.arange(rows) % self.method.rollouts_per_prompt // share
+
+    def _correct(self, batch: Batch, draws: list[Draw | None], taken: Draw | None) -> None:
+        """Multiply advantages by the weights of the correction, a [rows, tokens] tensor, and count what it keeps."""
+        tokens = batch["completion_mask"].bool()
+        behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
+        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
+        for draw, rows in parts:
+            with self.policy_optimizer.at(draw):
+                behaviour[rows] = self._score(batch, rows)
+        with self.policy_optimizer.at(taken):
+            for _, rows in parts:  # in the same batches, so that equal weights give equal numbers
+                at_gradient[rows] = self._score(batch, rows)
+        logprobs = (at_gradient[tokens], behaviour[tokens])
+        found = correct(*logprobs, tokens.nonzero()[:, 0], len(tokens), self.method.correction)
+        weights, kept = torch.zeros_like(behaviour), torch.zeros_like(tokens)
+        weights[tokens], kept[tokens] = found.weights, found.kept
+        batch["advantages"] = batch["advantages"][:, None] * weights
+        d = (logprobs[0] - logprobs[1]).double()
+        sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), len(kept), (d.exp() - 1 - d).sum()]
+        local = torch.tensor(sums, dtype=torch.float64, device=tokens.device)
+        kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
+        if self.method.correction.normalizer == "kept":
+            batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
+        self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
+        self._metrics["train"]["correction/kl"].append(kl / all_tokens)
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """Log-probs [chosen rows, tokens] of completions at the weights that the model holds now."""
+        parts = [(batch[f"prompt_{what}"][rows], batch[f"completion_{what}"][rows]) for what in ("ids", "mask")]
+        read = (*(torch.cat(pair, dim=1) for pair in parts), parts[0][1].size(1), self.args.per_device_train_batch_size)
+        return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in GRPOTrainer, with `posterior.safetensors` next to the model once there is an optimizer."""
+        super().save_model(output_dir, _internal_call)
+        if self._settings and self.optimizer is not None:
+            posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
+            if self.args.should_save:
+                posterior.save(Path(output_dir or self.args.output_dir))
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """As in GRPOTrainer, with the optimizer's metrics next to every training loss."""
+        if "loss" in logs and self._settings is not None:
+            found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
+            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in _LOGGED if x in found}
+        super().log(logs, *args, **settings)
+
+    def _check_made(self) -> None:
+        """`UserError` for what is known only once GRPOTrainer is made."""
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
+            raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
+        if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
+            raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
+
+
+def _optimizer_settings(method: Method, args: GRPOConfig, ivon: Mapping[str, Any]) -> OptimizerConfig:
+    if method.optimizer == "ivon":
+        return IVONConfig(lr=args.learning_rate, **ivon)
+    if ivon or method.optimizer != "adamw":
+        fix = "pass a method with 'ivon', such as threepo.C3PO, or dataclasses.replace(method, optimizer='ivon')"
+        raise UserError(f"ThreepoTrainer method: {method.name!r} has the optimizer {method.optimizer!r}; {fix}")
+    own = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
+    return AdamWConfig(lr=args.learning_rate, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, **own)
+
+
+def _check(method: Method, args: GRPOConfig, noise: NoiseConfig) -> None:
+    """`UserError` for settings with which a method cannot be had inside TRL."""
+    ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
+    draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
+    if not draws:
+        raise UserError("ThreepoTrainer method.gradient_at = 'evolution': TRL trains by gradients; use another method")
+    plain = Method(rollouts_per_prompt=group)
+    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
+        if (value := getattr(method, axis)) != getattr(plain, axis):
+            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
+    if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
+        fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
+        raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
+    off = {
+        "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
+        "use_vllm": "TRL loads vLLM into the trainer's process and sends it one set of weights a step; leave it out",
+        "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
+        "load_best_model_at_end": "it would leave the posterior behind; leave it out",
+    }
+    if ivon:
+        off["max_grad_norm"] = "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0"
+        off["weight_decay"] = "in IVON it is the precision of the prior; set ivon={'weight_decay': ...} instead"
+    if method.correction.kind != "none":
+        filtered = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+        off |= dict.fromkeys(("top_k", "min_p"), filtered)
+        off |= {name: filtered for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
+    off = {name: reason for name, reason in off.items() if getattr(args, name)}
+    if args.num_iterations != 1:
+        off["num_iterations"] = "draws are of one step; leave it out"
+    if args.steps_per_generation != accumulated:
+        off["steps_per_generation"] = f"a step generates once; leave it at gradient_accumulation_steps = {accumulated}"
+    if rows % group:
+        whole = f"a process must hold whole groups of num_generations = {group}"
+        off["per_device_train_batch_size"] = f"{whole}; set it so that {accumulated} of it are a multiple of {group}"
+    if accumulated % draws:
+        fix = f"set a multiple of the {draws} draws, and divide per_device_train_batch_size"
+        off["gradient_accumulation_steps"] = f"a micro-batch has its gradient at one draw; {fix}"
+    for name, reason in off.items():
+        raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")

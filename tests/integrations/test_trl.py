@@ -1,0 +1,342 @@
+"""threepo inside TRL: without noise it is TRL, with noise threepo; where gradients are taken; learning; resuming."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+if find_spec("trl") is None:
+    pytest.skip("trl is not installed", allow_module_level=True)
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
+
+import threepo
+from threepo.analysis.completions import read_completions
+from threepo.config import Advantage, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.errors import UserError
+from threepo.integrations.trl import ThreepoTrainer, _check
+from threepo.methods.method import group_by_prompt, training_batch
+from threepo.models.packing import flatten
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.rewards import math
+from threepo.training.update import update_policy
+from threepo.types import Completion, Draw, Problem, TrainingRow, Verdict
+
+LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
+QUIET = {"size": 0.0}
+SEED = 1
+
+
+def named(methods: Sequence[Method]) -> Any:
+    return pytest.mark.parametrize("method", methods, ids=lambda method: method.name)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+class AtTheMean(TrainerCallback):  # type: ignore[misc]
+    """What lets TRL's own trainer have IVON: the gradient is that of the mean."""
+
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        optimizer.optimizer.observe(None)
+
+
+def trls_own(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> Any:
+    """TRL's trainer with IVON instead of AdamW, trained."""
+    trainer = make(kind, folder, callbacks=[AtTheMean()], **settings)
+    optimizer = IVON(trainer.model.named_parameters(), lr=1.0, noise_scale=0.0, **STRAIGHT)
+    trainer.optimizer = optimizer
+    trainer.train()
+    return trainer
+
+
+# Without noise
+
+
+def test_grpo_is_trls_own(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-2, "max_grad_norm": 1.0}
+    ours = make(ThreepoTrainer, tmp_path, method=threepo.GRPO, **settings)
+    ours.train()  # before the other is made, which seeds all random numbers anew
+    theirs = make(GRPOTrainer, tmp_path, **settings)
+    theirs.train()
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+
+
+@named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
+def test_without_noise_one_draw_is_trl_bitwise(tmp_path: Path, method: Method) -> None:
+    ours = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    theirs = trls_own(GRPOTrainer, tmp_path)
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+    assert not same(ours.model, new_policy().model)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_without_noise_c3po_is_trl_bitwise(tmp_path: Path, loss_type: str) -> None:
+    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO, ivon=STRAIGHT, noise=QUIET, loss_type=loss_type)
+    ours.train()
+    theirs = trls_own(ToldTRL, tmp_path, loss_type=loss_type)
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+    assert all(e["correction/kept_share"] == 1 and e["correction/kl"] == 0 for e in ours.state.log_history[:-1])
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Weights have moved by the same, but for rounding."""
+    start = new_policy().model
+    for p, q, old in zip(ours.parameters(), theirs.parameters(), start.parameters(), strict=True):
+        assert (p - q).abs().max() <= 1e-5 * (q - old).abs().max() + 1e-9
+
+
+def test_without_noise_replay_is_trl_but_for_the_order_of_sums(tmp_path: Path) -> None:
+    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO_REPLAY, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    theirs = trls_own(ToldTRL, tmp_path)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert_close(ours.model, theirs.model)
+
+
+def test_without_noise_m3po_is_trl_with_as_many_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_models.Told.uneven", False)  # M3PO averages over draws what TRL averages over tokens
+    method = replace(threepo.M3PO, draws=2)
+    ours = make(ToldThreepo, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    prompts = [f"Say {i // 2}: " for i in range(16)]
+    theirs = trls_own(ToldTRL, tmp_path, prompts=prompts, num_generations=ROLLOUTS // 2)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert_close(ours.model, theirs.model)
+
+
+# With noise
+
+
+class Kept(ThreepoTrainer):
+    """Keeps a step's batch and completions' rewards."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.kept = super()._generate_and_score_completions(inputs)
+        return self.kept
+
+
+def rollouts(trainer: Any, method: Method) -> list[Completion]:
+    """The first step's completions as threepo's, with log-probs of the draws that wrote them."""
+    policy, kept, found = new_policy(), trainer.kept, []
+    optimizer = IVON(policy.model.named_parameters(), **NOISY)
+    texts = list(trainer._logs["completion"])
+    for row, text in enumerate(texts):
+        prompt, tokens = (
+            tuple(kept[f"{part}_ids"][row][kept[f"{part}_mask"][row].bool()].tolist())
+            for part in ("prompt", "completion")
+        )
+        draw = Draw(SEED, 0, row % ROLLOUTS // (ROLLOUTS // method.draws))
+        right = reward([text])[0]
+        verdict = Verdict(right == 1, "right" if right else "wrong", None, right)
+        problem = Problem(f"p{row // ROLLOUTS}", "")
+        place = (draw, row % ROLLOUTS, tokens, (0.0,) * len(tokens))
+        completion = Completion(problem, prompt, *place, text, "length", 0, verdict=verdict)
+        with optimizer.perturbed(draw), torch.no_grad():
+            logprobs = policy.logprobs(flatten([TrainingRow(completion, 0, 0.0)], policy.device)).logprobs
+        found.append(replace(completion, logprobs=tuple(logprobs.tolist())))
+    return found
+
+
+@named(LATTICE)
+def test_a_step_in_trl_is_one_of_threepo(tmp_path: Path, method: Method) -> None:
+    trainer = make(Kept, tmp_path, method=method, ivon=NOISY, max_steps=1)
+    trainer.train()
+
+    method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
+    policy = new_policy()
+    optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
+    groups = group_by_prompt(rollouts(trainer, method))
+    assert len(groups) == PROMPTS
+    batch = training_batch(method, SamplingConfig(), groups, SEED, 0)
+    record = update_policy(policy, optimizer, batch, ObjectiveConfig())
+    kept = sum(row.kept_tokens > 0 for row in record.rows)
+    if method.name == "c3po":
+        assert 0 < kept < len(record.rows)
+        assert trainer.state.log_history[0]["correction/kept_share"] == kept / len(record.rows)
+        assert trainer.state.log_history[0]["correction/kl"] == pytest.approx(record.kl / record.tokens, rel=1e-3)
+    else:
+        assert all(row.rho == pytest.approx(1, abs=1e-4) for row in record.rows)
+    ours = {name: trainer.policy_optimizer.state[p] for name, p in trainer.policy_optimizer.named()}
+    for name, p in optimizer.named():
+        for what in ("momentum", "hessian"):
+            got, reference, start = ours[name][what], optimizer.state[p][what], 0.1 if what == "hessian" else 0.0
+            assert (got - reference).abs().max() <= 1e-5 * (reference - start).abs().max() + 1e-8, (name, what)
+
+
+class Places:
+    """A hook that notes at which weights a model reads: how often with gradients, and how often without."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: dict[bool, list[float]] = {True: [], False: []}
+        model.register_forward_pre_hook(self.note)
+
+    def note(self, model: Any, _: Any) -> None:
+        value = model.model.layers[0].mlp.up_proj.weight.double().sum().item()
+        if value not in self.seen[torch.is_grad_enabled()]:
+            self.seen[torch.is_grad_enabled()].append(value)
+
+
+def weights_of(*draws: Draw | None) -> list[float]:
+    """What `Places` should note for these draws."""
+    optimizer = IVON(new_policy().model.named_parameters(), **STRAIGHT)
+    name = "model.layers.0.mlp.up_proj.weight"
+    return [dict(optimizer.weights(draw))[name].double().sum().item() for draw in draws]
+
+
+WRITE = [Draw(SEED, 0, index) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "at_gradient", "besides"),
+    [
+        (threepo.B3PO, WRITE[:1], WRITE[:1]),
+        (threepo.M3PO, WRITE, WRITE),
+        (threepo.C3PO, [Draw(SEED, 0, 4)], [*WRITE, Draw(SEED, 0, 4)]),
+        (threepo.C3PO_REPLAY, WRITE, WRITE),
+        (replace(threepo.C3PO_REPLAY, name="at_the_mean", gradient_at="mean"), [None], WRITE),
+    ],
+    ids=lambda value: value.name if isinstance(value, Method) else "",
+)
+def test_where_rollouts_and_gradients_are_made(
+    tmp_path: Path, method: Method, at_gradient: list[Draw | None], besides: list[Draw | None]
+) -> None:
+    """Every row of replay is scored at the very weights that wrote it, so its ratio is 1."""
+    trainer = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, max_steps=1)
+    places = Places(trainer.model)
+    trainer.train()
+    assert places.seen[True] == weights_of(*at_gradient)
+    assert places.seen[False] == weights_of(*besides)
+
+
+def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: "]})
+    settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    places = Places(trainer.model)
+    mean = dict(trainer.policy_optimizer.weights(None))["model.layers.0.mlp.up_proj.weight"].double().sum().item()
+    trainer.evaluate()
+    assert places.seen == {True: [], False: [mean]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": threepo.C3PO, "ivon": {"ess": 1e5}},
+        {
+            "method": replace(threepo.C3PO_REPLAY, optimizer="adamw"),
+            "noise": {"unit": "rms", "size": 0.05},
+            "learning_rate": 1e-2,
+            "max_grad_norm": 0.5,
+        },
+    ],
+    ids=["c3po", "fixed_replay"],
+)
+def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
+    went_on = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **settings)
+    went_on.train()
+    resumed = make(ThreepoTrainer, tmp_path / "resumed", max_steps=4, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(went_on)
+    assert [e["reward"] for e in resumed.state.log_history[:4]] == [e["reward"] for e in went_on.state.log_history[:4]]
+    assert same(went_on.model, resumed.model)
+    ours, theirs = (trainer.policy_optimizer for trainer in (resumed, went_on))
+    for (name, p), (_, q) in zip(ours.named(), theirs.named(), strict=True):
+        for key, value in theirs.state[q].items():
+            assert torch.equal(ours.state[p][key], value), (name, key)
+    saved = Posterior.from_pretrained(tmp_path / "checkpoint-4")
+    assert saved.groups == Posterior.of(ours).groups
+    assert all(torch.equal(saved.hessian[name], value) for name, value in Posterior.of(ours).hessian.items())
+    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+
+
+def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(c.isdigit() for c in text) / 4 for text in completions]
+
+
+def test_a_policy_learns(tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 25}
+    settings |= {"ivon": {"ess": 1e8, "clip_radius": 10.0}, "reward_funcs": share_of_digits}
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[:5]) / 5 < 0.15
+    assert sum(rewards[-5:]) / 5 > 0.5
+
+
+def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Path) -> None:
+    settings = {"method": threepo.C3PO, "ivon": STRAIGHT, "reward_funcs": [math.reward], "max_steps": 2}
+    trainer = make(ThreepoTrainer, tmp_path, log_completions=True, **settings)
+    trainer.train_dataset = trainer.train_dataset.add_column("answer", ["7"] * len(trainer.train_dataset))
+    trainer.train()
+    groups = read_completions(tmp_path)
+    assert [step for step, _ in groups] == [1, 1, 2, 2]
+    for group in groups.values():
+        assert group.draws == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    new_policy().save(Path("my-model"))
+    exec(compile(block, "docs/trl.md", "exec"), {})
+    assert Posterior.from_pretrained("my_policy").step == 4
+    assert len(read_completions(Path("my_run"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: IVON learns its Hessian"),
+        ({"weight_decay": 0.1}, "set ivon={'weight_decay': ...}"),
+        ({"fp16": True}, "float16 scales gradients"),
+        ({"num_iterations": 2}, "num_iterations = 2: draws are of one step"),
+        ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
+        ({"top_p": 0.9}, "ratios to it have no meaning"),
+        ({"top_k": 5}, "ratios to it have no meaning"),
+        ({"use_vllm": True}, "TRL loads vLLM into the trainer's process"),
+        ({"use_transformers_continuous_batching": True}, "loses the mean"),
+        ({"tools": [reward]}, "draws only write plain answers"),
+        ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),
+        ({"method": replace(threepo.C3PO, draws=3, rollouts_per_prompt=9)}, "set draws to one of 1, 2, 4, 8"),
+        (
+            {"method": threepo.C3PO_REPLAY, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+            "set a multiple of the 4 draws",
+        ),
+        ({"method": threepo.GRPO}, "'grpo' has the optimizer 'adamw'"),
+        ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
+        ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
+        ({"ivon": {"es": 1e9}}, "es"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace("{", r"\{")):
+        make(ThreepoTrainer, tmp_path, **{"method": threepo.C3PO, "ivon": {"ess": 1e6}, **settings})
+
+
+def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
+    """On one rank TRL sees to it; on two, a group could lie across them."""
+    rows = PROMPTS * ROLLOUTS
+    with pytest.raises(UserError, match=f"whole groups of num_generations = {2 * rows}"):
+        _check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())

@@ -1,0 +1,82 @@
+"""What torchrun runs for test_trl_on_ranks.py: two steps of some methods, most with completions from a table.
+
+trl_program.py FOLDER [fsdp2]: writes what each run ended with.
+"""
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from accelerate import state
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+
+from trl_models import MICRO_BATCHES, NOISY, PROMPTS, ROLLOUTS, ToldThreepo, make
+
+import threepo
+from threepo.config import Method
+from threepo.integrations.trl import ThreepoTrainer
+from threepo.posterior.layout import whole
+
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+        "reshard_after_forward": True,
+    },
+}
+MADE = state.AcceleratorState.__init__
+
+
+def with_fsdp(self: Any, *arguments: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+    """accelerate asks for FSDP on accelerators only; here it is told that gloo's ranks have it too."""
+    MADE(self, *arguments, fsdp_plugin=fsdp_plugin, **more)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+        state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def trained(folder: Path, method: Method, resume: Path | None = None, told: bool = True, **more: Any) -> dict[str, Any]:
+    """What a trainer ends with: weights and IVON's state, whole, and the log."""
+    rows = PROMPTS * ROLLOUTS // MICRO_BATCHES // int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {"per_device_train_batch_size": rows, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, **more}
+    trainer = make(ToldThreepo if told else ThreepoTrainer, folder, method=method, ivon=NOISY, **settings)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    optimizer = trainer.policy_optimizer
+    tensors = {
+        f"{what}/{name}": whole(value.detach())
+        for name, p in optimizer.named()
+        for what, value in (("mean", p), *((key, optimizer.state[p][key]) for key in ("hessian", "momentum")))
+    }
+    return {
+        "tensors": tensors,
+        "log": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "sharded": isinstance(next(trainer.model.parameters()), DTensor),
+        "stale states": len(optimizer.state) - len(optimizer.named()),
+    }
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)
+    torch.set_num_threads(1)
+    folder, sharded = Path(sys.argv[1]), sys.argv[2:] == ["fsdp2"]
+    more = FSDP2 if sharded else {}
+    with patch.object(state.AcceleratorState, "__init__", with_fsdp if sharded else MADE):
+        found = {
+            "c3po": trained(folder, threepo.C3PO, **more),
+            "m3po": trained(folder / "m3po", threepo.M3PO, **more),
+            "resumed": trained(folder / "resumed", threepo.C3PO, folder / "checkpoint-1", **more),
+            "generated": trained(folder / "generated", threepo.C3PO, told=False, **more),
+        }
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(found, folder / "found.pt")
