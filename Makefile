@@ -97,9 +97,11 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-verl.txt --editable .
 	touch $@
 
-# Not in the constraints: trackio wants an older Pillow.
-$(VENV_TRACKERS)/trackers: $(BUILT_FROM)
+# Under all constraints but that of Pillow: trackio wants an older one.
+$(VENV_TRACKERS)/trackers: $(BUILT_FROM) constraints.txt
 	$(PYTHON) -m venv $(VENV_TRACKERS)
+	sed '/^pillow==/d' constraints.txt > $(VENV_TRACKERS)/constraints.txt
 	$(VENV_TRACKERS)/bin/python -m pip --disable-pip-version-check install --quiet \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[tensorboard,wandb,trackio,mlflow]' pytest hypothesis
+	  --constraint $(VENV_TRACKERS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  --editable '.[lora,tensorboard,wandb,trackio,mlflow]' pytest hypothesis
 	touch $@

@@ -9,6 +9,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,23 +208,25 @@ def test_a_folder_that_a_tracker_cannot_write_ends_nothing(
     assert len(read_metrics(folder)) == 2
 
 
-@pytest.fixture
-def _small_files() -> Iterator[None]:
+@contextmanager
+def small_files() -> Iterator[None]:
     """No file may grow above 2 kB, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("_small_files")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_switches_tensorboard_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its writing thread would print a traceback
     trackers = Trackers(["tensorboard"], tmp_path, {"a": 1}, 0, resumed=False)
-    with pytest.warns(ThreepoWarning, match=r"tensorboard failed and is now off .*File too large"):
-        _log_a_hundred_rows(trackers)
-    trackers.finish({"steps": 100})
+    with small_files():
+        with pytest.warns(ThreepoWarning, match=r"tensorboard failed and is now off .*File too large"):
+            _log_a_hundred_rows(trackers)
+        trackers.finish({"steps": 100})
 
 
 def _log_a_hundred_rows(trackers: Trackers) -> None:
