@@ -64,6 +64,16 @@ class IVON(Perturbable, torch.optim.Optimizer):
     If a gradient is not finite, or its norm is MOST_NORM or more, `step` only counts it, in `skipped_steps`. With a
     float16 gradient scaler call `scaler.unscale_(optimizer)`, `observe`, and this optimizer's own `step`, because
     `scaler.step` would hide the skipped step.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = threepo.IVON([("weight", weight)], lr=1.0, ess=1e9)
+        >>> draw = optimizer.next_draw()
+        >>> with optimizer.perturbed(draw):
+        ...     weight.square().sum().backward()
+        >>> optimizer.observe(draw)
+        True
+        >>> optimizer.step()
     """
 
     def __init__(
