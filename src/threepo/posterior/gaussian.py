@@ -36,7 +36,7 @@ _FORMAT = "threepo-posterior-1"
 class Posterior:
     """A diagonal Gaussian around a model's weights.
 
-        posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-100")
+        posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-000100")
         model.load_state_dict(posterior.draw(0), strict=False)  # tied heads are not in the file
 
     Examples:
