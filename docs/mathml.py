@@ -16,4 +16,6 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _converted(found: re.Match[str]) -> str:
     kind, formula = found.groups()
-    return convert(html.unescape(formula), display="block" if kind == "div" else "inline")
+    if kind == "span":
+        return convert(html.unescape(formula))
+    return f'<div class="formula">{convert(html.unescape(formula), display="block")}</div>'
