@@ -32,7 +32,7 @@ PROCESSES := tests/ranks tests/analysis/test_study.py
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
 
 # One after another: each test has several processes of its own.
 test-ranks: $(VENV)/dev
