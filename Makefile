@@ -67,7 +67,7 @@ bench: $(VENV)/dev
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest tests/test_site.py
 
 clean:
