@@ -6,7 +6,7 @@
 # make test-trackers  the tests of W&B, trackio and MLflow, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
-# make docs    regenerate the reference pages that come from the source
+# make docs    regenerate the reference pages, build the site into build/site, open it in a browser without a network
 #
 # Each sets up its environment as far as it needs it. On Linux without a GPU, a smaller PyTorch can be had with
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -32,7 +32,7 @@ PROCESSES := tests/ranks tests/analysis/test_study.py
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(PROCESSES) tests/test_site.py)
 
 # One after another: each test has several processes of its own.
 test-ranks: $(VENV)/dev
@@ -65,8 +65,10 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/rewards.py
 	$(BIN)/python benchmarks/sandbox.py
 
-docs: $(VENV)/dev
+docs: $(VENV)/docs
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest tests/test_site.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) $(VENV_TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -80,6 +82,10 @@ $(VENV)/runtime: $(BUILT_FROM) constraints.txt | $(VENV)/bin/python
 
 $(VENV)/dev: $(BUILT_FROM) constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/dev
+	$(INSTALL) --editable '.[docs]'
 	touch $@
 
 # Without dependencies: those of vLLM include CUDA builds of torchvision, torchaudio and torchcodec, and with them the

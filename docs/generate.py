@@ -1,17 +1,20 @@
-"""Write what comes from the source: docs/configuration.md, and the table of presets in README.md and docs/method.md.
+"""Write what comes from the source: configuration.md, command_line.md, the presets in README.md and method.md.
 
     make docs
 
 A test fails when a page is not what this would write.
 """
 
+import argparse
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from threepo import config
+from threepo.cli import build_parser
 from threepo.config.presets import PRESETS
 from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import load
@@ -19,7 +22,9 @@ from threepo.config.records import RECORDS, shown
 from threepo.config.study import StudyTables
 
 PAGE = Path(__file__).parent / "configuration.md"
-WITH_PRESETS = (Path(__file__).parent / "method.md", Path(__file__).parents[1] / "README.md")
+COMMAND_LINE = Path(__file__).parent / "command_line.md"
+MAIN_ROWS = ("grpo", "b3po", "m3po", "c3po", "c3po_replay", "fixed_replay", "entreg")
+WITH_PRESETS = {Path(__file__).parent / "method.md": tuple(PRESETS), Path(__file__).parents[1] / "README.md": MAIN_ROWS}
 BEGIN, END = "<!-- presets: written by docs/generate.py -->", "<!-- end of presets -->"
 INTRODUCTION = """# Configuration
 
@@ -31,6 +36,15 @@ a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and what is no TOML value is
 configuration is written to `config.json` in the run folder.
 
 Where a default differs between commands, both are given.
+
+"""
+COMMANDS_INTRODUCTION = """# Command line
+
+Generated from `src/threepo/cli.py` by `make docs`; do not edit.
+
+`section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). Words and options go in
+any order. The exit status is 0 when done, 2 when something in the input has to be fixed (said in one line), and 128 + n
+when stopped by signal n, with the state saved. A command also runs as `python -m threepo`, as torchrun needs it.
 
 """
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
@@ -105,11 +119,11 @@ GRADIENT = {
 }
 
 
-def render_presets() -> list[str]:
-    """The rows of the lattice as a table."""
+def render_presets(names: Iterable[str]) -> list[str]:
+    """Rows of the lattice as a table."""
     lines = [HEADER, "| --- " * (HEADER.count("|") - 1) + "|"]
-    for name, preset in PRESETS.items():
-        cells = [f"`{name}`", *cells_of(name), preset.source]
+    for name in names:
+        cells = [f"`{name}`", *cells_of(name), PRESETS[name].source]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -150,7 +164,7 @@ def cells_of(name: str) -> list[str]:
 def with_presets(page: Path) -> str:
     """A page with the present rows between its two marks."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    return "\n".join([before + BEGIN, "", *render_presets(), "", END]) + rest.split(END)[1]
+    return "\n".join([before + BEGIN, "", *render_presets(WITH_PRESETS[page]), "", END]) + rest.split(END)[1]
 
 
 def render() -> str:
@@ -172,9 +186,34 @@ def render() -> str:
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 
 
+def render_command(parser: argparse.ArgumentParser, says: str) -> list[str]:
+    """A command, with those below it."""
+    lines = [f"## {parser.prog}", "", f"{says[:1].upper()}{says[1:]}.", ""]
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    options = [action for action in parser._actions if action not in below and action.dest != "help"]
+    if options:
+        lines += ["| argument | meaning |", "| --- | --- |"]
+    for action in options:
+        value = action.metavar or ("N" if action.type is int else "" if action.nargs == 0 else action.dest.upper())
+        value = " ".join(value) if isinstance(value, tuple) else value
+        name = " ".join((*action.option_strings, value)).strip()
+        lines.append(f"| `{name}` | {action.help} |")
+    for action in below:
+        helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, command in action.choices.items():
+            lines += ["", *render_command(command, helps[name])]
+    return lines
+
+
+def render_command_line() -> str:
+    """The page of all commands."""
+    _, *lines = render_command(build_parser(), "all commands")
+    return COMMANDS_INTRODUCTION + "\n".join(lines[lines.index("| argument | meaning |") :]).rstrip() + "\n"
+
+
 def pages() -> dict[Path, str]:
     """What every page that has a generated part should hold."""
-    return {PAGE: render(), **{page: with_presets(page) for page in WITH_PRESETS}}
+    return {PAGE: render(), COMMAND_LINE: render_command_line(), **{page: with_presets(page) for page in WITH_PRESETS}}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,13 @@ caller's, and keeps its traceback.
 
 
 class UserError(ValueError):
-    """Bad input. The message names the field or file, the value found, and how to fix it."""
+    """Bad input. The message names the field or file, the value found, and how to fix it.
+
+    Examples:
+        >>> threepo.pass_at_k(n=4, c=5, k=1)
+        Traceback (most recent call last):
+        threepo.errors.UserError: pass_at_k(n=4, c=5, k=1): needs 0 <= c <= n and 1 <= k <= n
+    """
 
 
 class ThreepoWarning(UserWarning):

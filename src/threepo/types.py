@@ -27,6 +27,10 @@ class Draw:
     """The address of one sample of the weights, from which anyone can make the same weights again.
 
     The noise of a draw is a function of (seed, step, index, parameter name, element index); nothing is stored.
+
+    Examples:
+        >>> threepo.Draw(seed=0, step=3, index=1)
+        Draw(seed=0, step=3, index=1, mirrored=False)
     """
 
     seed: int
@@ -41,7 +45,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, with all that its reward needs."""
+    """A prompt, with all that its reward needs.
+
+    Examples:
+        >>> threepo.Problem(id="sum-1", prompt="2 + 2 = ", answer="4").label
+        'problem sum-1'
+    """
 
     id: str
     """Unique within its data source and the same in every run: sampling and pairing go by it."""
@@ -69,7 +78,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verifier's judgement of one completion."""
+    """A verifier's judgement of one completion.
+
+    Examples:
+        >>> threepo.Verdict(correct=True, status="right", answer="4").reward
+        1.0
+    """
 
     correct: bool
     status: VerdictStatus

@@ -10,7 +10,12 @@ from threepo.config.sources import LocalPath
 
 
 class Advantage(Settings, table="method.advantage"):
-    """[method.advantage]: how the rewards of a group become advantages (method.md 2.1)."""
+    """[method.advantage]: how the rewards of a group become advantages (method.md 2.1).
+
+    Examples:
+        >>> dataclasses.replace(threepo.GRPO, advantage=threepo.Advantage(rule="rloo")).advantage.rule
+        'rloo'
+    """
 
     rule: Literal["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"] = "grpo"
     """`grpo`: rewards minus their mean, over their standard deviation. `dr_grpo`: minus their mean. `rloo`: minus the
@@ -33,7 +38,13 @@ class Advantage(Settings, table="method.advantage"):
 
 
 class Correction(Settings, table="method.correction"):
-    """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4)."""
+    """[method.correction]: importance correction from the rollout policies to the gradient's policy (method.md 4).
+
+    Examples:
+        >>> truncated = threepo.Correction(kind="token_tis", high=10.0)
+        >>> dataclasses.replace(threepo.C3PO, correction=truncated).correction.high
+        10.0
+    """
 
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
     """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
@@ -56,6 +67,12 @@ class Method(Settings, table="method"):
     """[method]: one point of the lattice that holds GRPO, B3PO, M3PO, C3PO and their relatives (method.md).
 
     In a recipe, `preset` chooses a named point, and further keys change its axes.
+
+    Examples:
+        >>> threepo.C3PO.draws, threepo.C3PO.gradient_at, threepo.C3PO.correction.kind
+        (4, 'fresh', 'seq_mis')
+        >>> dataclasses.replace(threepo.C3PO, draws=8).group_size
+        16
     """
 
     name: str = "custom"

@@ -111,6 +111,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     1 - C(n-c, k) / C(n, k) (Chen et al., 2021), in the product form that does not overflow. Needs 0 <= c <= n and
     1 <= k <= n; `UserError` otherwise.
+
+    Examples:
+        >>> threepo.pass_at_k(n=4, c=1, k=2)
+        0.5
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise UserError(f"pass_at_k(n={n}, c={c}, k={k}): needs 0 <= c <= n and 1 <= k <= n")

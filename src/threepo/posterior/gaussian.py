@@ -36,8 +36,13 @@ _FORMAT = "threepo-posterior-1"
 class Posterior:
     """A diagonal Gaussian around a model's weights.
 
-    posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-100")
-    model.load_state_dict(posterior.draw(0), strict=False)    # tied heads are not in the file
+        posterior = threepo.Posterior.from_pretrained("runs/my_run/checkpoints/step-000100")
+        model.load_state_dict(posterior.draw(0), strict=False)  # tied heads are not in the file
+
+    Examples:
+        >>> optimizer = threepo.IVON([("weight", torch.nn.Parameter(torch.ones(3)))])
+        >>> threepo.Posterior.of(optimizer)
+        Posterior(1 parameters, 3 elements, step 0)
     """
 
     hessian: dict[str, torch.Tensor]

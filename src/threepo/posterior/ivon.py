@@ -43,7 +43,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
             noise is addressed by position. A group may have its own value of any setting below except `seed`;
             `noise_scale=0` makes a group without noise. Plain tensors of any dtype, memory layout and device, and
             DTensors (FSDP2, tensor parallelism): one draw is one draw over all shards, and replicas share it.
-        lr, rescale_lr: learning rate; multiplied by `hess_init + weight_decay` when `rescale_lr` is set.
+        lr: learning rate.
+        rescale_lr: multiply it by `hess_init + weight_decay`.
         ess: effective sample size, lambda. sigma = noise_scale / sqrt(ess * (hessian + weight_decay)).
         hess_init: initial Hessian h0.
         betas: decay rates of momentum and Hessian.
@@ -64,6 +65,16 @@ class IVON(Perturbable, torch.optim.Optimizer):
     If a gradient is not finite, or its norm is MOST_NORM or more, `step` only counts it, in `skipped_steps`. With a
     float16 gradient scaler call `scaler.unscale_(optimizer)`, `observe`, and this optimizer's own `step`, because
     `scaler.step` would hide the skipped step.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = threepo.IVON([("weight", weight)], lr=1.0, ess=1e9)
+        >>> draw = optimizer.next_draw()
+        >>> with optimizer.perturbed(draw):
+        ...     weight.square().sum().backward()
+        >>> optimizer.observe(draw)
+        True
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -1,0 +1,76 @@
+"""The built site in a real browser without a network: nothing is asked of other hosts, and the search finds things.
+
+`make docs` builds it and runs this; elsewhere it is skipped.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+SITE = Path(__file__).resolve().parents[1] / "build" / "site"
+CHROMIUM = shutil.which("chromium")
+BUILT = sorted({*SITE.rglob("*.html")} - {SITE / "404.html"})  # that one is for a server
+SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
+
+pytestmark = [
+    pytest.mark.skipif(not BUILT, reason="the site is not built: make docs"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_page_fits_and_asks_nobody(browser: Browser, size: str, scheme: str) -> None:
+    """No request to another host, no error on the console, no page that is wider than the window."""
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    complaints: list[str] = []
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or complaints.append(request.url))
+    page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    for file in BUILT:
+        page.goto(file.as_uri())
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            complaints.append(f"{file.name} is wider than a {size}")
+    page.close()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_search(browser: Browser, size: str) -> None:
+    width, height = SIZES[size]
+    page: Page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto((SITE / "index.html").as_uri())
+    if size == "phone":
+        page.locator("label[for=__search]").locator("visible=true").first.click()
+    page.locator("input.md-search__input").press_sequentially("kept_share")
+    expect(page.locator(".md-search-result__meta")).to_contain_text("matching documents")
+    assert "Every logged metric" in page.locator(".md-search-result__list").inner_text()
+    page.close()
+
+
+def test_every_link_within_the_site_has_its_target() -> None:
+    """Files and anchors, in the pages as they were built."""
+    texts = {file: file.read_text(encoding="utf-8") for file in BUILT}
+    anchors = {file: set(re.findall(r'\bid="?([^"\s>]+)', text)) for file, text in texts.items()}
+    broken = []
+    for file, text in texts.items():
+        for link in re.findall(r'<a [^>]*?href="([^"]*)"', text):
+            path, _, anchor = unquote(link).partition("#")
+            if re.match(r"\w+:", link):
+                continue
+            target = (file.parent / path).resolve() if path else file
+            if not target.is_file() or (anchor and target in anchors and anchor not in anchors[target]):
+                broken.append(f"{file.relative_to(SITE)}: {link}")
+    assert broken == []
