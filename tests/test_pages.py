@@ -32,14 +32,15 @@ BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(\w*)\n(.*?)^```", re.DOT
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(\.\.\.)?")
 OWN = {"model": {"path": "my-model"}, "data": {"train": "sorting"}}
 """Lies under a recipe that a page shows in part, or only names."""
-LEARNS = (
+PROGRAMS = (
     "tutorials/own_model.md",
     "tutorials/other_tools.md",
     "guides/optimizer.md",
     "reproducibility.md",
     "python.md",
+    "trl.md",
 )
-"""Pages under docs/ whose Python, with all that it needs, is run by a test below."""
+"""Pages under docs/ whose Python, with all that it needs, is run below, or by the tests of what they are about."""
 
 
 class Block(NamedTuple):
@@ -163,7 +164,7 @@ def test_blocks(page: Path, tmp_path: Path) -> None:
             assert block.kind in ("python", "text", ""), block.kind
             if block.kind == "python":
                 ast.parse(block.text)
-                assert page.name == "README.md" or str(page.relative_to(ROOT / "docs")) in LEARNS, "nobody runs it"
+                assert page.name == "README.md" or str(page.relative_to(ROOT / "docs")) in PROGRAMS, "nobody runs it"
     example = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
     assert doctest.DocTestRunner().run(example).failed == 0
 
