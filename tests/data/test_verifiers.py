@@ -1,9 +1,11 @@
 """Environments of the `verifiers` package as data and reward."""
 
 import asyncio
-import json
+import importlib
+import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 pytest.importorskip("verifiers.v1")
@@ -11,13 +13,12 @@ pytest.importorskip("verifiers.v1")
 import verifiers.v1 as vf
 from verifiers.v1.graph import prepare_turn
 
-from runs import RLVR
+from runs import RLVR, outcome
 from threepo.cli import main
 from threepo.config import DataConfig, RewardConfig
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.errors import UserError
 from threepo.rewards.grading import load_grader, refuse_ignored
-from threepo.run_folder import read_metrics
 from threepo.types import Completion, Problem
 
 WORD_SUMS = '''
@@ -105,14 +106,14 @@ ONE = "@vf.reward\n    async def one(self, trace) -> float:\n        return 1.0"
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Write an environment where Python finds it, as an installed package is; each test has modules of its own."""
     folder = tmp_path / "installed"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
 
     def write(text: str, name: str = "word_sums") -> str:
-        name = f"{name}_{abs(hash(request.node.name))}"
+        name = f"{name}_{tmp_path.name}"
         (folder / f"{name}.py").write_text(text)
         return f"verifiers:{name}"
 
@@ -178,15 +179,15 @@ def test_held_out_problems_are_named(install) -> None:
 )
 def test_rewards_are_those_of_verifiers(system: bool, text: str, reward: float, install) -> None:
     """The other side is made by the code with which verifiers records a model's response."""
-    source = f"{install(WORD_SUMS)}(system={system})"
+    name = install(WORD_SUMS).removeprefix("verifiers:")
+    source = f"verifiers:{name}(system={system})"
     opened = open_source(source, "train", DataConfig(train=source))
     problem = opened.problems.first(4)[3]
     grade = load_grader(RewardConfig(), opened.verifier, [problem])
     (verdict,) = grade([answered(problem, text)])
 
-    task = list(vf.load_taskset(vf.taskset_config_type(source[10:].partition("(")[0])(
-        id=source[10:].partition("(")[0], system=system
-    )))[3]
+    config = vf.taskset_config_type(name)(id=name, system=system)
+    task = list(vf.load_taskset(config))[3]
     trace = vf.Trace(
         task=vf.TraceTask(type="Sums", data=task.data, key=task.key, hash=task.hash),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
@@ -223,13 +224,18 @@ def test_rewards_see_what_was_cut_off_and_thought(install) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("raise ValueError('no such unit')", r"row 1: its reward raised ValueError: no such unit \(.*broken_.*py:\d+\)"),
+        (
+            "raise ValueError('no such unit')",
+            r"row 1: its reward raised ValueError: no such unit \(.*broken_.*py:\d+\)",
+        ),
         ("return float('nan')", "row 1: its reward is nan, which must be a finite number"),
         ("return 'high'", "row 1: its reward raised ValueError: could not convert"),
     ],
 )
 def test_an_error_in_a_reward_ends_the_run(body: str, message: str, install) -> None:
-    name = install(broken(f"{ONE}\n\n    @vf.reward\n    async def bad(self, trace) -> float:\n        {body}"), "broken")
+    name = install(
+        broken(f"{ONE}\n\n    @vf.reward\n    async def bad(self, trace) -> float:\n        {body}"), "broken"
+    )
     opened = open_training(DataConfig(train=name))
     grade = load_grader(RewardConfig(), opened.verifier, opened.problems.known())
     with pytest.raises(UserError, match=message):
@@ -241,7 +247,7 @@ SETUP = f"async def setup(self, runtime):\n        pass\n\n    {ONE}"
 INTERCEPT = f"@vf.intercept\n    async def change(self, request: vf.Request):\n        return None\n\n    {ONE}"
 TOOLS = f"@classmethod\n    def toolsets(cls, config):\n        return [object()]\n\n    {ONE}"
 ENV = "class Talk(vf.SingleAgentEnv):\n    async def run(self, task, agents):\n        pass\n"
-JUDGED = "    config_class = 0\n    def __init__(self, data, config=None):\n        super().__init__(data, Judged())\n\n    "
+JUDGED = f"def __init__(self, data, config):\n        super().__init__(data, Judged())\n\n    {ONE}"
 JUDGE = "class Judged(vf.TaskConfig):\n    judge: vf.JudgeConfig = vf.JudgeConfig()\n"
 
 
@@ -255,13 +261,19 @@ JUDGE = "class Judged(vf.TaskConfig):\n    judge: vf.JudgeConfig = vf.JudgeConfi
         (broken(INTERCEPT), "it changes requests or responses"),
         (broken(f"NEEDS_CONTAINER = True\n    {ONE}"), "it needs a container"),
         (broken(image="'python:3.11'"), "it needs a container"),
-        (broken(JUDGED.lstrip() + ONE, after=JUDGE), "a judge model scores it"),
+        (broken(JUDGED, after=JUDGE), "a judge model scores it"),
         (broken("pass"), "it has no rewards"),
         (broken(kind="INFINITE = True"), "has no end; take some of its tasks, for example with select="),
         (broken(prompt="None"), "row 1: has no prompt"),
-        (broken(prompt="[vf.UserMessage(content=[vf.TextContentPart(text='hi')])]"), "list of chat messages, each with"),
+        (
+            broken(prompt="[vf.UserMessage(content=[vf.TextContentPart(text='hi')])]"),
+            "list of chat messages, each with",
+        ),
         (broken(names="[]"), "is no taskset of verifiers 0.4: TypeError: taskset module"),
-        ("import verifiers as vf\n\n\ndef load_environment():\n    return vf.SingleTurnEnv()\n", "is no taskset of"),
+        (
+            "def load_environment():\n    return None\n",
+            "is no taskset of verifiers 0.4: AttributeError: .*no `__all__`",
+        ),
         ("import verifiers as vf\n\nvf.SingleTurnEnv\n", "has no attribute 'SingleTurnEnv'"),
     ],
 )
@@ -304,23 +316,28 @@ def test_a_setup_without_a_sandbox_is_called(install) -> None:
     assert load_grader(RewardConfig(), opened.verifier, [problem])([answered(problem, "")])[0].reward == 10.0
 
 
-def test_training_with_an_environment_resumes_and_notices_other_data(install, tmp_path: Path, capsys) -> None:
-    name, run = install(WORD_SUMS), tmp_path / "run"
-    (tmp_path / "recipe.toml").write_text(
-        "[data]\n"
-        f'train = "{name}"\n'
-        f"eval = \"{name}(split='test')\"\n"
-        "prompts_per_step = 4\n"
-        f'[run]\nfolder = "{run}"\nsteps = 2\n'
-        "[checkpoint]\nevery = 1\n"
+def test_a_recipe_trains_with_an_environment_resumes_and_notices_a_change(install, tmp_path: Path, capsys) -> None:
+    name = install(WORD_SUMS)
+    recipe, small = tmp_path / "recipe.toml", [setting for setting in RLVR if not setting.startswith("data.")]
+    recipe.write_text(
+        f"[data]\ntrain = \"{name}(split='train')\"\neval = \"{name}(split='test')\"\nprompts_per_step = 4\n"
     )
-    small = [setting for setting in RLVR if not setting.startswith("data.")]
-    assert main(["train", str(tmp_path / "recipe.toml"), *small]) == 0
-    assert [row["step"] for row in read_metrics(run) if "reward/mean" in row] == [0, 1]
-    known = json.loads((run / "problems.json").read_text())
-    assert name in json.dumps(known)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert main(["train", str(recipe), *small, f"run.folder={whole}", "run.steps=2"]) == 0
+    assert main(["train", str(recipe), *small, f"run.folder={halves}", "run.steps=1"]) == 0
+    assert main(["train", "--resume", str(halves), "run.steps=2"]) == 0
+    assert outcome(halves) == outcome(whole)
+    rewards = pyarrow.parquet.read_table(whole / "completions" / "step-000000.parquet").column("reward").to_pylist()
+    assert {round(reward, 3) for reward in rewards} <= {-0.499, 0.001}, "0.001 for the prompt, -0.5 if it is cut off"
 
+    capsys.readouterr()
     assert main(["data", "show", name, "--index", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "2 + 1" in shown
-    assert "its own" in shown
+    assert "12 of 12 rows" in shown
+    assert shown.endswith(f"--- answer {'-' * 69}\n3\n")
+
+    del sys.modules[name.removeprefix("verifiers:")]
+    install(WORD_SUMS.replace("answer=first + 1", "answer=first + 2"))
+    importlib.invalidate_caches()
+    assert main(["train", "--resume", str(halves), "run.steps=3"]) == 2
+    assert f"the problems of {name}(split='train') have changed since the run began" in capsys.readouterr().err
