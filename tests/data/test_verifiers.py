@@ -256,8 +256,8 @@ JUDGE = "class Judged(vf.TaskConfig):\n    judge: vf.JudgeConfig = vf.JudgeConfi
     [
         (broken(after=ENV, names="['Set', 'Talk']"), "its Talk has turns or agents of its own; threepo takes"),
         (broken(TOOLS), "it gives the model tools"),
-        (broken(RUNTIME), r"its run use a sandbox \(runtime\)"),
-        (broken(SETUP), r"its setup use a sandbox \(runtime\)"),
+        (broken(RUNTIME), r"it needs a sandbox \(runtime\) for run;"),
+        (broken(SETUP), r"it needs a sandbox \(runtime\) for setup;"),
         (broken(INTERCEPT), "it changes requests or responses"),
         (broken(f"NEEDS_CONTAINER = True\n    {ONE}"), "it needs a container"),
         (broken(image="'python:3.11'"), "it needs a container"),

@@ -116,7 +116,7 @@ def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
         "it runs the model in a harness of its own": vf.default_harness_id(name) == name,
         "it gives the model tools": taskset.toolsets(taskset.config) or task.toolsets(config),
         "it needs a container": task.NEEDS_CONTAINER or task.data.image,
-        f"its {' and '.join(in_sandbox)} use a sandbox (runtime)": in_sandbox,
+        f"it needs a sandbox (runtime) for {', '.join(in_sandbox)}": in_sandbox,
         "it changes requests or responses": discover_decorated(task, "intercept"),
         "a judge model scores it": any(isinstance(value, vf.JudgeConfig) for value in dict(config).values())
         or config.judges,
