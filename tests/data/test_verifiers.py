@@ -304,6 +304,18 @@ def test_an_environment_that_is_not_installed_is_refused() -> None:
         open_training(DataConfig(train="verifiers:nowhere-to-be-found"))
 
 
+def test_a_notebook_is_refused(install) -> None:
+    opened = open_training(DataConfig(train=install(WORD_SUMS)))
+    problem = opened.problems.first(1)[0]
+    grade = load_grader(RewardConfig(), opened.verifier, [problem])
+
+    async def cell() -> None:
+        grade([answered(problem, "1")])
+
+    with pytest.raises(UserError, match="cannot be scored in a notebook"):
+        asyncio.run(cell())
+
+
 def test_a_setup_without_a_sandbox_is_called(install) -> None:
     text = broken(
         "async def setup(self, trace):\n        trace.info['seen'] = trace.num_turns\n\n"

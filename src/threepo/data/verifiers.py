@@ -39,7 +39,12 @@ class Environment:
         async def all_of_them() -> list[float]:
             return await asyncio.gather(*(self._reward(completion) for completion in completions))
 
-        return asyncio.run(all_of_them())
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(all_of_them())
+        # In another thread, verifiers' grading of mathematics cannot set its alarm, and pays 0.
+        raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
 
     async def _reward(self, completion: Completion) -> float:
         from verifiers.v1.utils.decorators import invoke
@@ -68,7 +73,7 @@ def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems,
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise UserError(f"data: {source}: needs verifiers 0.4; pip install '.[verifiers]' in a clone") from error
+        raise UserError(f"data: {source}: needs verifiers 0.4; in a clone, pip install '.[verifiers]'") from error
     try:
         select = vf.SelectConfig.model_validate(arguments.pop("select", {}))
         config = vf.taskset_config_type(name).model_validate({**arguments, "id": name})
