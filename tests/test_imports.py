@@ -100,6 +100,7 @@ def test_the_rule_itself_can_fail() -> None:
         ("verl", "integrations/verl.py"),
         ("ray", "integrations/verl.py analysis/study_ray.py"),
         *((tracker, "integrations/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
+        ("verifiers", "data/verifiers.py"),
     ],
 )
 def test_optional_packages_are_imported_where_they_are_needed(package: str, only: str) -> None:

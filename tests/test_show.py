@@ -30,7 +30,7 @@ def test_every_source_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "list"]) == 0
     tables = [[line.split()[0] for line in table.splitlines()] for table in capsys.readouterr().out.split("\n\n")]
     assert tables == [
-        ["SOURCE", *TASKS, "reasoning-gym:NAME", *PUBLISHED, "your"],
+        ["SOURCE", *TASKS, "reasoning-gym:NAME", "verifiers:NAME", *PUBLISHED, "your"],
         ["CONVERSATIONS", *CONVERSATIONS],
         ["BENCHMARK", *BENCHMARKS],
     ]

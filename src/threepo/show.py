@@ -26,6 +26,7 @@ def listing() -> str:
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
     rows += [(t.name, "its own", endless.format(t.min_level, list(t.default_levels))) for t in TASKS.values()]
     rows += [("reasoning-gym:NAME", "its own", "endless, of any data set of reasoning-gym")]
+    rows += [("verifiers:NAME", "its own", "of an installed environment of verifiers with one turn")]
     rows += [(name, str(found.verifier), f"{found.summary}; {found.hub}") for name, found in PUBLISHED.items()]
     rows += [("your own", "yours to name", f"a problem in each row of {KINDS}"), ("", "", "")]
     rows += [("CONVERSATIONS", "", "for conversations.source of `threepo sft`")]

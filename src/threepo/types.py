@@ -7,7 +7,7 @@ that the loss counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,6 +159,14 @@ class Completion(Request):
     """`<think>` where the prompt ends in it, as some chat templates do; otherwise empty."""
     verdict: Verdict | None = None
     """None until graded."""
+
+
+@dataclass(frozen=True)
+class OwnReward:
+    """The reward of a data source that pays numbers; `reward.correct_from` says which of them are right."""
+
+    function: Callable[[Sequence[Completion]], list[float]]
+    """A number for each completion, in their order."""
 
 
 @dataclass(frozen=True)

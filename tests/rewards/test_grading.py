@@ -184,7 +184,7 @@ def test_exact_and_task() -> None:
         ({"function": "a:b", "scoring": "passed_share"}, "knows 'binary' only"),
         (
             {"function": "code", "correct_from": 0.5},
-            "= 0.5: is read for reward functions of your own only",
+            "= 0.5: is read for reward functions of your own and for environments only",
         ),
     ],
 )

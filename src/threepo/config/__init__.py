@@ -164,7 +164,7 @@ class RewardConfig(Settings, table="reward"):
     the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
     the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion."""
     correct_from: float = 1.0
-    """A completion counts as correct if your own function returns at least this."""
+    """A completion counts as correct if your own function, or an environment of verifiers, pays at least this."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
     """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
     <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""

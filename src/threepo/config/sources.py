@@ -6,15 +6,18 @@ org/name  org/name:CONFIGURATION:SPLIT  org/name::SPLIT          a data set on t
 hf://datasets/org/name/FILE                                      one file of a data set on the hub
 """
 
+import ast
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
 from threepo.config.records import Count, CountOrZero, NotNegative, Settings, must
+from threepo.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
@@ -40,6 +43,20 @@ def split_source(source: str) -> tuple[str, str, str]:
         return source, "", ""
     path, configuration, split, *_ = (*source.split(":"), "", "")
     return path, configuration, split
+
+
+def split_settings(source: str) -> tuple[str, dict[str, Any]]:
+    """The name and the settings of `KIND:NAME(setting=value, ...)`; `UserError` if it is not written so."""
+    kind, _, spec = source.partition(":")
+    name, parenthesis, rest = spec.partition("(")
+    try:
+        call: Any = ast.parse(f"settings({rest}" if parenthesis else "settings()", mode="eval").body
+        settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError("settings have names, and names no blanks")
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise UserError(f"data: {source}: write {kind}:NAME or {kind}:NAME(setting=value, ...)") from error
+    return name, settings
 
 
 def is_source(name: str) -> bool:
@@ -80,9 +97,10 @@ class DataConfig(Settings, table="data"):
     """[data]: the problems, and how prompts are made of them."""
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, a published data set (`gsm8k`, ..., `gsm8k:COPY`), or a
-    source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name`, perhaps with
-    `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all. `threepo eval` needs only `eval`."""
+    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, an environment (`verifiers:NAME`), a published data set
+    (`gsm8k`, ..., `gsm8k:COPY`), or a source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such
+    files, or `org/name`, perhaps with `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all.
+    `threepo eval` needs only `eval`."""
     eval: Source = ""
     """The same for held-out problems; empty: those of the task, or the test split of the published set, in `train`."""
     levels: tuple[int, ...] = ()

@@ -4,12 +4,12 @@ Only the full score of 1.0 counts as right: reasoning-gym gives partial scores t
 one, and a policy would learn to exploit that.
 """
 
-import ast
 import hashlib
 import re
 from functools import lru_cache
 from typing import Any
 
+from threepo.config.sources import split_settings
 from threepo.data.task import Endless, Split, split_of
 from threepo.errors import UserError
 from threepo.types import Problem, Verdict, final_answer, judge
@@ -29,15 +29,7 @@ class ReasoningGymProblems(Endless):
 
     def __init__(self, spec: str, split: Split, seed: int) -> None:
         self.spec, self.split, self.seed = spec, split, seed
-        try:
-            call: Any = ast.parse(spec if spec.endswith(")") else f"{spec}()", mode="eval").body
-            self._settings = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            self._name = call.func.id
-            if call.args:
-                raise ValueError("settings have names")
-        except (SyntaxError, ValueError, AttributeError) as error:
-            write = f"write {PREFIX}NAME or {PREFIX}NAME(setting=value, ...)"
-            raise UserError(f"data: {PREFIX}{spec}: {write}") from error
+        self._name, self._settings = split_settings(f"{PREFIX}{spec}")
         self._chunk = lru_cache(maxsize=4)(self._make_chunk)
         if not self._chunk(0)[1]:
             raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")

@@ -14,8 +14,10 @@ from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
+from threepo.data.verifiers import PREFIX as ENVIRONMENTS
+from threepo.data.verifiers import open_environment
 from threepo.errors import UserError
-from threepo.types import Problem, Verdict, VerifierName
+from threepo.types import OwnReward, Problem, Verdict, VerifierName
 
 ProblemSource = FiniteProblems | Endless
 """Problems by training step (`batch`), a fixed set to evaluate on (`first`), and those to check first (`known`)."""
@@ -26,7 +28,7 @@ class ProblemSet:
     """Problems, with the verifier that comes with them."""
 
     problems: ProblemSource
-    verifier: Callable[[Problem, str], Verdict] | VerifierName | None
+    verifier: Callable[[Problem, str], Verdict] | OwnReward | VerifierName | None
     """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
     source: str
     """Where the problems come from."""
@@ -48,7 +50,7 @@ class Conversations:
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
-    """Open a procedural task, a data set of reasoning-gym, a published data set or a user's own source."""
+    """Open a procedural task, a data set of reasoning-gym, an environment, a published set or a user's own source."""
     _refuse_unused(name, settings)
     if name in TASKS:
         task = TASKS[name]
@@ -56,12 +58,17 @@ def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
     if name.startswith(PREFIX):
         gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
         return ProblemSet(gym, gym.verify, name)
+    if name.startswith(ENVIRONMENTS):
+        problems, environment = open_environment(name, settings)
+        return ProblemSet(problems, OwnReward(environment.rewards), name)
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return ProblemSet(published_problems(published, copy, split, settings), published.verifier, name)
     if is_source(name):
         return ProblemSet(column_problems(name, settings), None, name)
-    listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {KINDS}"
+    listed = (
+        f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {ENVIRONMENTS}NAME, {KINDS}"
+    )
     raise unknown("data source", name, [*TASKS, *PUBLISHED], listed)
 
 

@@ -12,13 +12,15 @@ from threepo.config.records import require
 from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
-from threepo.rewards.user_function import UserFunction
-from threepo.types import Completion, Problem, Verdict, VerifierName, exact_match, lacks_answer
+from threepo.rewards.user_function import UserFunction, paid
+from threepo.types import Completion, OwnReward, Problem, Verdict, VerifierName, exact_match, lacks_answer
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; a verdict for each, in their order."""
 Verify = Callable[[Problem, str], Verdict]
 """A task's own verifier: judges the text of a completion."""
+Verifier = Verify | OwnReward | VerifierName
+"""What a data source brings: its own, or the name of one of `GRADERS`."""
 
 
 class Kind(NamedTuple):
@@ -36,6 +38,13 @@ def _one_by_one(verify: Verify) -> Grader:
     return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
 
 
+def _by_number(reward: OwnReward, correct_from: float) -> Grader:
+    def grade(completions: Sequence[Completion]) -> list[Verdict]:
+        return [paid(number, correct_from) for number in reward.function(completions)]
+
+    return grade
+
+
 GRADERS = {
     "exact": Kind(lambda *_: _one_by_one(exact_match), lacks_answer),
     "math": Kind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
@@ -45,7 +54,7 @@ GRADERS = {
 
 
 def load_grader(
-    settings: RewardConfig, verifier: Verify | VerifierName | None, known: Sequence[Problem], *, rows: bool = False
+    settings: RewardConfig, verifier: Verifier | None, known: Sequence[Problem], *, rows: bool = False
 ) -> Grader:
     """The grader that `reward.function` names; `verifier` is the data source's own, if it has one.
 
@@ -60,16 +69,17 @@ def load_grader(
     return kind.build(settings, known)
 
 
-def refuse_ignored(settings: RewardConfig, verifier: Verify | VerifierName | None) -> None:
+def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
     """Raise `UserError` for settings that the grader would ignore."""
     scorings = ("binary", *_kind(settings, verifier).scorings)
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
-    fix = "is read for reward functions of your own only; remove it"
-    require(":" in settings.function or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
+    numbers = ":" in settings.function or (settings.function == "task" and isinstance(verifier, OwnReward))
+    fix = "is read for reward functions of your own and for environments only; remove it"
+    require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
 
-def lack(settings: RewardConfig, verifier: Verify | VerifierName | None, problem: Problem) -> str:
+def lack(settings: RewardConfig, verifier: Verifier | None, problem: Problem) -> str:
     """What `load_grader` would refuse a problem for; empty for nothing."""
     return _kind(settings, verifier).lack(problem)
 
@@ -79,12 +89,14 @@ def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion
     return [replace(c, verdict=verdict) for c, verdict in zip(completions, grader(completions), strict=True)]
 
 
-def _kind(settings: RewardConfig, verifier: Verify | VerifierName | None) -> Kind:
+def _kind(settings: RewardConfig, verifier: Verifier | None) -> Kind:
     """The recipe's kind of grader, or the data source's own where the recipe leaves it to that."""
     choices = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
     name = verifier if settings.function == "task" else settings.function
     if name is None:
         raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {choices}")
+    if isinstance(name, OwnReward):
+        return Kind(lambda settings, _: _by_number(name, settings.correct_from))
     if not isinstance(name, str):
         return Kind(lambda *_: _one_by_one(name))
     if name not in GRADERS and ":" not in name:

@@ -93,8 +93,7 @@ class UserFunction:
             reward = value = math.inf
         if not math.isfinite(reward):
             raise self._error(f"returned {value!r}; return a finite number, or None where it cannot judge")
-        correct = reward >= self._correct_from
-        return Verdict(correct=correct, status="right" if correct else "wrong", answer=None, reward=reward)
+        return paid(reward, self._correct_from)
 
     def _import(self) -> Callable[..., Any]:
         module_name, _, name = self._name.partition(":")
@@ -126,6 +125,12 @@ class UserFunction:
 
     def _error(self, reason: str) -> UserError:
         return UserError(f"reward.function = {self._name!r}: {reason}")
+
+
+def paid(reward: float, correct_from: float) -> Verdict:
+    """The verdict of a reward that is a number."""
+    correct = reward >= correct_from
+    return Verdict(correct=correct, status="right" if correct else "wrong", answer=None, reward=reward)
 
 
 def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
