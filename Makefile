@@ -3,7 +3,7 @@
 # make test-ranks  the tests of several ranks, with torchrun, and of studies: those with several processes
 # make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
-# make test-trackers  the tests of W&B, trackio and MLflow, in an environment of its own
+# make test-extras  the tests of W&B, trackio, MLflow and verifiers, in an environment of its own
 # make lint    style and types, as CI checks them
 # make bench   the measurements behind docs/performance.md
 # make docs    regenerate the reference pages, build the site into build/site, open it in a browser without a network
@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_VERL ?= .venv-verl
-VENV_TRACKERS ?= .venv-trackers
+VENV_EXTRAS ?= .venv-extras
 TORCH_INDEX ?=
 
 BUILT_FROM := pyproject.toml hatch_build.py $(wildcard src/threepo/*/*.[ch])
@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-ranks test-vllm test-verl test-trackers lint bench docs clean
+.PHONY: demo test test-ranks test-vllm test-verl test-extras lint bench docs clean
 
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
@@ -49,8 +49,8 @@ test-verl: $(VENV_VERL)/verl
 	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py \
 	  tests/analysis/test_study_ray.py
 
-test-trackers: $(VENV_TRACKERS)/trackers
-	OMP_NUM_THREADS=1 $(VENV_TRACKERS)/bin/python -m pytest tests/integrations/test_trackers.py
+test-extras: $(VENV_EXTRAS)/extras
+	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/integrations/test_trackers.py tests/data/test_verifiers.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -71,7 +71,7 @@ docs: $(VENV)/docs
 	$(BIN)/python -m pytest tests/test_site.py
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) $(VENV_TRACKERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERL) $(VENV_EXTRAS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -104,10 +104,10 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 	touch $@
 
 # Under all constraints but that of Pillow: trackio wants an older one.
-$(VENV_TRACKERS)/trackers: $(BUILT_FROM) constraints.txt
-	$(PYTHON) -m venv $(VENV_TRACKERS)
-	sed '/^pillow==/d' constraints.txt > $(VENV_TRACKERS)/constraints.txt
-	$(VENV_TRACKERS)/bin/python -m pip --disable-pip-version-check install --quiet \
-	  --constraint $(VENV_TRACKERS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  --editable '.[lora,tensorboard,wandb,trackio,mlflow]' pytest hypothesis
+$(VENV_EXTRAS)/extras: $(BUILT_FROM) constraints.txt
+	$(PYTHON) -m venv $(VENV_EXTRAS)
+	sed '/^pillow==/d' constraints.txt > $(VENV_EXTRAS)/constraints.txt
+	$(VENV_EXTRAS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  --constraint $(VENV_EXTRAS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  --editable '.[lora,tensorboard,wandb,trackio,mlflow,verifiers]' pytest hypothesis
 	touch $@
