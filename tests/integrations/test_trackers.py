@@ -64,8 +64,10 @@ def wandb_records(file: Path) -> Iterator[bytes]:
 
 def from_wandb(folder: Path) -> tuple[Points, Any, Any]:
     """Of all files of the run, in their order: `wandb sync` joins them by their id."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # waits for the process that writes the files
     points: Points = {}
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
