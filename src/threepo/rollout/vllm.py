@@ -294,7 +294,9 @@ def adapter_settings(policy: Policy) -> dict[str, Any]:
     config = policy.model.peft_config[NAME]
     if config.r > RANKS[-1]:
         raise UserError(f"model.lora.rank = {config.r}: vLLM serves up to {RANKS[-1]}; set engine.vllm.adapters = 0")
-    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": list(config.target_modules)}
+    targets = config.target_modules  # a set of names, or a pattern
+    named = targets if isinstance(targets, str) else sorted(targets)
+    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": named}
 
 
 def _write_config(model: Any, folder: Path) -> None:
