@@ -179,7 +179,7 @@ def test_a_grid_needs_a_table_of_tuning(tmp_path: Path) -> None:
 def test_an_unknown_study_names_those_that_are_shipped() -> None:
     with pytest.raises(
         UserError,
-        match="study nothing: no such file and no shipped study of that name; shipped: adapters, adapters_choices, choices_16, ",
+        match="study nothing: no such file and no shipped study of that name; shipped: adapters, adapters_choices, ",
     ):
         load_study("nothing")
 
