@@ -142,7 +142,8 @@ def _results(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"held-out pass@1 {at} training", percent(score, summary.get(f"se_{at}"))
     for key in ("reward_first", "reward_last", "loss_first", "loss_last", "eval_loss", "steps", "rollouts"):
         if (value := summary.get(key)) is not None:
-            yield key.replace("_", " of the ", 1) + (" step" if "_" in key else ""), f"{value:.4g}"
+            what, _, at = key.partition("_")
+            yield f"{what} of the {at} step" if at in ("first", "last") else key.replace("_", " "), f"{value:.4g}"
 
 
 def _evaluation(summary: Mapping[str, Any]) -> Iterator[str]:
