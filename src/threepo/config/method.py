@@ -244,6 +244,8 @@ class NoiseConfig(Settings, table="noise"):
     size: NotNegative = 1.0
     """Sigma in that unit, at the beginning: [ess_schedule] changes it with 1 / sqrt(ess). 0 switches noise off; with
     IVON this freezes the Hessian, as a check."""
+    rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0
+    """Matrices have noise of this rank, U V^T / sqrt(rank), as in EGGROLL; 0: full. Vectors have full noise."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),

@@ -13,7 +13,7 @@ import torch
 
 from threepo.posterior import kernels
 from threepo.posterior.layout import local, sum_over_shards
-from threepo.posterior.noise import CHUNK, noise_key
+from threepo.posterior.noise import CHUNK, noise_address
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.perturbation import Noisy
 from threepo.posterior.point import PointSGD
@@ -49,7 +49,7 @@ def gradients(noisy: Sequence[Noisy], fitness: Fitness) -> Iterator[tuple[Noisy,
     for entry in noisy:
         total = _zeros(entry)
         for draw, weight in weights.items():
-            _add_noise(total, draw, entry.name, -weight / len(fitness))
+            _add_noise(total, draw, entry, -weight / len(fitness))
         yield entry, _divide(total, entry)
 
 
@@ -70,7 +70,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         grad, total = observed[entry.p].float(), _zeros(entry)
         for draw, weight in weights.items():
             z = _zeros(entry)
-            _add_noise(z, draw, entry.name, 1.0)
+            _add_noise(z, draw, entry, 1.0)
             add(draw, entry.p, z, _multiplied(grad, entry))
             total.add_(z, alpha=-weight)
         evolved = _divide(total, entry)
@@ -108,9 +108,9 @@ def _zeros(entry: Noisy) -> torch.Tensor:
     return torch.zeros_like(entry.p, dtype=torch.float32, requires_grad=False)
 
 
-def _add_noise(total: torch.Tensor, draw: Draw, name: str, weight: float) -> None:
+def _add_noise(total: torch.Tensor, draw: Draw, entry: Noisy, weight: float) -> None:
     unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=weight)
-    kernels.run([Perturb(total, total, total, noise_key(draw, name), unit)])
+    kernels.run([Perturb(total, total, total, noise_address(draw, entry.name, entry.p.shape, entry.rank), unit)])
 
 
 def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Posterior:
         if noise.unit == "posterior":
             lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
             raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
-        return cls({}, fixed_groups(sizes(named, noise)), 0, seed)
+        return cls({}, fixed_groups(sizes(named, noise), noise.rank), 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior"."""
@@ -159,9 +159,9 @@ class Posterior:
                 shape = "" if h is None else f" {list(h.shape)}"
                 raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
         return [
-            Noisy(name, mean, mean, self.hessian.get(name, mean), sigma_scalars(vars(settings[name])))
+            Noisy(name, mean, mean, self.hessian.get(name, mean), sigma_scalars(vars(group)), group.noise_rank)
             for name, mean in means.items()
-            if name in settings and settings[name].noise_scale  # else it was frozen in training, or has no noise
+            if (group := settings.get(name)) and group.noise_scale  # else it was frozen in training, or has no noise
         ]
 
     def load_into(self, optimizer: IVON) -> None:
@@ -240,10 +240,10 @@ def saved_groups(folder: Path) -> tuple[GroupSettings, ...]:
         return _groups(metadata)
 
 
-def fixed_groups(found: Mapping[str, float]) -> tuple[GroupSettings, ...]:
-    """Noise of a given sigma for every parameter by name; 0: none."""
+def fixed_groups(found: Mapping[str, float], rank: int = 0) -> tuple[GroupSettings, ...]:
+    """Noise of a given sigma for every parameter by name; 0: none. `rank`: of the noise of matrices; 0: full."""
     return tuple(
-        GroupSettings(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic") for sigma, names in by_size(found).items()
+        GroupSettings(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", rank) for sigma, names in by_size(found).items()
     )
 
 

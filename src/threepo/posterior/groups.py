@@ -15,7 +15,7 @@ import torch
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior import kernels
 from threepo.posterior.layout import local
-from threepo.posterior.noise import noise_key
+from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Scalars
 from threepo.posterior.perturbation import sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
@@ -70,6 +70,8 @@ def check(group: Mapping[str, Any]) -> None:
     for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):
         if group[name] not in choices:
             raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
+    if group["noise_rank"] < 0:
+        raise UserError(f"IVON noise_rank = {group['noise_rank']!r}: must be 0 (full) or more")
     if not -(2**63) <= group["seed"] < 2**63:
         raise UserError(f"IVON seed = {group['seed']!r}: must be a signed 64-bit number")
     for p in group["params"]:
@@ -188,4 +190,5 @@ class Observations:
             return []
         if draw is None:
             return []
-        return [AddNoiseTimes(self.second[p], -grad if draw.mirrored else grad, noise_key(draw, name))]
+        address = noise_address(draw, name, p.shape, group["noise_rank"])
+        return [AddNoiseTimes(self.second[p], -grad if draw.mirrored else grad, address)]

@@ -23,7 +23,7 @@ from threepo.errors import UserError
 from threepo.posterior import groups, kernels
 from threepo.posterior.groups import Observations, step_scalars
 from threepo.posterior.layout import like_parameter, sum_over_shards
-from threepo.posterior.noise import noise_key
+from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import Update
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, names_by_group, total_norm
@@ -54,6 +54,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, that of `hess_init`.
+        noise_rank: matrices have noise of this rank, U V^T / sqrt(rank) instead of independent numbers; 0: full.
         learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.
@@ -92,6 +93,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         rescale_lr: bool = True,
         noise_scale: float = 1.0,
         noise_shape: Literal["learned", "isotropic"] = "learned",
+        noise_rank: int = 0,
         learn_hessian: bool = True,
         master_weights: bool = True,
         seed: int = 0,
@@ -99,8 +101,15 @@ class IVON(Perturbable, torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
-        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "learn_hessian": learn_hessian}
-        defaults |= {"master_weights": master_weights, "seed": seed, "step": 0, "draws_made": 0, "skipped_steps": 0}
+        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_rank": noise_rank}
+        defaults |= {
+            "learn_hessian": learn_hessian,
+            "master_weights": master_weights,
+            "seed": seed,
+            "step": 0,
+            "draws_made": 0,
+            "skipped_steps": 0,
+        }
         self._model = model
         self._forget_this_step()
         super().__init__(params, defaults)
@@ -118,6 +127,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps only state and param_groups."""
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("noise_rank", 0)  # older versions saved none
         self._forget_this_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,14 +179,21 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def noisy(self) -> list[Noisy]:
         """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
         return [
-            Noisy(name, p, self.state[p].get("mean", p), self.state[p]["hessian"], sigma_scalars(group))
+            Noisy(
+                name,
+                p,
+                self.state[p].get("mean", p),
+                self.state[p]["hessian"],
+                sigma_scalars(group),
+                group["noise_rank"],
+            )
             for name, p, group in self.trainable()
             if group["noise_scale"]
         ]
 
     def noise_groups(self) -> tuple[GroupSettings, ...]:
         """The noise of every group."""
-        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape")
+        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape", "noise_rank")
         return tuple(
             GroupSettings(parameters=names, **{field: group[field] for field in fields})
             for group, names in names_by_group(self.param_groups)
@@ -266,7 +284,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
             sums = (seen.grad.pop(p), seen.second.pop(p, None))
-            key = None if first is None else noise_key(first, name)
+            key = None if first is None else noise_address(first, name, p.shape, group["noise_rank"])
             scalars = step_scalars(group, updates, seen.draws, factor)
             yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, scalars)
 

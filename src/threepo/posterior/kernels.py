@@ -1,8 +1,8 @@
 """Runs operations on whole parameters: finds the elements on this rank and gives them to the fastest kernels there are.
 
-Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), torch (torch_kernels.py) everywhere else: other
-speeds, the same bits. Parameters may be ordinary tensors of any memory layout, or DTensors; the other tensors of an
-operation have the parameter's shape and placement.
+Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), torch (torch_kernels.py) everywhere else and for
+noise of low rank: other speeds, the same bits. Parameters may be ordinary tensors of any memory layout, or DTensors;
+the other tensors of an operation have the parameter's shape and placement.
 """
 
 import importlib
@@ -17,6 +17,7 @@ import torch
 
 from threepo.posterior import native, torch_kernels
 from threepo.posterior.layout import by_region, local
+from threepo.posterior.noise import LowRank
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _FLOAT32 = ("hessian", "momentum", "second")
@@ -56,8 +57,9 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
             if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
                 raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
         dense = [None if tensor is None else tensor.contiguous() for tensor in own]
+        chosen = torch_kernels if isinstance(operation.key, LowRank) else backend(*dense)
         for region, part in by_region(tensors[0], dense):
-            parts[backend(*dense)].append((index, kind(*part, *operation[len(part) : -1], region)))
+            parts[chosen].append((index, kind(*part, *operation[len(part) : -1], region)))
         pairs = zip(own[: _WRITTEN[kind]], dense, strict=False)
         written += [(tensor, copy) for tensor, copy in pairs if tensor is not None and copy is not None]
         if isinstance(operation, Update):

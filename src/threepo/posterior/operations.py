@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from threepo.posterior.noise import Key, sqrt_
+from threepo.posterior.noise import Address, sqrt_
 
 ESTIMATE_BOUND = 1e18
 """|f| is cut here. Nothing that trains comes near it; it keeps every operation finite for any finite gradient."""
@@ -81,7 +81,7 @@ class Perturb(NamedTuple):
     """May be `mean`."""
     mean: torch.Tensor
     hessian: torch.Tensor
-    key: Key
+    key: Address
     scalars: Scalars
     region: Region = WHOLE
 
@@ -92,7 +92,7 @@ class AddNoiseTimes(NamedTuple):
     second: torch.Tensor
     """float32."""
     grad: torch.Tensor
-    key: Key
+    key: Address
     region: Region = WHOLE
 
 
@@ -109,7 +109,7 @@ class Update(NamedTuple):
     """Sum over the draws since the last step."""
     second: torch.Tensor | None
     """Sum of z * grad (price) or grad^2 (gradsq), float32. None: there was one draw, so it is made from `grad`."""
-    key: Key | None
+    key: Address | None
     """Noise key of that one draw."""
     scalars: Scalars
     region: Region = WHOLE

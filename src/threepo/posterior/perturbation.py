@@ -14,7 +14,7 @@ import torch
 
 from threepo.posterior import kernels
 from threepo.posterior.layout import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
-from threepo.posterior.noise import noise_key
+from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights
 from threepo.types import Draw
@@ -33,6 +33,8 @@ class GroupSettings:
     parameters: tuple[str, ...]
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """`isotropic`: sigma is made of hess_init instead of the Hessian."""
+    noise_rank: int = 0
+    """Of the noise of matrices; 0: full."""
 
 
 def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
@@ -52,6 +54,8 @@ class Noisy(NamedTuple):
     hessian: torch.Tensor
     """In the parameter's shape; any tensor where noise is isotropic. It may be whole where the mean is sharded."""
     scalars: Scalars
+    rank: int = 0
+    """Of its noise, if it is a matrix; 0: full."""
 
     def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`; `take` is `whole` to gather it."""
@@ -64,7 +68,7 @@ class Noisy(NamedTuple):
             hessian = like_parameter(self.hessian.to(mean.device), mean)
         if draw.mirrored:
             scalars = scalars._replace(noise_scale=-scalars.noise_scale)
-        return Perturb(out, mean, hessian, noise_key(draw, self.name), scalars)
+        return Perturb(out, mean, hessian, noise_address(draw, self.name, self.mean.shape, self.rank), scalars)
 
 
 class Perturbable:

@@ -20,6 +20,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         max_grad_norm: gradients are scaled down to that total norm; 0 leaves them.
         noise_scale: sigma of the noise that draws add, at `ess` = 1: sigma = noise_scale / sqrt(ess), where the group's
             `ess` is 1 until a schedule changes it. 0: there are no draws.
+        noise_rank: rank of the noise of matrices; 0: full.
         seed: noise seed of the posterior that checkpoints save.
         model: the module that DTensor parameters belong to; only needed for them, and for draws.
         settings: those of the torch optimizer.
@@ -38,13 +39,20 @@ class Point(Perturbable, torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         noise_scale: float = 0.0,
+        noise_rank: int = 0,
         seed: int = 0,
         model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(params, **settings)
         self._model = model
-        own = {"max_grad_norm": max_grad_norm, "noise_scale": noise_scale, "ess": 1.0, "seed": seed}
+        own = {
+            "max_grad_norm": max_grad_norm,
+            "noise_scale": noise_scale,
+            "noise_rank": noise_rank,
+            "ess": 1.0,
+            "seed": seed,
+        }
         for group in self.param_groups:
             group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
 
@@ -64,7 +72,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         for group in (group for group in self.noise_groups() if group.noise_scale):
             scalars = sigma_scalars(vars(group))
             some = ((name, parameters[name]) for name in group.parameters)
-            found += [Noisy(name, p, p, p, scalars) for name, p in some]
+            found += [Noisy(name, p, p, p, scalars, group.noise_rank) for name, p in some]
         if not found:
             raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
         return found
@@ -72,7 +80,7 @@ class Point(Perturbable, torch.optim.Optimizer):
     def noise_groups(self) -> tuple[GroupSettings, ...]:
         """The noise of every group."""
         return tuple(
-            GroupSettings(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic")
+            GroupSettings(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic", group.get("noise_rank", 0))
             for group, names in names_by_group(self.param_groups)
         )
 

@@ -52,15 +52,14 @@ def drawn(
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        scalars = {
-            name: sigma_scalars(group) for group in json.loads(metadata["groups"]) for name in group["parameters"]
-        }
+        groups = {name: group for group in json.loads(metadata["groups"]) for name in group["parameters"]}
         for name, called in json.loads(metadata["names"]).items():
             value = file.get_tensor(f"mean {name}").to(device)
-            if draw is not None and name in scalars:
+            if draw is not None and (group := groups.get(name)):
+                scalars = sigma_scalars(group)
                 # Isotropic noise does not read it.
-                hessian = value if scalars[name].fixed_root else file.get_tensor(f"hessian {name}").to(device)
+                hessian = value if scalars.fixed_root else file.get_tensor(f"hessian {name}").to(device)
                 out = torch.empty_like(value, dtype=dtype)
-                kernels.run([Noisy(name, value, value, hessian, scalars[name]).under(draw, out)])
+                kernels.run([Noisy(name, value, value, hessian, scalars, group["noise_rank"]).under(draw, out)])
                 value = out
             yield from ((alias, value) for alias in called)

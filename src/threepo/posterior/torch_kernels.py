@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from threepo.posterior.noise import CHUNK, Key, normal_chunks
+from threepo.posterior.noise import CHUNK, Address, noise_chunks
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Update
 
 
@@ -37,12 +37,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _noise(key: Key, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+def _noise(key: Address, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
     """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is thrown away."""
     start, row, stride = region
     stop = start + (count - 1) // row * stride + (count - 1) % row + 1
     first = 0
-    for offset, z in normal_chunks(key, start, stop, device):
+    for offset, z in noise_chunks(key, start, stop, device):
         if count > row:
             z = z[torch.arange(offset, offset + len(z), device=device) % stride < row]
         yield slice(first, first + len(z)), z

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from threepo.posterior.noise import BLOCK, _signed
+from threepo.posterior.noise import BLOCK, LowRank, _signed
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -222,6 +222,7 @@ def _launch(kernel: Any, operation: Operation, like: torch.Tensor, before: tuple
     blocks = last // BLOCK - start // BLOCK + 1
     # Without rows, neither is looked at.
     rows = (row, stride, True) if count > row else (1, 1, False)
+    assert not isinstance(operation.key, LowRank), "torch makes that"
     first, second = (_signed(half) for half in operation.key or (0, 0))
     with torch.cuda.device_of(like):  # Triton launches on the current device, wherever the tensors are
         kernel[(blocks,)](*before, start, count, *rows, first, second, *after, **_OPTIONS)

@@ -32,8 +32,8 @@ LOUD_PRIOR = 2.0
 class OptimizerKind:
     """How training makes an optimizer; each function gets the settings of its kind."""
 
-    build: Callable[[Any, torch.nn.Module, dict[str, float], int], PolicyOptimizer]
-    """A new optimizer of all parameters of a model, with the noise_scale of each by name; last, the noise seed."""
+    build: Callable[[Any, torch.nn.Module, list[dict[str, Any]], int], PolicyOptimizer]
+    """A new optimizer of groups of a model's parameters, with the noise of each; last, the noise seed."""
     noise_scale: Callable[[Any, NoiseConfig, float], float]
     """noise_scale of a parameter whose size of noise in the unit of [noise] is the last argument."""
     memory: Callable[[Any, int], dict[str, int]]
@@ -43,25 +43,25 @@ class OptimizerKind:
     """Load into a new optimizer what a new run starts from."""
 
 
-def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> PointAdamW:
+def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointAdamW:
     own = _all_but(settings, "kind", "epsilon")
-    return PointAdamW(_groups(model, scales), eps=settings.epsilon, seed=seed, model=model, **own)
+    return PointAdamW(groups, eps=settings.epsilon, seed=seed, model=model, **own)
 
 
-def _build_ivon(settings: IVONConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> IVON:
+def _build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> IVON:
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
-    return IVON(_groups(model, scales), seed=seed, model=model, **own)
+    return IVON(groups, seed=seed, model=model, **own)
 
 
-def _build_sgd(settings: SGDConfig, model: torch.nn.Module, scales: dict[str, float], seed: int) -> PointSGD:
-    return PointSGD(_groups(model, scales), seed=seed, model=model, **_all_but(settings, "kind"))
+def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointSGD:
+    return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
 
 
-def _groups(model: torch.nn.Module, scales: dict[str, float]) -> list[dict[str, Any]]:
+def _groups(model: torch.nn.Module, scales: dict[str, float], rank: int) -> list[dict[str, Any]]:
     """All parameters by name; those with the same noise form a group."""
     named = dict(model.named_parameters())
     return [
-        {"params": [(name, named[name]) for name in names], "noise_scale": scale}
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_rank": rank}
         for scale, names in by_size(scales).items()
     ]
 
@@ -145,4 +145,4 @@ def build_optimizer(
     else:
         found = sizes(model.named_parameters(), noise)
         scales = {name: kind.noise_scale(settings, noise, size) for name, size in found.items()}
-    return kind.build(settings, model, scales, seed)
+    return kind.build(settings, model, _groups(model, scales, noise.rank), seed)

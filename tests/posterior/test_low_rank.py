@@ -1,0 +1,158 @@
+"""Noise of low rank: its definition, its moments, what IVON learns from it, and that all makers of a draw agree."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawn import normal
+from threepo.config import NoiseConfig
+from threepo.errors import UserError
+from threepo.posterior import kernels
+from threepo.posterior.evolution import evolve
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.noise import LowRank, noise_address, noise_chunks
+from threepo.posterior.operations import AddNoiseTimes, Perturb, Region, Scalars
+from threepo.posterior.point import PointAdamW, PointSGD
+from threepo.types import Draw
+
+DRAW = Draw(3, 5, 1)
+UNIT = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=1.0)
+
+
+def noise(rows: int, columns: int, rank: int, draw: Draw = DRAW) -> torch.Tensor:
+    """What a draw adds to a matrix "w" at a sigma of 1."""
+    z = torch.zeros(rows, columns)
+    kernels.run([Perturb(z, z, z, noise_address(draw, "w", z.shape, rank), UNIT)])
+    return z
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (7, 5, 1), (5, 7, 3), (300, 700, 2), (40, 30, 16)])
+def test_it_is_the_product_of_two_factors_of_full_noise(rows: int, columns: int, rank: int) -> None:
+    numbers = normal(DRAW, "w", 0, (rows + columns) * rank).double()
+    u, v = numbers[: rows * rank].view(rows, rank), numbers[rows * rank :].view(columns, rank)
+    torch.testing.assert_close(noise(rows, columns, rank).double(), u @ v.T / math.sqrt(rank), rtol=0, atol=1e-5)
+    assert torch.linalg.matrix_rank(noise(rows, columns, rank), rtol=1e-5) == min(rows, columns, rank)
+
+
+def test_vectors_have_full_noise() -> None:
+    for shape in (torch.Size([9]), torch.Size([2, 3, 4])):
+        assert noise_address(DRAW, "w", shape, 2) == noise_address(DRAW, "w", shape, 0)
+    assert isinstance(noise_address(DRAW, "w", torch.Size([2, 3]), 2), LowRank)
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 4), st.data())
+def test_an_element_is_the_same_in_every_slice(rows: int, columns: int, rank: int, data: st.DataObject) -> None:
+    address, whole = noise_address(DRAW, "w", torch.Size([rows, columns]), rank), noise(rows, columns, rank).view(-1)
+    start = data.draw(st.integers(0, rows * columns - 1))
+    stop = data.draw(st.integers(start + 1, rows * columns))
+    for offset, z in noise_chunks(address, start, stop, torch.device("cpu")):
+        assert torch.equal(z, whole[start + offset : start + offset + len(z)])
+
+
+def test_shards_by_rows_and_by_columns_have_the_noise_of_the_whole() -> None:
+    whole = noise(6, 10, 2)
+    address = noise_address(DRAW, "w", whole.shape, 2)
+    for shape, region, expected in [
+        ((2, 10), Region(20), whole[2:4]),
+        ((6, 3), Region(4, 3, 10), whole[:, 4:7]),
+    ]:
+        z, sums = torch.zeros(shape), torch.zeros(shape)
+        kernels.torch_kernels.run([Perturb(z, z, z, address, UNIT, region)])
+        kernels.torch_kernels.run([AddNoiseTimes(sums, torch.full(shape, 2.0), address, region)])
+        assert torch.equal(z, expected)
+        assert torch.equal(sums, 2 * expected)
+
+
+def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
+    """What makes the price estimate of the diagonal right. Of 4000 draws; bounds are five standard errors."""
+    z = torch.stack([noise(3, 4, 2, Draw(0, 0, i)).view(-1) for i in range(4000)]).double()
+    products = z[:, :, None] * z[:, None, :]
+    errors = products.std(dim=0) / math.sqrt(len(z))
+    assert ((products.mean(dim=0) - torch.eye(12)).abs() < 5 * errors).all()
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
+    """E[z (H sigma z)] / sigma = diag H for any uncorrelated z: the Hessian approaches the exact diagonal."""
+    torch.manual_seed(0)
+    root = torch.randn(12, 12)
+    hessian = root @ root.T / 12 + torch.eye(12)
+    w = torch.nn.Parameter(torch.zeros(3, 4))
+    settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.999), "noise_shape": "isotropic"}
+    optimizer = IVON([("w", w)], noise_rank=rank, **settings)  # type: ignore[arg-type]
+    late = []
+    for step in range(6000):
+        draw = optimizer.next_draw()
+        with optimizer.perturbed(draw):
+            (0.5 * w.view(-1) @ hessian @ w.view(-1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.observe(draw)
+        optimizer.step()
+        if step >= 3000:
+            late.append(optimizer.state[w]["hessian"].clone())
+    found = torch.stack(late).mean(dim=0).view(-1)
+    assert ((found / hessian.diagonal() - 1).abs() < 0.2).all()
+    assert (found - 1).abs().max() > 0.5, "it has moved from where it began"
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, mirrored: bool) -> None:
+    """In the model, beside it, from a file and around any model; the mean comes back."""
+    draw, net = Draw(0, 0, 2, mirrored), model()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_rank=2)
+    with optimizer.perturbed(draw):
+        inside = {name: p.detach().clone() for name, p in net.named_parameters()}
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    moved = inside["0.weight"] - before["0.weight"]
+    assert torch.linalg.matrix_rank(moved, rtol=1e-3) == 2
+    Posterior.of(optimizer).save(tmp_path)
+    read = Posterior.from_pretrained(tmp_path)
+    for source in (optimizer, FixedWeights(net, read)):
+        for name, value in source.weights(draw):
+            assert torch.equal(value, inside[name])
+
+
+def test_noise_of_a_given_size_has_the_rank_too() -> None:
+    net = model()
+    around = Posterior.around(net.named_parameters(), NoiseConfig(unit="absolute", size=0.1, rank=1))
+    adamw = PointAdamW(net.named_parameters(), noise_scale=0.1, noise_rank=1, lr=1e-3)
+    for source in (FixedWeights(net, around), adamw):
+        z = (dict(source.weights(DRAW))["0.weight"] - net[0].weight).detach() / 0.1  # type: ignore[index, operator]
+        address = noise_address(DRAW, "0.weight", z.shape, 1)
+        expected = torch.zeros_like(z)
+        kernels.run([Perturb(expected, expected, expected, address, UNIT)])
+        torch.testing.assert_close(z, expected, rtol=0, atol=1e-5)
+
+
+def test_evolution_steps_along_the_noise_of_low_rank() -> None:
+    w = torch.nn.Parameter(torch.zeros(4, 3))
+    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_rank=1)
+    draws = [Draw(0, 0, 0), Draw(0, 0, 1)]
+    evolve(optimizer, dict(zip(draws, (1.0, -1.0), strict=True)))
+    expected = (noise(4, 3, 1, draws[0]) - noise(4, 3, 1, draws[1])) / 2 / 0.5
+    torch.testing.assert_close(w.detach(), expected)
+
+
+def test_state_of_older_versions_has_full_noise() -> None:
+    net = model()
+    optimizer = IVON(net.named_parameters())
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["noise_rank"]
+    optimizer.load_state_dict(state)
+    assert {group.noise_rank for group in optimizer.noise_groups()} == {0}
+
+
+def test_a_negative_rank_is_refused() -> None:
+    with pytest.raises(UserError, match="noise_rank = -1: must be 0"):
+        IVON(model().named_parameters(), noise_rank=-1)
