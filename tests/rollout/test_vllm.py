@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from rollout.low_rank import LINEAR, low_rank
 from rollout.requests import requests_for, trainer_logprobs
 from runs import VLLM
 from threepo.cli import main
@@ -127,6 +128,31 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
             found = differences(policy, optimizer, completions, 1.0)
             assert max(gap for (draw, other), gap in found.items() if draw == other) < 1e-4
             assert min(gap for (draw, other), gap in found.items() if draw != other) > 1e-2
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("slots", [8, 2])
+@pytest.mark.parametrize(("kind", "tied"), [("tiny-qwen2", True), ("tiny-llama", False)])
+def test_low_rank_draws_are_served_beside_a_mean_that_changes(kind: str, tied: bool, slots: int) -> None:
+    """Before the second load the mean moves, and so do draws that keep their address."""
+    policy = tiny(kind, tied)
+    optimizer, engine = low_rank(policy), engine_for(policy, adapters=slots, draw_rank=2)
+    draws = [None, Draw(0, 0, 0), Draw(0, 0, 1), Draw(0, 0, 1, mirrored=True)]
+    try:
+        for step in (0, 1):
+            engine.load(optimizer, draws, step)
+            engine.generate(requests_for(policy, draws), SAMPLING, seed=2)
+            completions = engine.generate(requests_for(policy, draws), SAMPLING, seed=1)
+            found = differences(policy, optimizer, completions, 1.0)
+            assert max(gap for (draw, other), gap in found.items() if draw == other) < 1e-4
+            assert min(gap for (draw, other), gap in found.items() if draw != other) > 1e-2
+            with torch.no_grad():
+                for name, p in policy.model.named_parameters():
+                    if "proj" in name or "norm" in name:
+                        p.mul_(1.3)
+        with pytest.raises(UserError, match=r"noise of model.layers.0.self_attn.q_proj.weight is no adapter of this"):
+            engine.load(low_rank(policy, replace(LINEAR, rank=1)), draws, 2)
     finally:
         engine.close()
 

@@ -78,6 +78,9 @@ class VLLMConfig(Settings, table="engine.vllm"):
     adapters: CountOrZero = 8
     """With [model.lora]: most draws that a replica decodes in one batch, as adapters beside one copy of the frozen
     weights; further ones wait for their turn. 0: adapters are multiplied out, and a draw is pushed as all weights."""
+    draw_rank: CountOrZero = 0
+    """Without [model.lora], draws of low-rank noise are served as adapters of this rank, that of noise.rank, beside the
+    mean, which is pushed once a step (docs/adapters.md). 0: every draw is pushed as all weights."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel

@@ -91,6 +91,12 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
     return {name: layer for name, layer in found.items() if name.rpartition(".")[2] in settings.targets}
 
 
+def inner_layers(model: Any) -> dict[str, Linear]:
+    """The linear layers that vLLM serves adapters of: all but the head."""
+    head = model.get_output_embeddings()
+    return {name: m for name, m in model.named_modules() if type(m) is Linear and m is not head}
+
+
 def round_base(model: Any) -> None:
     """Hold the frozen weights of linear layers in bfloat16; others, and one that an embedding shares, stay as they are.
 

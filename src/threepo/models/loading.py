@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import EngineConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapted_layers, adapter_folder, base_path, linear_weights
+from threepo.models.adapters import adapted_layers, adapter_folder, base_path, inner_layers, linear_weights
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -93,10 +93,13 @@ class Shape(NamedTuple):
     """Those of all weights and adapters that are trained."""
     rounded: int = 0
     """Those of the weights that are held in bfloat16."""
+    sides: int = 0
+    """Inputs and outputs, together, of all linear layers but the head."""
 
     def pushed(self, engine: EngineConfig) -> int:
         """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
-        return self.adapters if engine.kind == "vllm" and engine.vllm.adapters else 0
+        as_adapters = self.adapters or engine.vllm.draw_rank * self.sides
+        return as_adapters if engine.kind == "vllm" and engine.vllm.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:
@@ -111,7 +114,9 @@ def model_shape(settings: ModelConfig) -> Shape:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     weights, lora = sum(p.numel() for p in model.parameters()), settings.lora
     if not lora.rank:
-        return Shape(model.config, weights, 0, weights)
+        return Shape(
+            model.config, weights, 0, weights, sides=sum(sum(m.weight.shape) for m in inner_layers(model).values())
+        )
     shapes = [module.weight.shape for module in adapted_layers(model, lora).values()]
     a, b = (lora.rank * sum(shape[side] for shape in shapes) for side in (1, 0))
     rounded = sum(map(torch.numel, linear_weights(model))) if lora.base_dtype == "bfloat16" else 0

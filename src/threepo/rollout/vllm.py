@@ -14,7 +14,7 @@ reload repacks only layers that weights are loaded for, and none are loaded for 
 
 With adapters, the frozen weights are pushed once, and each draw is an adapter beside them (`engine.vllm.adapters`): the
 draws of a replica are decoded in one batch. The probe then runs in the trainer's precision, with adapters in the
-engine's.
+engine's. So are draws of low-rank noise beside the mean, which is pushed once a step (`engine.vllm.draw_rank`).
 
 Where the model is sharded, the policy's architecture stands for it: nothing here needs its weights.
 
@@ -28,7 +28,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.low_rank import adapter_layout, merged, write_adapters
 from threepo.rollout.memory import Layout, SharedTensors, layout_of
 from threepo.rollout.replicas import Replica, ReplicaError, call_all
 from threepo.rollout.vllm_server import RANKS, Decoded, Held
@@ -81,13 +82,26 @@ class VLLMEngine:
         self._sources = parameter_names(policy.architecture)
         state = policy.architecture.state_dict()
         whole = layout_of({name: state[name] for name in self._sources}, dtype)
-        served = settings.vllm.adapters if policy.has_adapters else 0
+        self._rank = settings.vllm.draw_rank
+        served = settings.vllm.adapters if policy.has_adapters or self._rank else 0
+        if self._rank and (policy.has_adapters or not served):
+            fix = "draws beside the mean need engine.vllm.adapters above 0, and no adapters of the model; set it to 0"
+            raise UserError(f"engine.vllm.draw_rank = {self._rank}: {fix}")
         self._slots = served or 1
-        own = policy.model.named_parameters() if served else ()
+        own = policy.model.named_parameters() if policy.has_adapters and served else ()
         self._adapters = {peft_name(name): (name, p) for name, p in own if is_adapter(name)}
         """If draws are pushed as adapters: their parameters, by their names in vLLM."""
-        self._layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype) if served else whole
-        described = adapter_settings(policy) if served else {}
+        self._layout, described = whole, {}
+        if self._rank:
+            self._layout = adapter_layout(policy.architecture, self._rank, dtype)
+            described = adapter_settings(self._layout, "engine.vllm.draw_rank", self._rank, self._rank)
+        elif served:
+            self._layout = layout_of({name: p for name, (_, p) in self._adapters.items()}, dtype)
+            config = policy.model.peft_config[NAME]
+            described = adapter_settings(self._layout, "model.lora.rank", config.r, config.lora_alpha)
+        self._frozen: list[SharedTensors] = []
+        """What adapters are beside, while replicas may read it."""
+        self._whole = whole
         self._probe = probe_tokens(policy, self._max_length - 1)
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
@@ -97,7 +111,8 @@ class VLLMEngine:
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
-        self._end = weakref.finalize(self, _close, self._replicas, self._shared, folder)
+        self._held = (self._replicas, self._shared, self._frozen)
+        self._end = weakref.finalize(self, _close, self._held, folder)
         _write_config(policy.architecture, folder)
         with self._closed_on_error():
             for i, environment in enumerate(environments):
@@ -111,8 +126,11 @@ class VLLMEngine:
                 raise UserError(
                     f"engine.kind = 'vllm': vLLM does not start: {reason}; its log is in {folder}"
                 ) from error
-            if served:
-                self._freeze(whole)
+            if served and not self._rank:
+                own_values = {without_adapter(name): p.detach() for name, p in policy.model.named_parameters()}
+                self._freeze(own_values.items(), rehearsed=True)
+                call_all(dict.fromkeys(self._replicas, ("forget", _FROZEN)))
+                self._frozen.pop().close()
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -130,6 +148,8 @@ class VLLMEngine:
         with self._closed_on_error():
             self._draws, self._expected, self._step = [], [], step
             self._share(len(distinct))
+            if self._rank:
+                self._freeze(posterior.weights(None), rehearsed=not self._frozen)
             for index, draw in enumerate(distinct):
                 self._write(posterior, draw, self._shared[index])
                 self._expected.append((self._shared[index].checksum(), self._probed(self._shared[index].tensors)))
@@ -183,6 +203,9 @@ class VLLMEngine:
 
     def _write(self, posterior: WeightSource, draw: Draw | None, shared: SharedTensors) -> None:
         """Write the weights of a draw, a tied tensor under each name; the model's where the posterior has none."""
+        if self._rank:
+            write_adapters(posterior, draw, shared.tensors)
+            return
         if self._adapters:
             for name, value in posterior.weights(draw):
                 if is_adapter(name):
@@ -200,20 +223,21 @@ class VLLMEngine:
             own = {name: written[called].to(p.dtype) for called, (name, p) in self._adapters.items()}
             with torch.autocast(self._policy.device.type, self._policy.compute_dtype, enabled=self._rounded):
                 return expected_logprobs(self._policy.model, own, self._probe, self._policy.device)
+        if self._rank:
+            written = merged(self._frozen[0].tensors, written)
         own = {name: written[name] for name, of in self._sources.items() if of == name}
         return expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device)
 
-    def _freeze(self, layout: Layout) -> None:
-        """Push the weights that adapters are beside into every replica, and free the memory for that."""
-        own = {without_adapter(name): p for name, p in self._policy.model.named_parameters()}
-        state, shared = self._policy.architecture.state_dict(), SharedTensors(layout)
-        try:
-            for name, source in self._sources.items():
-                shared.tensors[name].copy_(own.get(source, state[name]).detach())
-            call_all(dict.fromkeys(self._replicas, ("share", _FROZEN, layout, shared.path)))
-            call_all(dict.fromkeys(self._replicas, ("freeze", _FROZEN)))
-        finally:
-            shared.close()
+    def _freeze(self, weights: Iterable[tuple[str, torch.Tensor]], rehearsed: bool) -> None:
+        """Push the weights that adapters are beside into every replica; `rehearsed`: for the first time."""
+        if not self._frozen:
+            self._frozen.append(SharedTensors(self._whole))
+            call_all(dict.fromkeys(self._replicas, ("share", _FROZEN, self._whole, self._frozen[0].path)))
+        tensors, state = self._frozen[0].tensors, self._policy.architecture.state_dict()
+        own = dict(weights)
+        for name, source in self._sources.items():
+            tensors[name].copy_(own.get(source, state[name]).detach())
+        call_all(dict.fromkeys(self._replicas, ("freeze", _FROZEN, rehearsed)))
 
     def _check(self, index: int, held: Held) -> None:
         """Draws may be closer to one another than the probe's tolerance; what was read is compared to the bit."""
@@ -240,7 +264,7 @@ class VLLMEngine:
         except BaseException as error:
             self._end.detach()
             logs = ", ".join(str(replica.log) for replica in self._replicas)
-            _close(self._replicas, self._shared, None)
+            _close(self._held, None)
             if isinstance(error, ReplicaError):  # such as memory that ran out, or a worker of its own that died
                 first, *_, last = str(error).strip().splitlines()
                 raise UserError(f"{first} {last}; more is in {logs}") from error
@@ -289,14 +313,14 @@ def parameter_names(model: Any) -> dict[str, str]:
     return {name: known.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def adapter_settings(policy: Policy) -> dict[str, Any]:
-    """What vLLM has to know of a policy's adapters; `UserError` for a rank that it does not serve."""
-    config = policy.model.peft_config[NAME]
-    if config.r > RANKS[-1]:
-        raise UserError(f"model.lora.rank = {config.r}: vLLM serves up to {RANKS[-1]}; set engine.vllm.adapters = 0")
-    targets = config.target_modules  # a set of names, or a pattern
-    named = targets if isinstance(targets, str) else sorted(targets)
-    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": named}
+def adapter_settings(layout: Layout, setting: str, rank: int, alpha: float) -> dict[str, Any]:
+    """What vLLM has to know of adapters; `UserError` for a rank that it does not serve, which `setting` names."""
+    if rank > RANKS[-1]:
+        whole = "engine.vllm.adapters = 0" if setting.startswith("model") else f"{setting} = 0"
+        raise UserError(f"{setting} = {rank}: vLLM serves up to {RANKS[-1]}; lower it, or push all weights: {whole}")
+    # vLLM leaves other layers alone. With adapters for the head of a Llama, 0.32 fails at the probe on a CPU.
+    layers = sorted({name.split(".")[-3] for name in layout})
+    return {"r": rank, "lora_alpha": alpha, "target_modules": layers}
 
 
 def _write_config(model: Any, folder: Path) -> None:
@@ -333,11 +357,10 @@ def _environments(settings: VLLMConfig) -> list[dict[str, str]]:
     return [inherited | ours | {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in part)} for part in parts]
 
 
-def _close(replicas: list[Replica], shared: list[SharedTensors], folder: Path | None) -> None:
-    held: list[Replica | SharedTensors] = [*replicas, *shared]
-    for one in held:
-        one.close()
-    replicas.clear()
-    shared.clear()
+def _close(held: Sequence[list[Any]], folder: Path | None) -> None:
+    for some in held:
+        for one in some:
+            one.close()
+        some.clear()
     if folder:
         shutil.rmtree(folder, ignore_errors=True)

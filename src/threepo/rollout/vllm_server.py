@@ -68,6 +68,7 @@ class Server:
             self._slots = own.adapters
             rank = min(rank for rank in RANKS if rank >= adapters["r"])
             more = {"enable_lora": True, "max_loras": own.adapters, "max_lora_rank": rank}
+            more["lora_target_modules"] = adapters["target_modules"]
         self._engine = vllm.LLM(
             model=folder,
             load_format="dummy",
@@ -96,12 +97,16 @@ class Server:
         """Map the shared memory that weights `index` will be in."""
         self._engine.collective_rpc(share, args=(index, layout, path))
 
-    def freeze(self, index: int) -> None:
-        """Load the weights that adapters are beside; their memory is free afterwards."""
-        for rehearsed in (True, False):
+    def freeze(self, index: int, first: bool) -> None:
+        """Load the weights that adapters are beside, which drops all adapters; `first`: for the first time."""
+        for rehearsed in (True, False) if first else (False,):
             self._engine.collective_rpc(reload, args=(index, rehearsed))
             self._report()
-        self._engine.collective_rpc(unshare, args=(index,))
+        self._held = []
+
+    def forget(self, index: int) -> None:
+        """Free the memory that weights were loaded from."""
+        self._engine.collective_rpc(forget, args=(index,))
 
     def push(self, *indices: int) -> list[Held]:
         """Load weights into vLLM, as many as it has slots at most; returns what shows that it holds each."""
@@ -193,7 +198,7 @@ def share(worker: Any, index: int, layout: Layout, path: str) -> None:
     _mapped[index] = SharedTensors(layout, path)
 
 
-def unshare(worker: Any, index: int) -> None:
+def forget(worker: Any, index: int) -> None:
     """In a vLLM worker: forget shared memory."""
     del _mapped[index]
 

@@ -89,7 +89,8 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         trained=rows * passes * (prompt_tokens + response_tokens),
         frozen=model.adapters > 0,
     )
-    copied = draws * (model.pushed(engine) or weights) * _BYTES[engine.dtype] / GIB
+    mean = weights if model.pushed(engine) and not model.adapters else 0  # adapters' own W was pushed at the start
+    copied = (draws * (model.pushed(engine) or weights) + mean) * _BYTES[engine.dtype] / GIB
     if ranks == 1:
         trainer = _trainer_memory(model, config, gradient_draws)
         generator, gib = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
@@ -302,8 +303,9 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tok
             held -= model.rounded  # the trainer's own
             named += ", without those of the trainer" if model.rounded else ""
     elif model.pushed(engine):
-        held = copies * (model.weights + engine.vllm.adapters * model.adapters)
-        named = f"frozen weights of {copies} {what}, and for each up to {engine.vllm.adapters} adapters"
+        held = copies * (model.weights + engine.vllm.adapters * model.pushed(engine))
+        what_of = "frozen weights" if model.adapters else "the mean"
+        named = f"{what_of} of {copies} {what}, and for each up to {engine.vllm.adapters} adapters"
     together = min(rows, most)
     cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype)) / GIB
     gib = held * _BYTES[engine.dtype] / GIB
