@@ -74,6 +74,9 @@ def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
     products = z[:, :, None] * z[:, None, :]
     errors = products.std(dim=0) / math.sqrt(len(z))
     assert ((products.mean(dim=0) - torch.eye(12)).abs() < 5 * errors).all()
+    # E z^4 = 3 + 6 / r, so z^2, the estimate where H is the identity, has the variance 2 (1 + 3 / r).
+    fourth = (z**4).mean(dim=1)
+    assert abs(float(fourth.mean()) - 6) < 5 * float(fourth.std()) / math.sqrt(len(z))
 
 
 @pytest.mark.parametrize("rank", [1, 4])
