@@ -189,6 +189,22 @@ def test_draws_are_written_as_adapters(base: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits(theirs), logits(policy.model))
 
 
+def test_a_posterior_from_a_file_gives_draws_for_a_model_with_its_adapters(base: Path, tmp_path: Path) -> None:
+    policy = moved(adapted(base))
+    optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)
+    policy.save(tmp_path)
+    Posterior.of(optimizer).save(tmp_path)
+    found = Posterior.from_pretrained(tmp_path).draw(3)
+    other = AutoModelForCausalLM.from_pretrained(base)
+    other.load_adapter(str(tmp_path))
+    assert set(found) == {name for name, _ in other.named_parameters() if "lora" in name}
+    other.load_state_dict(found, strict=False)
+    with optimizer.perturbed(Draw(0, 0, 3)):
+        expected = logits(policy.model)
+    torch.testing.assert_close(logits(other), expected)
+    assert not torch.allclose(logits(policy.model), expected, atol=1e-2)
+
+
 def test_sigma_is_measured_beside_the_weights_that_are_adapted(base: Path) -> None:
     policy = adapted(base)
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1.0, weight_decay=0.0)  # sigma 0.01

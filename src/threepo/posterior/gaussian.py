@@ -128,13 +128,17 @@ class Posterior:
         return Draw(self.seed, self.step, index)
 
     def mean(self) -> dict[str, torch.Tensor]:
-        """The model's weights by name, from the safetensors files next to `posterior.safetensors`."""
+        """The model's weights by name, from the safetensors files next to `posterior.safetensors`.
+
+        Of adapters: theirs, by the names that they have in a model with a peft adapter called "default".
+        """
         if self.folder is None:
             raise UserError("posterior: was not read from a folder, so it has no mean; use perturb_ on the model")
-        files = sorted(file for file in self.folder.glob("*.safetensors") if file.name.startswith("model"))
+        starts = ("model", "adapter_model")
+        files = sorted(file for file in self.folder.glob("*.safetensors") if file.name.startswith(starts))
         if not files:
             raise UserError(f"{self.folder}: holds {FILE_NAME} but no model*.safetensors, so there is no mean")
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return {_in_model(name): tensor for file in files for name, tensor in load_file(file).items()}
 
     def draw(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of the `index`-th draw by name, in the dtype of the saved model: a state dict for it."""
@@ -215,6 +219,12 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
             yield file, metadata
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
+
+
+def _in_model(name: str) -> str:
+    """A weight's name in a model, from that in its file: peft's files have other names."""
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 
 def _groups(metadata: Mapping[str, str]) -> tuple[GroupSettings, ...]:
