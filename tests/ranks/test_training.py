@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from runs import BRITTLE, RLVR, SFT, outcome
 from threepo.cli import main
+from threepo.config import ModelConfig, TinyConfig
 from threepo.models.packing import pack
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, load_policy
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import checkpoints, read_metrics
@@ -279,6 +280,33 @@ def test_a_run_goes_on_with_any_number_of_ranks(ranks: int, folder: Path, on_two
     (folder / "rest.json").write_text(json.dumps([["train", "--resume", str(parts), "run.steps=3"]]))
     launch(PROGRAM, str(folder / "rest.json"), ranks=ranks)
     assert_same(parts, on_two / "c3po", tolerance=0 if ranks == 2 else 2e-4)
+
+
+@pytest.mark.parametrize("init", ["unit", "usual"])
+def test_adapters_on_ranks_are_those_of_one_process(init: str, folder: Path) -> None:
+    """Stopped and resumed with another number of ranks; the files are those of peft, as one process writes them."""
+    pytest.importorskip("peft")
+    shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1)
+    load_policy(ModelConfig(path="tiny-qwen2", tiny=shape)).save(folder / "base")
+    own = [setting for setting in COMMON if not setting.startswith("model.")]
+    own += ["model.path=base", "model.lora.rank=4", "model.lora.alpha=8", f"model.lora.init={init}", *METHODS["c3po"]]
+    own += ["method.preset=c3po", "optimizer.hess_init=1e-2"]
+    one, two = folder / f"{init}-one", folder / f"{init}-two"
+    assert main(["train", *own, f"run.folder={one}"]) == 0
+    (folder / "first.json").write_text(json.dumps([["train", *own, "run.steps=2", f"run.folder={two}"]]))
+    launch(PROGRAM, str(folder / "first.json"), ranks=2)
+    rest = ["train", "--resume", str(two), "run.steps=3"]
+    if init == "unit":
+        (folder / "rest.json").write_text(json.dumps([rest]))
+        launch(PROGRAM, str(folder / "rest.json"), ranks=3)
+    else:
+        assert main(rest) == 0
+    assert_same(two, one, tolerance=2e-4)
+    names, theirs = ({file.name for file in checkpoints(run)[-1][1].iterdir()} for run in (one, two))
+    assert names == theirs
+    start = load_policy(ModelConfig(path=str(checkpoints(two)[-1][1])))
+    moved = [float(p.detach().abs().max()) for name, p in start.model.named_parameters() if "lora_B" in name]
+    assert min(moved) > 0, "B has begun at 0"
 
 
 def ranks_of(process: Any) -> list[int]:

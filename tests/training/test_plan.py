@@ -123,7 +123,7 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
         float(line.split()[0].replace(",", "")) for p in (full, lines) for line in p["compute"] if "to train" in line
     ]
     assert trains[1] == pytest.approx(trains[0] * 2 / 3, rel=1e-3)
-    with pytest.raises(UserError, match="adapters are not spread over ranks yet"):
+    with pytest.raises(UserError, match="computed for one process only"):
         plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings), ranks=2)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import Linear
 
 from threepo.config import LoRAConfig
@@ -154,18 +154,19 @@ def _train(model: Any, init: str) -> None:
         p.requires_grad_(f".{B}." in name or (init == "usual" and f".{A}." in name))
 
 
-def save_adapters(model: Any, folder: Path) -> None:
-    """Write a peft directory, which other tools can load, and what tells other weights of the base from its own.
+def saved_adapters(model: Any) -> dict[str, torch.Tensor]:
+    """What a peft directory holds: A and B, by their names there.
 
     Not by peft's own function, which adds W where a head is adapted, and asks the hub about a base from there.
     """
-    own = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-    saved = {peft_name(name): p.detach().cpu().contiguous() for name, p in own.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
+    return {peft_name(name): p.detach() for name, p in model.named_parameters() if is_adapter(name)}
+
+
+def save_settings(model: Any, digest: str, folder: Path) -> None:
+    """Write the rest of a peft directory, and what tells other weights of the base from its own."""
     model.peft_config[NAME].save_pretrained(str(folder))
-    init = "usual" if any(p.requires_grad for name, p in own.items() if f".{A}." in name) else "unit"
-    write_json(folder / BASE_FILE, {"digest": base_digest(model), "init": init})
+    trained = any(p.requires_grad for name, p in model.named_parameters() if f".{A}." in name)
+    write_json(folder / BASE_FILE, {"digest": digest, "init": "usual" if trained else "unit"})
 
 
 def base_digest(model: Any) -> str:

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
+from threepo.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from threepo.models.adapters import (
     Merged,
     adapter_folder,
     adapter_scale,
     add_adapters,
+    base_digest,
     base_path,
     load_adapters,
     round_base,
-    save_adapters,
+    save_settings,
+    saved_adapters,
     train_adapters,
 )
 from threepo.models.attention import takes_packed_rows
@@ -68,6 +72,8 @@ class Policy:
     compute_dtype: torch.dtype = torch.float32
     without_weights: Any = None
     """If the model is sharded or has adapters: the architecture that engines copy, on the meta device."""
+    base_digest: str = ""
+    """If it has adapters: of the weights that they are beside."""
 
     @property
     def model(self) -> Any:
@@ -125,19 +131,34 @@ class Policy:
 
         Of a model with adapters: a peft directory, which holds them alone, and the tokenizer.
         """
-        if self.has_adapters:
-            save_adapters(self.model, folder)
-        else:
+        if not self.has_adapters:
             self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.cpu().contiguous() for name, value in self.saved_tensors().items()}
+        save_file(tensors, folder / self.weights_file, metadata={"format": "pt"})
+        self.save_all_but_weights(folder)
+
+    @property
+    def weights_file(self) -> str:
+        """The name of a file with `saved_tensors` in the directory that `save` writes."""
+        return ADAPTER_WEIGHTS if self.has_adapters else "model.safetensors"
 
     def save_all_but_weights(self, folder: Path) -> None:
         """Write the files that are not made of tensors."""
-        for part in (self.model.config, self.model.generation_config, self.tokenizer):
+        if self.has_adapters:
+            save_settings(self.model, self.base_digest, folder)
+        for part in (self.tokenizer, *(() if self.has_adapters else (self.model.config, self.model.generation_config))):
             part.save_pretrained(folder)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """What a file of the weights holds: each parameter once, and buffers that are saved; sharded as they are."""
+        """What a file of the weights holds: each parameter once, and buffers that are saved; sharded as they are.
+
+        Of a model with adapters: these alone, by peft's names.
+        """
+        if self.has_adapters:
+            return saved_adapters(self.model)
         own = {name: p.detach() for name, p in self.model.named_parameters()}
         buffers = {name for name, _ in self.model.named_buffers()}
         return own | {name: t for name, t in self.model.state_dict().items() if name in buffers}
@@ -227,7 +248,7 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     scorer = Scorer(model, has_linear_head(model), takes_packed_rows(model))
     if settings.lora.base_dtype == "bfloat16":
         round_base(model)
-    return Policy(scorer, tokenizer, dtype, architecture)
+    return Policy(scorer, tokenizer, dtype, architecture, base_digest(model) if architecture else "")
 
 
 def without_weights(model: Any) -> Any:

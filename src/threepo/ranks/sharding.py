@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from threepo.config import ModelConfig, ParallelConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapter_folder
 from threepo.models.attention import register_attention
 from threepo.models.loading import pick_device
 from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
@@ -42,17 +41,16 @@ def load_sharded(
         return load_policy(settings, seed, adapters)
     whole = None
     with ranks.together():
-        if settings.lora.rank or adapter_folder(settings.path):
-            raise UserError("model.lora: adapters are not spread over ranks yet; start one process")
+        settings.lora.check("base_dtype", settings.lora.base_dtype == "float32", "is for one process; remove it")
         device = pick_device(settings.device)
         if device != torch.device(device.type):
             raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
         if ranks.first:
-            whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed)
+            whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
     policy = ranks.gather(whole and _without_weights(whole))[0]
     assert policy is not None
     register_attention()
-    architecture = deepcopy(policy.model)
+    architecture = policy.without_weights or deepcopy(policy.model)
     for buffer in architecture.buffers():
         buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:

@@ -15,6 +15,7 @@ from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_scale, is_adapter, without_adapter
 from threepo.models.policy import Policy
+from threepo.posterior.layout import is_spread
 from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
@@ -45,7 +46,7 @@ class LocalEngine:
         adapters = {name: p for name, p in self._trained.named_parameters() if is_adapter(name)}
         scale = adapter_scale(policy.model) if adapters else 1.0
         self._ensemble = Ensemble(self._model, getattr(torch, settings.dtype), policy.device, adapters, scale)
-        if adapters:
+        if adapters and not any(map(is_spread, self._trained.parameters())):
             self._ensemble.borrow({without_adapter(n): p.detach() for n, p in self._trained.named_parameters()})
         self._draws: list[Draw | None] = []
         self._step = -1

@@ -39,6 +39,7 @@ from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
+from threepo.posterior.layout import is_spread
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.low_rank import adapter_layout, merged, write_adapters
@@ -87,6 +88,9 @@ class VLLMEngine:
         if self._rank and (policy.has_adapters or not served):
             fix = "draws beside the mean need engine.vllm.adapters above 0, and no adapters of the model; set it to 0"
             raise UserError(f"engine.vllm.draw_rank = {self._rank}: {fix}")
+        if served and any(map(is_spread, policy.model.parameters())):
+            fix = "several ranks push draws as all weights; set it to 0"
+            raise UserError(f"engine.vllm.adapters = {served}: {fix}")
         self._slots = served or 1
         own = policy.model.named_parameters() if policy.has_adapters and served else ()
         self._adapters = {peft_name(name): (name, p) for name, p in own if is_adapter(name)}

@@ -72,7 +72,7 @@ def save_checkpoint(
     posterior = Posterior.of(optimizer, gather=False)
     with shared_folder(path, ranks) as folder:
         if ranks.size > 1:
-            save_sharded(folder / "model.safetensors", policy.saved_tensors(), ranks, {"format": "pt"})
+            save_sharded(folder / policy.weights_file, policy.saved_tensors(), ranks, {"format": "pt"})
             if not posterior.is_point:
                 save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
             for file, found in files.items():

@@ -63,7 +63,7 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
     lines = [f"{path}: {weights:,} weights"]
     if found.adapters:
         if ranks > 1:
-            raise UserError("model.lora: adapters are not spread over ranks yet; start one process")
+            raise UserError("model.lora: the memory of adapters is computed for one process only; leave the ranks out")
         lines += [f"adapters of {found.adapters:,} numbers, of which {found.trained:,} are trained; the rest is frozen"]
     if model.path != path:
         lines.append(f"{path} is not there yet; its run begins with {model.path}, of the same shape")
