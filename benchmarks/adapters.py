@@ -4,8 +4,8 @@
 
 The work is that of step.py with rows of equal lengths: a new model of the given shape, P prompts, G completions each,
 one optimizer step. Contenders take turns in one process; tables show medians over rounds, and ratios to draws of all
-weights within a round with their range. With vLLM there is a third one: adapters that are multiplied out, so that every
-draw is pushed as all weights.
+weights within a round with their range. There are also draws of low-rank noise around all weights, which vLLM serves as
+adapters, and with vLLM adapters that are multiplied out, so that every draw is pushed as all weights.
 
 `--memory` takes two steps of each contender in a process of its own, and prints peaks of resident memory: of that
 process, and of the processes that vLLM runs in. Memory that both see counts for both.
@@ -95,7 +95,10 @@ def contenders(options: argparse.Namespace) -> dict[str, list[str]]:
         found |= {f"{served}, rounded base": [*adapted, "model.lora.base_dtype=bfloat16"]}
     if options.engine == "vllm":
         found |= {f"{served}, multiplied out": [*adapted, "engine.vllm.adapters=0"]}
-    return found
+    rank = [f"noise.rank={options.rank}", "optimizer.noise_shape=isotropic"]
+    rank += ['noise.where={all = 0.0, "*_proj.weight" = 1.0}']
+    beside = f"engine.vllm.draw_rank={options.rank if options.engine == 'vllm' else 0}"
+    return found | {f"all weights, noise of rank {options.rank}": [*rank, beside]}
 
 
 def table(seconds: dict[str, list[tuple[float, ...]]]) -> str:
