@@ -47,6 +47,8 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     parts: dict[Any, list[tuple[int, Operation]]] = defaultdict(list)  # by backend; with the operation's index
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # local tensors, and the contiguous form of each
     for index, operation in enumerate(operations):
+        if isinstance(operation, Update) and isinstance(operation.key, LowRank) and operation.grad.device.type == "cpu":
+            operation = _with_noise_times(operation)  # the rest is faster in C; a GPU may lack the memory
         kind: Any = type(operation)
         tensors: Any = operation[: kind._fields.index("key")]
         own: list[Any] = [None if tensor is None else local(tensor) for tensor in tensors]
@@ -74,3 +76,12 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     # Autograd must know what compiled kernels wrote.
     torch.autograd.graph.increment_version([tensor for tensor, _ in written if not tensor.is_inference()])
     return clipped
+
+
+def _with_noise_times(update: Update) -> Update:
+    """The same step with z * grad made beforehand, so that no noise is left to make: the same bits."""
+    second = update.second
+    if second is None and update.key is not None and update.scalars.estimator == "price":
+        second = torch.zeros_like(update.hessian)
+        run([AddNoiseTimes(second, update.grad, update.key)])
+    return update._replace(second=second, key=None)
