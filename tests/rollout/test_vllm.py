@@ -132,8 +132,7 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
         engine.close()
 
 
-@pytest.mark.parametrize("slots", [8, 2])
-@pytest.mark.parametrize(("kind", "tied"), [("tiny-qwen2", True), ("tiny-llama", False)])
+@pytest.mark.parametrize(("kind", "tied", "slots"), [("tiny-qwen2", True, 8), ("tiny-llama", False, 2)])
 def test_low_rank_draws_are_served_beside_a_mean_that_changes(kind: str, tied: bool, slots: int) -> None:
     """Before the second load the mean moves, and so do draws that keep their address."""
     policy = tiny(kind, tied)
