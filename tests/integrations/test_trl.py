@@ -21,17 +21,18 @@ from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, T
 
 import threepo
 from threepo.analysis.completions import read_completions
-from threepo.config import Advantage, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, EngineConfig, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.integrations.trl import ThreepoTrainer, _check
 from threepo.methods.method import group_by_prompt, training_batch
 from threepo.models.packing import flatten
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, Scorer
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.rewards import math
+from threepo.rollout.local import LocalEngine
 from threepo.training.update import update_policy
-from threepo.types import Completion, Draw, Problem, TrainingRow, Verdict
+from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
 
 LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
 QUIET = {"size": 0.0}
@@ -77,6 +78,24 @@ def test_grpo_is_trls_own(tmp_path: Path) -> None:
     theirs.train()
     assert losses(ours) == losses(theirs)
     assert same(ours.model, theirs.model)
+
+
+def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) -> None:
+    trainer = make(GRPOTrainer, tmp_path)  # its forward pass is now bound to this very model
+    policies = [new_policy() for _ in range(2)]
+    policies[1] = replace(policies[1], scorer=Scorer(trainer.model, True))
+    with torch.no_grad():
+        for p, q in zip(*(policy.model.parameters() for policy in policies), strict=True):
+            p.mul_(1.5)
+            q.copy_(p)
+    request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
+    written = []
+    for policy in policies:
+        engine = LocalEngine(policy, EngineConfig())
+        engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
+        written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
+    assert written[0][0].tokens == written[1][0].tokens
+    assert written[0][0].logprobs == written[1][0].logprobs
 
 
 @named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
