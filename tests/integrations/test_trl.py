@@ -251,6 +251,26 @@ def test_where_rollouts_and_gradients_are_made(
     assert places.seen[False] == weights_of(*besides)
 
 
+@pytest.mark.parametrize("cut", [16, 8])
+def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 rows TRL leaves out those that are cut off; all that the correction sees, it keeps."""
+
+    def told(self: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        ids = [[65] * 7 + [self.processing_class.eos_token_id] for _ in prompt_ids]
+        return [[*row[:-1], 65] if i < cut else row for i, row in enumerate(ids)], None
+
+    monkeypatch.setattr("trl_models.Told._generate_single_turn", told)
+    settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 1, "mask_truncated_completions": True}
+    trainer = make(ToldThreepo, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged.get("correction/kept_share") == (1.0 if cut < 16 else None)
+    assert logged["loss"] == pytest.approx(0, abs=1e-6)  # equal texts have equal rewards
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
 def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: "]})
     settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
@@ -351,6 +371,8 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
         ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
         ({"ivon": {"es": 1e9}}, "es"),
+        ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
+        ({"method": "c3po"}, "method = 'c3po': must be a Method"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
