@@ -1,13 +1,16 @@
 """threepo.train, threepo.evaluate and threepo.Run: the same as the command line, with objects of Python."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -116,6 +119,25 @@ def test_objects_are_written_where_a_shell_can_resume_from(policy: Policy, tmp_p
     assert any(not torch.equal(before[name], p) for name, p in trained.named_parameters())
 
 
+def test_a_model_object_may_have_a_tokenizer_by_name(policy: Policy, model: str, tmp_path: Path) -> None:
+    run = trained(policy.model, tmp_path / "run", 1, tokenizer=model)
+    assert run.policy()[1]("1: ")["input_ids"] == policy.tokenizer("1: ")["input_ids"]
+
+
+def test_a_folder_that_has_moved_is_as_good(policy: Policy, tmp_path: Path) -> None:
+    settings = {"tokenizer": policy.tokenizer, "heldout": HELDOUT, "eval.problems": 3, "eval.samples": 2}
+    before = trained(policy.model, tmp_path / "before", 1, **settings)
+    shutil.copytree(before.folder, tmp_path / "copy")
+    before.folder.rename(tmp_path / "after")
+    assert main(["train", "--resume", str(tmp_path / "after"), "run.steps=2"]) == 0
+    run = threepo.train(resume=tmp_path / "copy", run={"steps": 2})
+    assert outcome(run.folder) == outcome(tmp_path / "after")
+    assert run.evaluate(folder=tmp_path / "scores")["benchmarks"]["eval"]["problems"] == 3
+    for look in (lambda: before.metrics, lambda: before.config):
+        with pytest.raises(UserError, match="holds no run"):
+            look()
+
+
 def test_adapters_of_peft_are_trained(policy: Policy, tmp_path: Path) -> None:
     policy.save(tmp_path / "base")
     base = load_policy(ModelConfig(path=str(tmp_path / "base"))).model
@@ -148,10 +170,29 @@ def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
         threepo.train(resume=tmp_path / "whole", reward=closure())
 
 
+def test_runs_in_one_process_keep_their_own_functions(model: str, tmp_path: Path) -> None:
+    def paying(value: float) -> Any:
+        return lambda completions, **_: [value] * len(completions)
+
+    def evaluate(row: Mapping[str, Any]) -> None:
+        few = {"eval.samples": 2, "sampling.max_new_tokens": 2}
+        summary = threepo.evaluate(model, HELDOUT, paying(1.0), folder=tmp_path / f"eval-{row['step']}", **few)
+        assert summary["average"]["pass_at"]["1"] == 1
+
+    run = trained(model, tmp_path / "run", 2, reward=paying(0.5), callbacks=[evaluate])
+    assert list(run.metrics["reward/mean"]) == [0.5, 0.5]
+
+    def train(value: float) -> list[float]:
+        return list(trained(model, tmp_path / str(value), 3, reward=paying(value)).metrics["reward/mean"])
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(train, (0.25, 0.75))) == [[0.25] * 3, [0.75] * 3]
+
+
 def test_callbacks_get_each_row_and_can_stop(model: str, tmp_path: Path) -> None:
     rows: list[Mapping[str, Any]] = []
     heldout = {"heldout": HELDOUT, "eval": {"every": 2, "problems": 2, "samples": 2}}
-    run = trained(model, tmp_path / "run", 5, callbacks=[rows.append, lambda row: row["step"] == 2], **heldout)
+    run = trained(model, tmp_path / "run", 5, callbacks=[rows.append, lambda row: np.equal(row["step"], 2)], **heldout)
     assert [row["step"] for row in rows] == [-1, 0, 1, 1, 2]
     assert [("reward/mean" in row, "eval/pass_at_1" in row) for row in rows[2:4]] == [(True, False), (False, True)]
     assert checkpoints(run.folder)[-1][0] == 3
@@ -198,6 +239,12 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert before["average"] != {}
     with pytest.raises(UserError, match="folder is missing: objects are written into it"):
         run.evaluate(HELDOUT, closure())
+    for data, said in ((HELDOUT, "no name can import"), ([], "is empty")):
+        with pytest.raises(UserError, match=said):
+            run.evaluate(data, folder="refused")
+        assert not Path("refused").exists()
+    with pytest.raises(UserError, match="model is missing"):
+        threepo.evaluate(None, HELDOUT, closure(), folder="refused")
     with pytest.raises(UserError, match="holds a run already"):
         run.evaluate(HELDOUT, closure(), folder=run.folder)
 
@@ -216,7 +263,12 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"optimizer.lr": -1}, "optimizer.lr = -1: must be greater than 0"),
         ({"model": "no/such/model"}, "model.path = .*: no such folder"),
         ({"reward": lambda words: words}, "needs the argument 'words'"),
-        ({"model": torch.nn.Linear(1, 1)}, "model.path = "),
+        ({"model": torch.nn.Linear(1, 1)}, "model = Linear: must be a directory, a hub id or an object"),
+        ({"tokenizer": 3}, "tokenizer = int: must be a directory, a hub id or an object"),
+        ({"method": 3}, "method = 3: must be a Method"),
+        ({"data": [{"prompt": "\ud800"}]}, "data.train: a row cannot be written as JSON: .*surrogates"),
+        ({"callbacks": print}, "callbacks = <built-in function print>: must be a list of functions"),
+        ({"callbacks": [3]}, r"callbacks = \[3\]: must be a list of functions"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(

@@ -68,8 +68,7 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     """The configuration of the run to resume, and the length that it gets; None: its own."""
     from threepo.config.recipes import merge, parse_overrides
     from threepo.config.records import build
-    from threepo.files import read_json
-    from threepo.run_folder import CONFIG, refuse_no_run
+    from threepo.run_folder import read_config, refuse_no_run
 
     names = [text.partition("=")[0].strip() for text in options.settings]
     if options.recipe or not all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name in names):
@@ -78,7 +77,7 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     given = parse_overrides(options.settings)
     steps = given.pop("run", {}).get("steps")
     refuse_no_run(options.resume)
-    recorded = read_json(options.resume / CONFIG)
+    recorded = read_config(options.resume)
     if "model.path" in names and not recorded["model"].get("lora", {}).get("rank"):
         raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
     made_by = "train" if "method" in recorded else "sft"

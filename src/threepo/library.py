@@ -10,9 +10,8 @@ folder, from which the run reads them, so that it can be resumed.
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,19 @@ from threepo.config.records import build, to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import atomic_file, atomic_folder, read_json
 from threepo.progress import CALLBACK
-from threepo.ranks.group import joined
+from threepo.ranks.group import Ranks, joined
 from threepo.rewards.user_function import FROM_PYTHON, given
-from threepo.run_folder import COMPLETIONS, CONFIG, SUMMARY, model_folder, read_metrics, refuse_no_run, refuse_taken
+from threepo.run_folder import (
+    COMPLETIONS,
+    CONFIG,
+    GIVEN,
+    SUMMARY,
+    model_folder,
+    read_config,
+    read_metrics,
+    refuse_no_run,
+    refuse_taken,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,16 +42,13 @@ if TYPE_CHECKING:
 
     from threepo.posterior.gaussian import Posterior
 
-GIVEN = "given"
-"""Folder of the objects, in the run folder."""
-
 
 class Run:
     """A run of `threepo.train`, `threepo train` or `threepo sft`, read from its folder."""
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser().absolute()
         refuse_no_run(self.folder)
 
     def __repr__(self) -> str:
@@ -51,13 +57,15 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, by table."""
-        return read_json(self.folder / CONFIG)
+        refuse_no_run(self.folder)  # it may have moved since
+        return read_config(self.folder)
 
     @property
     def metrics(self) -> "DataFrame":
         """A row per training step, with the columns of docs/metrics.md; step -1 is the evaluation before training."""
         from pandas import DataFrame
 
+        refuse_no_run(self.folder)
         return DataFrame(read_metrics(self.folder))
 
     @property
@@ -132,7 +140,13 @@ def train(
     """
     if resume is not None:
         others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
-        return _resume(_path(resume), reward, callbacks, settings, any(other is not None for other in others))
+        return _resume(
+            resume if isinstance(resume, Run) else Run(resume),
+            reward,
+            callbacks,
+            settings,
+            any(other is not None for other in others),
+        )
     table = _settings(settings)
     folder = folder or table.get("run", {}).get("folder", "")
     objects = _Objects(folder)
@@ -171,22 +185,21 @@ def evaluate(
     name, function = _reward(reward)
     tables = objects.tables(model, tokenizer, {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
-    path = tables["model"].pop("path")
+    path = tables.get("model", {}).pop("path", "")
+    if not path:
+        raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)))
     output = Path(folder).expanduser() if folder else default_folder(config)
     with ExitStack() as opened:
         if function:
             opened.enter_context(given(name, function))
         ranks = opened.enter_context(joined(config.parallel.timeout_s))
-        with ranks.together():
-            if ranks.first:
-                objects.write()
+        opened.enter_context(objects.written(ranks))
         return api.evaluate(config, output, ranks=ranks)
 
 
-def _resume(path: Path, reward: Any, callbacks: Sequence[Any], settings: Mapping[str, Any], others: bool) -> Run:
-    refuse_no_run(path)
-    table, recorded = _settings(settings), read_json(path / CONFIG)
+def _resume(run: Run, reward: Any, callbacks: Sequence[Any], settings: Mapping[str, Any], others: bool) -> Run:
+    table, path, recorded = _settings(settings), run.folder, run.config
     if others or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
         raise UserError("resume takes reward, callbacks and run={'steps': ...}; all else is the run's own")
     if "method" not in recorded:
@@ -199,36 +212,34 @@ def _resume(path: Path, reward: Any, callbacks: Sequence[Any], settings: Mapping
     with ExitStack() as opened:
         if known and callable(reward):
             opened.enter_context(given(was, reward))
-        return _run(build(TrainConfig, recorded), callbacks, resume=path, steps=table.get("run", {}).get("steps"))
+        return _run(build(TrainConfig, recorded), callbacks, _Objects(""), path, table.get("run", {}).get("steps"))
 
 
 def _run(
     config: TrainConfig,
     callbacks: Sequence[Any],
-    objects: "_Objects | None" = None,
+    objects: "_Objects",
     resume: Path | None = None,
     steps: int | None = None,
 ) -> Run:
     from threepo import api
 
     path, opened = resume or Path(config.run.folder), None
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
     with joined(config.parallel.timeout_s) as ranks:
-        if objects:
+        if resume:
+            config, opened = api.reopen(resume, config, steps, ranks)
+        else:
             with ranks.together():
                 if ranks.first:
                     refuse_taken(path, config)
-                    objects.write()
-        if resume:
-            config, opened = api.reopen(resume, config, steps, ranks)
         try:
-            api.train(config, opened, ranks, callbacks)
+            with objects.written(ranks):
+                api.train(config, opened, ranks, callbacks)
         except Interrupted as stop:
             if stop.signal_number != CALLBACK:
                 raise
-        except UserError:
-            if objects and ranks.first:
-                objects.forget()
-            raise
     return Run(path)
 
 
@@ -246,19 +257,21 @@ class _Objects:
         paths: dict[str, Any] = {}
         if isinstance(model, Mapping):
             paths |= model
-        elif hasattr(model, "save_pretrained"):
-            if tokenizer is None:
-                raise UserError("tokenizer is missing: a model object needs tokenizer=, as AutoTokenizer makes it")
-            parts, tokenizer = (model, tokenizer), None
-            paths["path"] = self._add("model", lambda to: [part.save_pretrained(to) for part in parts])
         elif model is not None:
-            paths["path"] = str(_path(model)) if isinstance(model, Run) else str(model)
-        if hasattr(tokenizer, "save_pretrained"):
-            paths["tokenizer"] = self._add("tokenizer", tokenizer.save_pretrained)
-        elif tokenizer is not None:
-            paths["tokenizer"] = str(tokenizer)
+            paths["path"] = self._pretrained("model", model)
+        if tokenizer is not None:
+            paths["tokenizer"] = self._pretrained("tokenizer", tokenizer)
+        elif hasattr(model, "save_pretrained"):
+            raise UserError("tokenizer is missing: a model object needs tokenizer=, as AutoTokenizer makes it")
         sources = {key: self._source(key, value) for key, value in data.items() if value is not None}
         return ({"model": paths} if paths else {}) | ({"data": sources} if sources else {})
+
+    def _pretrained(self, name: str, value: Any) -> str:
+        if hasattr(value, "save_pretrained"):
+            return self._add(name, value.save_pretrained)
+        if isinstance(value, str | Path | Run):
+            return str(value.folder if isinstance(value, Run) else value)
+        raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")
 
     def _source(self, key: str, data: Any) -> str:
         if isinstance(data, str | Path):
@@ -267,12 +280,11 @@ class _Objects:
             return self._add(f"{key}.parquet", data.to_parquet)
         if not isinstance(data, Iterable) or isinstance(data, Mapping):
             raise UserError(f"data.{key} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
-        rows = list(data)
         try:
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        except TypeError as error:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data).encode()
+        except (TypeError, UnicodeError) as error:
             raise UserError(f"data.{key}: a row cannot be written as JSON: {error}; use plain values") from error
-        return self._add(f"{key}.jsonl", partial(_write, text))
+        return self._add(f"{key}.jsonl", lambda path: path.write_bytes(text))
 
     def _add(self, name: str, write: Callable[[Path], object]) -> str:
         if not self._home:
@@ -281,7 +293,20 @@ class _Objects:
         self._writes[path] = write
         return str(path)
 
-    def write(self) -> None:
+    @contextmanager
+    def written(self, ranks: Ranks) -> Iterator[None]:
+        """For the body; they are deleted again if a `UserError` ends it before anything has begun that reads them."""
+        with ranks.together():
+            if ranks.first:
+                self._write()
+        try:
+            yield
+        except UserError:
+            if ranks.first:
+                self._forget()
+            raise
+
+    def _write(self) -> None:
         """Write all of them, over those that a run left which was refused."""
         for path, write in self._writes.items():
             if (path.parents[1] / CONFIG).is_file():
@@ -290,17 +315,14 @@ class _Objects:
             with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
                 write(temporary)
 
-    def forget(self) -> None:
-        """Delete them, unless a run has begun that reads them."""
+    def _forget(self) -> None:
+        from threepo.evaluation.records import EVALUATION
+
         for path in self._writes:
-            if not (path.parents[1] / CONFIG).is_file():
+            if not any((path.parents[1] / name).is_file() for name in (CONFIG, EVALUATION)):
                 shutil.rmtree(path.parent, ignore_errors=True)
                 with suppress(OSError):  # something else is in it
                     path.parents[1].rmdir()
-
-
-def _path(model: str | Path | Run) -> Path:
-    return model.folder if isinstance(model, Run) else Path(model)
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +336,8 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(method, Method):
         known = method.name in PRESETS and PRESETS[method.name].method == method
         return {"preset": method.name} if known else to_dict(method) | {"preset": ""}
+    if not isinstance(method, str | Mapping):
+        raise UserError(f"method = {method!r}: must be a Method such as threepo.C3PO, or the name of a preset")
     return {"preset": method} if isinstance(method, str) else method
 
 
@@ -327,7 +351,3 @@ def _reward(reward: Any) -> tuple[str, Callable[..., Any] | None]:
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is reward:
         return f"{module}:{name}", None
     return f"{FROM_PYTHON}:{name}", reward
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -29,8 +29,18 @@ from threepo.files import atomic_file, disk_errors, finite, lock, read_json, wri
 from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
-COMPLETIONS, CHECKPOINTS = "completions", "checkpoints"
+COMPLETIONS, CHECKPOINTS, GIVEN = "completions", "checkpoints", "given"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
+    config = read_json(run / CONFIG)
+    for table, key in (("model", "path"), ("model", "tokenizer"), ("data", "train"), ("data", "eval")):
+        then = Path(config.get(table, {}).get(key, ""))
+        if then.parent.name == GIVEN and (now := run.absolute() / GIVEN / then.name).exists():
+            config[table][key] = str(now)
+    return config
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -145,7 +155,7 @@ class RunFolder(LockedFolder):
     def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
         """An existing run, with the contents of its config.json."""
         refuse_no_run(path)
-        return cls(path), read_json(path / CONFIG)
+        return cls(path), read_config(path)
 
     def extend(self, config: Any, steps: Any) -> Any:
         """Change the number of steps in config.json; returns the config with that number."""

@@ -274,6 +274,7 @@ JUDGE = "class Judged(vf.TaskConfig):\n    judge: vf.JudgeConfig = vf.JudgeConfi
             "def load_environment():\n    return None\n",
             "is no taskset of verifiers 0.4: AttributeError: .*no `__all__`",
         ),
+        ("import sys\n\nsys.exit('set a key')\n", "is no taskset of verifiers 0.4: SystemExit: set a key"),
         ("import verifiers as vf\n\nvf.SingleTurnEnv\n", "has no attribute 'SingleTurnEnv'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
 from threepo.errors import ThreepoWarning, UserError
-from threepo.integrations.hub import base_model, contents, hub_name, percent
+from threepo.integrations.hub import base_model, contents, hub_name, percent, public
 from threepo.posterior.gaussian import Posterior
 
 
@@ -70,6 +71,21 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
         files = dict(contents(adapted, "me/adapted"))
     assert "adapter_model.safetensors" in files
     assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
+
+
+def test_a_card_has_whole_tables_and_no_folders(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["data"] |= {"train": "gsm8k:/home/me/copy", "prompt_template": "/think\n```\n{prompt}|x\n```"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    card = dict(contents(tmp_path / "run", "me/first"))["README.md"].decode()  # type: ignore[union-attr]
+    assert "/home" not in card
+    assert card.count("`gsm8k:copy`") == 2
+    (row,) = (line for line in card.splitlines() if "data.prompt_template" in line)
+    assert row == r"| data.prompt_template | `` /think\n```\n{prompt}\|x\n``` `` |"
+    table = card.partition("| setting | |")[2].partition("\n\n")[0].strip().splitlines()
+    assert all(line.startswith("| ") and line.endswith(" |") for line in table)
+    assert [public(name) for name in ("hf://datasets/a/b.jsonl", "~/x/y/")] == ["hf://datasets/a/b.jsonl", "y"]
 
 
 def test_names_on_the_hub(run: Path, tmp_path: Path) -> None:

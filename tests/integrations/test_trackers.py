@@ -8,6 +8,7 @@ import resource
 import struct
 import threading
 import warnings
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,17 @@ def test_a_tracker_has_the_rows_of_a_run_that_was_stopped_and_resumed(name: str,
         assert float(summary["reward_last"]) == pytest.approx(rows[-1]["reward/mean"])
 
 
+def test_a_run_of_wandb_that_the_user_has_open_stays_theirs(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    theirs = wandb.init(project="own", dir=str(tmp_path))
+    api.train(train_config(tmp_path / "run", "run.steps=1", 'run.trackers=["wandb"]'))
+    assert json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"] != theirs.id
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    theirs.log({"a": 1})
+    assert theirs.summary["a"] == 1
+    theirs.finish()
+
+
 def test_fine_tuning_is_tracked_too(tmp_path: Path) -> None:
     api.fine_tune(sft_config(tmp_path / "run", "run.steps=2", 'run.trackers=["tensorboard"]'))
     points, *_ = from_tensorboard(tmp_path / "run")
@@ -160,31 +172,32 @@ def test_a_missing_package_is_said_before_anything_runs(tmp_path: Path, monkeypa
 
 
 class Dead:
-    """A tracker that fails whenever it is used: after it was opened, or at once."""
+    """A tracker that fails whenever it is used after it was opened."""
 
     id = "dead"
 
-    def __init__(self, *_: object) -> None:
-        self.calls = 0
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind, self.calls = kind, 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.calls += 1
-        raise ConnectionError("nobody\nanswers")
+        raise self.kind("nobody\nanswers")
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        raise ConnectionError("nobody answers")
+        raise self.kind("nobody answers")
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit, CancelledError])
 def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = Dead()
+    dead = Dead(kind)
     monkeypatch.setitem(TRACKERS, "mlflow", lambda *_: dead)  # type: ignore[arg-type]
     monkeypatch.setattr("threepo.training.run.find_spec", lambda _: True)
     with pytest.warns(ThreepoWarning) as said:
         api.train(train_config(tmp_path / "run", "run.steps=3", 'run.trackers=["mlflow", "tensorboard"]'))
     (warning,) = (str(w.message) for w in said if issubclass(w.category, ThreepoWarning))
-    assert "mlflow failed and is now off for this run: ConnectionError: nobody answers" in warning
+    assert f"mlflow failed and is now off for this run: {kind.__name__}: nobody answers" in warning
     assert dead.calls == 1
     points, *_ = from_tensorboard(tmp_path / "run")
     assert len(points["reward/mean"]) == len(read_metrics(tmp_path / "run")) == 3

@@ -21,17 +21,18 @@ from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, T
 
 import threepo
 from threepo.analysis.completions import read_completions
-from threepo.config import Advantage, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, EngineConfig, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.integrations.trl import ThreepoTrainer, _check
 from threepo.methods.method import group_by_prompt, training_batch
 from threepo.models.packing import flatten
-from threepo.models.policy import Policy
+from threepo.models.policy import Policy, Scorer
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.rewards import math
+from threepo.rollout.local import LocalEngine
 from threepo.training.update import update_policy
-from threepo.types import Completion, Draw, Problem, TrainingRow, Verdict
+from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
 
 LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
 QUIET = {"size": 0.0}
@@ -77,6 +78,24 @@ def test_grpo_is_trls_own(tmp_path: Path) -> None:
     theirs.train()
     assert losses(ours) == losses(theirs)
     assert same(ours.model, theirs.model)
+
+
+def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) -> None:
+    trainer = make(GRPOTrainer, tmp_path)  # its forward pass is now bound to this very model
+    policies = [new_policy() for _ in range(2)]
+    policies[1] = replace(policies[1], scorer=Scorer(trainer.model, True))
+    with torch.no_grad():
+        for p, q in zip(*(policy.model.parameters() for policy in policies), strict=True):
+            p.mul_(1.5)
+            q.copy_(p)
+    request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
+    written = []
+    for policy in policies:
+        engine = LocalEngine(policy, EngineConfig())
+        engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
+        written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
+    assert written[0][0].tokens == written[1][0].tokens
+    assert written[0][0].logprobs == written[1][0].logprobs
 
 
 @named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
@@ -232,6 +251,26 @@ def test_where_rollouts_and_gradients_are_made(
     assert places.seen[False] == weights_of(*besides)
 
 
+@pytest.mark.parametrize("cut", [16, 8])
+def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 rows TRL leaves out those that are cut off; all that the correction sees, it keeps."""
+
+    def told(self: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        ids = [[65] * 7 + [self.processing_class.eos_token_id] for _ in prompt_ids]
+        return [[*row[:-1], 65] if i < cut else row for i, row in enumerate(ids)], None
+
+    monkeypatch.setattr("trl_models.Told._generate_single_turn", told)
+    settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 1, "mask_truncated_completions": True}
+    trainer = make(ToldThreepo, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged.get("correction/kept_share") == (1.0 if cut < 16 else None)
+    assert logged["loss"] == pytest.approx(0, abs=1e-6)  # equal texts have equal rewards
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
 def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: "]})
     settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
@@ -332,6 +371,8 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
         ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
         ({"ivon": {"es": 1e9}}, "es"),
+        ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
+        ({"method": "c3po"}, "method = 'c3po': must be a Method"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

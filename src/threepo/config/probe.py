@@ -7,8 +7,7 @@ from typing import Annotated
 from threepo.config import TrainConfig
 from threepo.config.recipes import Table, find_recipe, merge, parse_overrides, read_toml, with_preset
 from threepo.config.records import Count, Positive, Settings, Share, build, must
-from threepo.files import read_json
-from threepo.run_folder import CONFIG
+from threepo.run_folder import CONFIG, read_config
 
 POSTERIOR = "posterior"
 LAYERS = "layers"
@@ -66,7 +65,7 @@ def load_probing(
     table: Table = {}
     if recipe:
         table = read_toml(find_recipe(recipe))
-    elif (Path(model) / CONFIG).is_file() and "data" in (recorded := read_json(Path(model) / CONFIG)):
+    elif (Path(model) / CONFIG).is_file() and "data" in (recorded := read_config(Path(model))):
         table = merge(recorded, {"model": {"tokenizer": ""}})  # the checkpoint has its own
     table = merge(merge({"data": {}, **table}, parse_overrides(overrides)), {"model": {"path": model}})
     probe = build(ProbeConfig, merge(table.pop("probe", {}), flags), "probe")

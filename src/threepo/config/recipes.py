@@ -16,8 +16,7 @@ from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
 from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
 from threepo.errors import UserError
-from threepo.files import read_json
-from threepo.run_folder import CHECKPOINTS, CONFIG
+from threepo.run_folder import CHECKPOINTS, CONFIG, read_config
 
 Table = dict[str, Any]
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -199,7 +198,7 @@ def load_evaluation(
     if recipe:
         table = read_toml(find_recipe(recipe))
     elif (Path(model) / CONFIG).is_file() and (Path(model) / CHECKPOINTS).is_dir():
-        table = merge(read_json(Path(model) / CONFIG), {"model": {"tokenizer": ""}})  # the checkpoint has its own
+        table = merge(read_config(Path(model)), {"model": {"tokenizer": ""}})  # the checkpoint has its own
     trained = "optimizer" in table or "method" in table
     table = {f.name: table[f.name] for f in dataclasses.fields(EvaluationConfig) if f.name in table}
     if trained:  # its [noise] is that with which a training begins; a checkpoint has its own, as training left it

@@ -83,7 +83,7 @@ def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems,
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"data: {source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except Exception as error:  # importing and loading run the environment's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing and loading run the environment's code
         raise UserError(f"data: {source}: is no taskset of verifiers 0.4: {_described(error)}") from error
     if reason:
         raise UserError(f"data: {source}: {reason}")

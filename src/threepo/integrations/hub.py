@@ -8,6 +8,7 @@ with the curves. What only a resumed run needs stays here, and so do the names o
 
 import io
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,8 +130,7 @@ def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[tu
     if POSTERIOR in files:
         parts += ["## The posterior", _how_to_draw(repo)]
     settings = {f"{table}.{key}": value for table in SHOWN for key, value in _flat(config.get(table) or {})}
-    rows = {key: f"`{public(value) if isinstance(value, str) else shown(value)}`" for key, value in settings.items()}
-    table = _table("setting", {key: text.replace("|", "\\|") for key, text in rows.items()})
+    table = _table("setting", {key: _cell(value) for key, value in settings.items()})
     parts += ["## Settings", "<details><summary>All settings of the run</summary>", table, "</details>"]
     return "\n\n".join(parts) + "\n"
 
@@ -149,7 +149,7 @@ def _results(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _evaluation(summary: Mapping[str, Any]) -> Iterator[str]:
     samples = summary["config"]["eval"]["samples"]
     rows = {
-        label: percent(scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"])
+        public(label): percent(scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"])
         for label, scores in summary["benchmarks"].items()
     }
     yield f"pass@1 of `{public(summary['model'])}`, {samples} completions a problem, with 95 % intervals over problems:"
@@ -195,8 +195,18 @@ def hub_name(source: str) -> str:
 
 
 def public(name: str) -> str:
-    """A setting without the folders of this machine."""
-    return os.path.basename(name.rstrip("/")) if name.startswith(("/", "~")) else name
+    """A path, or SET:PATH, without the folders of this machine; all else as it is."""
+    kind, colon, copy = name.partition(":")
+    if colon and copy.startswith(("/", "~")) and not copy.startswith("//"):
+        return f"{kind}:{public(copy)}"
+    is_path = name.startswith(("/", "~")) and not re.search(r"[\n{]", name)  # unlike a template
+    return os.path.basename(name.rstrip("/")) if is_path else name
+
+
+def _cell(value: Any) -> str:
+    """A setting in a table: a template may have lines, and code in backticks."""
+    text = (public(value) if isinstance(value, str) else shown(value)).replace("|", "\\|").replace("\n", "\\n")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

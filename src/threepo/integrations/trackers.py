@@ -50,7 +50,9 @@ class Trackers:
         for name in names:
             try:
                 self._open[name] = TRACKERS[name](folder, config, ids.get(name, ""), first_step)
-            except Exception as error:
+            except KeyboardInterrupt:  # the user's
+                raise
+            except BaseException as error:
                 _warn(name, error)
         ids |= {name: tracker.id for name, tracker in self._open.items()}
         if ids:
@@ -69,12 +71,14 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 call(tracker)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 del self._open[name]
                 _warn(name, error)
 
 
-def _warn(name: str, error: Exception) -> None:
+def _warn(name: str, error: BaseException) -> None:
     reason = " ".join(str(error).split())[:300]
     message = f"{name} failed and is now off for this run: {type(error).__name__}: {reason}; metrics.jsonl has all"
     warnings.warn(message, ThreepoWarning, stacklevel=2)
@@ -126,6 +130,7 @@ class WeightsAndBiases:
             name=os.environ.get("WANDB_NAME", folder.name),
             id=self.id,
             resume="allow",
+            reinit="create_new",  # the user may have a run open in this process
             dir=os.environ.get("WANDB_DIR", str(folder)),
             config=dict(config),
             settings=wandb.Settings(finish_timeout=PATIENCE),

@@ -64,6 +64,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         args = args or GRPOConfig("trainer_output")
+        if not isinstance(method, Method):
+            raise UserError(f"ThreepoTrainer method = {method!r}: must be a Method, such as threepo.C3PO")
         self.method = replace(method, rollouts_per_prompt=args.num_generations)
         self._ready: Batch | None = None  # prepared for a training step that has not begun
         self._checkpoint: Path | None = None  # what training goes on from
@@ -211,13 +213,14 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         weights[tokens], kept[tokens] = found.weights, found.kept
         batch["advantages"] = batch["advantages"][:, None] * weights
         d = (logprobs[0] - logprobs[1]).double()
-        sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), len(kept), (d.exp() - 1 - d).sum()]
+        sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), tokens.any(dim=1).sum(), (d.exp() - 1 - d).sum()]
         local = torch.tensor(sums, dtype=torch.float64, device=tokens.device)
         kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
         if self.method.correction.normalizer == "kept":
             batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
-        self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
-        self._metrics["train"]["correction/kl"].append(kl / all_tokens)
+        if all_rows:  # mask_truncated_completions may leave none
+            self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
+            self._metrics["train"]["correction/kl"].append(kl / all_tokens)
 
     @torch.no_grad()
     def _score(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
@@ -250,6 +253,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 def _optimizer_settings(method: Method, args: GRPOConfig, ivon: Mapping[str, Any]) -> OptimizerConfig:
+    if "lr" in ivon:
+        raise UserError(f"ThreepoTrainer ivon: lr = {ivon['lr']!r}: leave it out, and set GRPOConfig learning_rate")
     if method.optimizer == "ivon":
         return IVONConfig(lr=args.learning_rate, **ivon)
     if ivon or method.optimizer != "adamw":

@@ -13,9 +13,11 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from threepo.errors import UserError
@@ -26,17 +28,18 @@ SUPPLIED = ("prompts", "completions", "completion_ids")
 
 FROM_PYTHON = "<python>"
 """Stands for the module of a function that Python got as an object, and that no name can import."""
-_given: dict[str, Callable[..., Any]] = {}
+_given: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("given", default=MappingProxyType({}))
+"""Those of this thread: another run may have a function of the same name."""
 
 
 @contextmanager
 def given(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Within the body, `name`, which begins with `FROM_PYTHON:`, means this function."""
-    _given[name] = function
+    before = _given.set({**_given.get(), name: function})
     try:
         yield
     finally:
-        del _given[name]
+        _given.reset(before)
 
 
 class UserFunction:
@@ -45,7 +48,7 @@ class UserFunction:
     def __init__(self, name: str, correct_from: float, known: Sequence[Problem]) -> None:
         """`known` are problems with the columns of the data."""
         self._name, self._correct_from = name, correct_from
-        self._function = _given.get(name) or self._import()
+        self._function = _given.get().get(name) or self._import()
         if inspect.iscoroutinefunction(self._function):
             raise self._error("is a coroutine; write it without async")
         try:

@@ -194,6 +194,8 @@ class Ensemble:
         self.dtype, self.device = dtype, device
         empty = {id(p): nn.Parameter(p.detach().to("meta", dtype), requires_grad=False) for p in model.parameters()}
         self.model = copy.deepcopy(model, empty).eval()
+        for module in self.model.modules():
+            module.__dict__.pop("forward", None)  # a trainer's wrapper around the forward pass of the original
         if not getattr(self.model, "_supports_attention_backend", False):
             raise UserError(
                 f"engine.kind = 'local': cannot replace the attention of {type(model).__name__}, which decoding with a "

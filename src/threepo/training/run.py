@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -110,7 +111,7 @@ class TrainingRun(Generic[Config]):
         """Pass a row of metrics.jsonl on to the followers."""
         with self.saved_on_failure(), self.ranks.together():
             for follow in self.followers:
-                self.asked_to_stop |= follow(row) is True
+                self.asked_to_stop |= isinstance(asked := follow(row), bool | np.bool_) and bool(asked)
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
