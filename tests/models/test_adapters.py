@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rollout.requests import requests_for, trainer_logprobs
+from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
 from threepo.config import EngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.requests import requests_for, trainer_logprobs
+from rollout.asked import requests_for, trainer_logprobs
 from threepo.config import AdamWConfig, EngineConfig, IVONConfig, ModelConfig, NoiseConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy

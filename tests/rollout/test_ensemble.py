@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Qwen2Config
 
 from families import FAMILIES, SHAPE, policy_of
-from rollout.requests import trainer_logprobs
+from rollout.asked import trainer_logprobs
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, Scorer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chats import THINKING
-from rollout.requests import requests_for, trainer_logprobs
+from rollout.asked import requests_for, trainer_logprobs
 from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON

@@ -20,8 +20,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from rollout.asked import requests_for, trainer_logprobs
 from rollout.low_rank import LINEAR, low_rank
-from rollout.requests import requests_for, trainer_logprobs
 from runs import VLLM
 from threepo.cli import main
 from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from ranks.launch import launch
-from rollout.requests import requests_for, trainer_logprobs
+from rollout.asked import requests_for, trainer_logprobs
 from rollout.test_vllm import gone, tiny
 from runs import VLLM
 from threepo import api
