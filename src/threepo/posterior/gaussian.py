@@ -103,7 +103,7 @@ class Posterior:
         folder = model_folder(Path(folder))
         path = folder / FILE_NAME
         if not path.is_file():
-            fix = "only models trained with noise have one; noise.unit = 'absolute' or 'rms' needs none"
+            fix = "check the path; only models trained with noise have one, noise.unit = 'absolute' or 'rms' needs none"
             raise UserError(f"{folder}: holds no {FILE_NAME}; {fix}")
         with _opened(path) as (file, metadata):
             hessian = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - not a dict
