@@ -72,7 +72,7 @@ def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None
     alpha = settings.alpha or rank
     _attach(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(settings.targets)), base)
     for name, p in model.named_parameters():
-        if f".{A}." in name:
+        if f".{A}." in name and not p.is_meta:
             deviation = 1 / (scale * rank**0.5) if settings.init == "unit" else (3 * p.shape[1]) ** -0.5
             key = address_key("threepo-lora", seed, name)
             for start, numbers in normal_chunks(key, 0, p.numel(), p.device):

@@ -167,8 +167,8 @@ def _tile_bounds(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def padded_slots(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[T]: index of each token in [R * L], if rows of these lengths are padded on the right."""
-    real = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-    return real.flatten().nonzero().squeeze(1).to(device)
+    longest = max(lengths)
+    return torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)]).to(device)
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor | None:

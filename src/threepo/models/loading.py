@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import EngineConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapted_layers, adapter_folder, base_path, inner_layers, linear_weights
+from threepo.models.adapters import adapter_folder, add_adapters, base_path, inner_layers, round_base
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -83,8 +83,8 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
 class Shape(NamedTuple):
     """What a model will be, without its weights."""
 
-    config: Any
-    """Of Hugging Face."""
+    model: Any
+    """Of Hugging Face, on the meta device, with adapters."""
     weights: int
     """How many it has, without adapters."""
     adapters: int = 0
@@ -95,6 +95,17 @@ class Shape(NamedTuple):
     """Those of the weights that are held in bfloat16."""
     sides: int = 0
     """Inputs and outputs, together, of all linear layers but the head."""
+
+    @property
+    def config(self) -> Any:
+        """Of Hugging Face."""
+        return self.model.config
+
+    def served(self, engine: EngineConfig) -> int:
+        """Weights, without adapters, that an engine has for one draw; vLLM gets a tied head beside its embedding."""
+        text = self.config.get_text_config()
+        apart = int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
+        return self.weights + (apart if engine.kind == "vllm" else 0)
 
     def pushed(self, engine: EngineConfig) -> int:
         """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
@@ -111,16 +122,22 @@ def model_shape(settings: ModelConfig) -> Shape:
         folder = adapter_folder(settings.path)
         source = _found(base_path(folder) if folder else settings.path, with_tokenizer=not settings.tokenizer)
         with library_errors(settings.path), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights, lora = sum(p.numel() for p in model.parameters()), settings.lora
     if not lora.rank:
-        return Shape(
-            model.config, weights, 0, weights, sides=sum(sum(m.weight.shape) for m in inner_layers(model).values())
-        )
-    shapes = [module.weight.shape for module in adapted_layers(model, lora).values()]
-    a, b = (lora.rank * sum(shape[side] for shape in shapes) for side in (1, 0))
-    rounded = sum(map(torch.numel, linear_weights(model))) if lora.base_dtype == "bfloat16" else 0
-    return Shape(model.config, weights, a + b, b if lora.init == "unit" else a + b, rounded)
+        sides = sum(sum(m.weight.shape) for m in inner_layers(model).values())
+        return Shape(model, weights, 0, weights, sides=sides)
+    add_adapters(model, lora, settings.path, 0)
+    if lora.base_dtype == "bfloat16":
+        round_base(model)
+    found = list(model.parameters())
+    return Shape(
+        model,
+        weights,
+        adapters=sum(p.numel() for p in found) - weights,
+        trained=sum(p.numel() for p in found if p.requires_grad),
+        rounded=sum(p.numel() for p in found if p.dtype == torch.bfloat16),
+    )
 
 
 def load_tokenizer(path: str) -> Any:

@@ -22,7 +22,7 @@ from threepo.objectives.policy_loss import scored_first
 from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.optimizers import OPTIMIZERS
-from threepo.training.rank_memory import rank_memory
+from threepo.training.rank_memory import passing, rank_memory
 from threepo.training.step_time import ASSUMED, Work, step_times
 
 UNKNOWN = 512
@@ -89,25 +89,27 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         trained=rows * passes * (prompt_tokens + response_tokens),
         frozen=model.adapters > 0,
     )
-    mean = weights if model.pushed(engine) and not model.adapters else 0  # adapters' own W was pushed at the start
-    copied = (draws * (model.pushed(engine) or weights) + mean) * _BYTES[engine.dtype] / GIB
+    served = model.served(engine)
+    mean = served if model.pushed(engine) and not model.adapters else 0  # adapters' own W was pushed at the start
+    copied = (draws * (model.pushed(engine) or served) + mean) * _BYTES[engine.dtype] / GIB
     if ranks == 1:
-        trainer = _trainer_memory(model, config, gradient_draws)
-        generator, gib = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
-        memory = {"trainer": trainer, "engine": generator}
-        if model.adapters:
-            memory["one GPU"] = _cards(sum(_trainer_gib(model, config, gradient_draws).values()) + gib)
+        tokens = (rows, longest_prompt + longest) if passes else (0, 0)
+        trainer, most = _trainer_memory(config, model, gradient_draws, tokens)
+        generator, copy = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
+        memory = {"trainer": trainer, "engine": generator, "one GPU": _cards(config, most, copy)}
+        if engine.kind == "vllm":
+            memory["time"] = _time(config, model, rows, prompt_tokens, response_tokens, 1)
     else:
         tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
-        held, free = _each_rank(config, shape, weights, gradient_draws, tokens, ranks)
+        trainer, most = _each_rank(config, model, gradient_draws, tokens, ranks)
         each = config.engine.vllm.tensor_parallel
         if ranks % each:
             raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
         own = -(-rows * each // ranks), -(-draws // ranks)
         memory = {
-            "each GPU": [*held, *_before(config, shape, weights)],
-            "its engine": _replica(config, shape, weights, *own, prompt_tokens + longest, free),
-            "time": _time(config, shape, weights, rows, prompt_tokens, response_tokens, ranks),
+            "each GPU": [*trainer, *_before(config, shape, weights)],
+            "its engine": _replica(config, model, *own, prompt_tokens + longest, most),
+            "time": _time(config, model, rows, prompt_tokens, response_tokens, ranks),
         }
     return {
         "data": [f"{data.train}, rewarded by {config.reward.function}"],
@@ -140,12 +142,13 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
     tokens = tokens or most
-    memory = {"trainer": _trainer_memory(model, config, gradient_draws=1)}
-    if ranks > 1:
-        memory = {"each GPU": _each_rank(config, shape, weights, 1, (rows * tokens, most), ranks)[0]}
+    if ranks == 1:
+        memory, _ = _trainer_memory(config, model, 1, (rows, most))
+    else:
+        memory, _ = _each_rank(config, model, 1, (rows * tokens, most), ranks)
     return {
         "a step": [f"{rows} {what}"],
-        **memory,
+        "trainer" if ranks == 1 else "each GPU": memory,
         "compute": [
             f"{tokens} tokens a row",
             f"{_tera((4 if model.adapters else 6) * weights * rows * tokens)} TFLOP a step",
@@ -167,29 +170,34 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
 
 
-def _trainer_gib(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, float]:
-    """All float32: the weights, but for rounded ones, and tensors of the size of those that are trained."""
-    whole = model.weights + model.adapters - model.rounded / 2
-    return {
+def _trainer_memory(
+    config: TrainConfig | SFTConfig, model: Shape, gradient_draws: int, rows: tuple[int, int]
+) -> tuple[list[str], float]:
+    """Memory of one process, and the most that it takes of a GPU, in GiB.
+
+    `rows`: those of a step, and tokens of the longest.
+    """
+    whole = model.weights + model.adapters - model.rounded / 2  # as many float32 numbers
+    held = {
         name: count * (whole if name == "weights" else model.trained) * 4 / GIB
         for name, count in _tensors(config, gradient_draws).items()
     }
-
-
-def _trainer_memory(model: Shape, config: TrainConfig | SFTConfig, gradient_draws: int) -> list[str]:
-    held = _trainer_gib(model, config, gradient_draws)
-    kept = "float32 and bfloat16" if model.rounded else "float32"
-    total = f"{sum(held.values()):.4g} GiB in all, {kept}; activations come on top"
-    return [*(f"{gib:.4g} GiB {name}" for name, gib in held.items()), total]
+    dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
+    everything, longest = rows
+    micro = min(everything, max((config.batching.tokens or GPU_TOKENS) // max(longest, 1), 1))
+    passes = passing(model.model, micro, longest, dtype, recomputed) / GIB if micro else 0.0
+    most, kept = sum(held.values()) + passes, "float32 and bfloat16" if model.rounded else "float32"
+    lines = [
+        *(f"{gib:.4g} GiB {name}" for name, gib in held.items()),
+        f"{sum(held.values()):.4g} GiB in all, {kept}",
+        f"{passes:.4g} GiB of activations and gradients on their way, with micro-batches of {micro} x {longest} tokens",
+        f"{most:.4g} GiB at most of a GPU while it trains with{'' if recomputed else 'out'} gradient checkpointing",
+    ]
+    return lines, most
 
 
 def _each_rank(
-    config: TrainConfig | SFTConfig,
-    shape: Any,
-    weights: int,
-    gradient_draws: int,
-    tokens: tuple[int, int],
-    ranks: int,
+    config: TrainConfig | SFTConfig, model: Shape, gradient_draws: int, tokens: tuple[int, int], ranks: int
 ) -> tuple[list[str], float]:
     """Memory of a rank's training, and the most that it takes of a GPU, in GiB.
 
@@ -199,7 +207,7 @@ def _each_rank(
     micro = max(min(config.batching.tokens or GPU_TOKENS, -(-everything // ranks)), longest)
     recomputed, shards = config.model.gradient_checkpointing, config.parallel.shards(ranks)
     dtype = getattr(torch, config.model.compute_dtype)
-    found = rank_memory(shape, weights, _tensors(config, gradient_draws), shards, micro, dtype)
+    found = rank_memory(model.config, model.weights, _tensors(config, gradient_draws), shards, micro, dtype)
     memory = found[recomputed]
     most, otherwise = ((sum(m.worst.values()) if offload else m.peak) / GIB for m in (memory, found[not recomputed]))
     where = "in the memory of its CPU" if offload else "float32"
@@ -228,15 +236,13 @@ def _before(config: TrainConfig, shape: Any, weights: int) -> list[str]:
     return lines
 
 
-def _replica(
-    config: TrainConfig, shape: Any, weights: int, rows: int, draws: int, tokens: int, trains: float
-) -> list[str]:
+def _replica(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int, trains: float) -> list[str]:
     """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
     if config.engine.kind != "vllm":
-        return _engine_memory(config, Shape(shape, weights), rows, draws, tokens)[0]
+        return _engine_memory(config, model, rows, draws, tokens)[0]
     each = config.engine.vllm.tensor_parallel
-    copy = weights * _BYTES[config.engine.dtype] / each / GIB
-    a_token = bytes_per_token(shape, getattr(torch, config.engine.dtype)) / each
+    copy = model.served(config.engine) * _BYTES[config.engine.dtype] / each / GIB
+    a_token = bytes_per_token(model.config, getattr(torch, config.engine.dtype)) / each
     needed = min(rows, config.engine.max_batch_rows) * tokens * a_token / GIB
     lines = [
         f"{copy:.4g} GiB weights of a replica{f' on {each} GPUs' if each > 1 else ''}, {config.engine.dtype}",
@@ -251,14 +257,15 @@ def _replica(
 
 
 def _time(
-    config: TrainConfig, shape: Any, weights: int, rows: int, prompt_tokens: int, response_tokens: int, ranks: int
+    config: TrainConfig, model: Shape, rows: int, prompt_tokens: int, response_tokens: int, ranks: int
 ) -> list[str]:
     """A step's time by a model."""
-    method, draws = config.method, max(config.method.draws, 1)
-    passes = 3 + config.model.gradient_checkpointing + scored_first(config.objective)
+    method, pushed = config.method, model.pushed(config.engine)
+    draws = 1 if pushed else max(config.method.draws, 1)  # adapters share a batch
+    passes = (2 if model.adapters else 3) + config.model.gradient_checkpointing + scored_first(config.objective)
     work = Work(
-        weights=weights,
-        cache=bytes_per_token(shape, torch.bfloat16),
+        weights=model.weights,
+        cache=bytes_per_token(model.config, torch.bfloat16),
         prompts=config.data.prompts_per_step,
         rows=rows,
         draws=draws,
@@ -274,28 +281,32 @@ def _time(
         f"generation {grpo.generation:.3g}, update {grpo.update:.3g}, weights {grpo.pushes:.2g}, other {grpo.rest:g}"
     )
     lines = ["by a model, not measured", f"{grpo.total:.3g} s a step with all rows at the mean (GRPO): {parts}"]
-    for name, what in (("own", "with a draw for every replica"), ("in turn", "with draws in turn on all replicas")):
-        if draws > 1:
+    ways = {"own": "with a draw for every replica", "in turn": "with draws in turn on all replicas"}
+    for name, what in ways.items():
+        if draws > 1 and (name == "in turn" or ranks > work.gpus):
             lines.append(f"{times[name].total:.3g} s, {times[name].total / grpo.total:.2f} times as long, {what}")
+    if pushed and method.draws > 1:
+        lines.append(f"about as long with {method.draws} draws as adapters in one batch")
     spread = "all as long as the longest" if response_tokens >= work.longest else "spread as usual (log-normal)"
     return [*lines, f"assumed: responses {spread}; {ASSUMED}"]
 
 
-def _cards(held: float) -> list[str]:
-    """What GPUs of usual sizes have left beside `held` GiB."""
-    return [
-        f"{name}: {size - held:.3g} GiB left for activations, keys and values"
-        if size > held
-        else f"{name}: {held - size:.3g} GiB too much"
-        for name, size in CARDS.items()
-    ]
+def _cards(config: TrainConfig, trains: float, copy: float) -> list[str]:
+    """What GPUs of usual sizes have left beside training with `trains` GiB and `copy` GiB of an engine's weights."""
+    lines = []
+    for card, size in CARDS.items():
+        left = size - trains - copy
+        share = f"; engine.vllm.gpu_memory_utilization at most {(size - trains) / size:.2f}"
+        said = f"{left:.3g} GiB left for keys and values{share if config.engine.kind == 'vllm' else ''}"
+        lines.append(f"{card}: {said if left > 0 else f'{-left:.3g} GiB too much'}")
+    return lines
 
 
 def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int) -> tuple[list[str], float]:
     """Lines, and the GiB of weights in them."""
     engine, shape = config.engine, model.config
     copies, what, most = ENGINES[engine.kind].memory(engine, draws)
-    held, named = copies * model.weights, f"weights of {copies} {what}"
+    held, named = copies * model.served(engine), f"weights of {copies} {what}"
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
         named = f"frozen weights and adapters of {copies} {what}"
@@ -303,7 +314,7 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tok
             held -= model.rounded  # the trainer's own
             named += ", without those of the trainer" if model.rounded else ""
     elif model.pushed(engine):
-        held = copies * (model.weights + engine.vllm.adapters * model.pushed(engine))
+        held = copies * (model.served(engine) + engine.vllm.adapters * model.pushed(engine))
         what_of = "frozen weights" if model.adapters else "the mean"
         named = f"{what_of} of {copies} {what}, and for each up to {engine.vllm.adapters} adapters"
     together = min(rows, most)

@@ -1,24 +1,82 @@
-"""Memory of one rank of several: what it holds all the time, and what passes through it with a micro-batch.
+"""Memory of training on a rank: what it holds all the time, and what passes through it with a micro-batch.
 
-FSDP2 cuts a model into its layers and the rest (embedding, last norm, head), and gathers each of these for its part of
-a pass. The largest of three moments counts; tests/ranks/test_pretended_world.py compares it with what torch allocates.
+Of one process, a micro-batch is tried in tensors that have shapes and no memory, and the most that they would take at
+a time counts. Of several ranks it is computed: FSDP2 cuts a model into its layers and the rest (embedding, last norm,
+head), and gathers each of these for its part of a pass. The largest of three moments counts;
+tests/ranks/test_pretended_world.py compares it with what torch allocates.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
+from threepo.models.attention import NAME, register_attention
 from threepo.models.logprobs import CHUNK_ELEMENTS
-from threepo.models.policy import recompute_activations
+from threepo.models.policy import Policy, Scorer, recompute_activations
+from threepo.types import PackedTokens
 
 Bytes = dict[str, float]
 """By what they are for."""
 _ROW = 1024
 """Tokens of the rows that are tried: attention of short ones may use another precision."""
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes that operations allocate, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.most = 0, 0
+        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage() for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for storage in {x.untyped_storage() for x in tree_iter(result) if isinstance(x, torch.Tensor)} - given:
+            if storage not in self._seen:
+                self._seen[storage] = None
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return result
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def passing(model: Any, rows: int, length: int, dtype: torch.dtype, recomputed: bool) -> int:
+    """Most bytes at a time of what comes and goes with a micro-batch in one process: activations, gradients.
+
+    Args:
+        model: a Hugging Face model on the meta device, which is used up; what requires a gradient is trained.
+        rows: of the micro-batch.
+        length: tokens of each row, which all count in the loss.
+        dtype: of products, by autocast.
+        recomputed: whether gradient checkpointing is on.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu").tie_weights()
+        if packed_rows := getattr(model, "_supports_attention_backend", False):
+            register_attention()
+            model.set_attn_implementation(NAME)
+        if recomputed:
+            recompute_activations(model)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # of an earlier micro-batch
+        tokens = torch.zeros(rows * length, dtype=torch.long)
+        packed = PackedTokens(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
+        policy = Policy(Scorer(model, True, packed_rows), None, dtype)
+        allocated = Allocated()
+        with allocated:
+            policy.logprobs(packed).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    return allocated.most
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""What --dry-run says of one process, against what torch's allocator hands out in a real micro-batch."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from published_shapes import QWEN25_MATH_7B
+from threepo.config import LoRAConfig
+from threepo.models.adapters import add_adapters, round_base
+from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
+from threepo.training.rank_memory import passing
+from threepo.types import PackedTokens
+
+SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
+"""Otherwise it is like Qwen2.5-Math-7B."""
+ROWS, LENGTH = 4, 700
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rank", "rounded"),
+    [
+        (torch.float32, 0, False),
+        (torch.bfloat16, 0, False),
+        (torch.bfloat16, 8, False),
+        (torch.bfloat16, 8, True),
+    ],
+)
+def test_a_pretended_micro_batch_takes_what_a_real_one_does(
+    dtype: torch.dtype, rank: int, rounded: bool, recomputed: bool
+) -> None:
+    shape = AutoConfig.for_model(**QWEN25_MATH_7B | SIZES)
+    models = {}
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            models[device] = model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+        if rank:
+            pytest.importorskip("peft")
+            add_adapters(model, LoRAConfig(rank=rank), "base", 0)
+        assert device == "meta" or takes_packed_rows(model)
+        if rounded:
+            round_base(model)
+    said = passing(models["meta"], ROWS, LENGTH, dtype, recomputed)
+    if recomputed:
+        recompute_activations(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    policy, tokens = Policy(Scorer(model, linear_head=True, packed_rows=True), None, dtype), torch.zeros(ROWS * LENGTH)
+    packed = PackedTokens(tokens.long(), (LENGTH,) * ROWS, torch.arange(ROWS * LENGTH), tokens.long(), tokens.long())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        policy.logprobs(packed).logprobs.sum().backward()
+    held = most = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert said == pytest.approx(most, rel=1e-3)
