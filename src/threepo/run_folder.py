@@ -13,6 +13,7 @@ trackers.json                the run's ids in trackers
 Imports nothing heavy, so anyone may look into a folder.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -47,6 +48,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
     text = (run / METRICS).read_text(encoding="utf-8") if (run / METRICS).is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def metrics_digest(run: Path) -> str:
+    """Of all metrics but times: a run that is repeated with the same threads on the same machine has the same."""
+    rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in read_metrics(run)]
+    return hashlib.blake2b(json.dumps(rows, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -1,5 +1,7 @@
 """What a study found, from its folder alone: every figure of its tables, and every run that is not in them."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -11,7 +13,7 @@ from threepo.analysis.study import chosen_point, final, learning_curve, outcome,
 from threepo.config.records import to_dict
 from threepo.config.study import Cell, Study, StudyRun
 from threepo.files import read_json
-from threepo.run_folder import SUMMARY
+from threepo.run_folder import SUMMARY, metrics_digest
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Result:
     """The smoothed curve, at the last of these steps."""
     seconds: float
     rollouts: int
+    digest: str
+    """Of its metrics."""
 
     @property
     def length(self) -> int:
@@ -101,7 +105,7 @@ def _result(study: Study, run: StudyRun) -> Result | str:
         return f"{settings.curve} has {len(values)} values, fewer than study.smoothing = {settings.smoothing}"
     made = read_json(run.folder / SUMMARY)
     levels = smoothed(values, settings.smoothing).tolist()
-    return Result(last, steps, values, levels, made["seconds"], made["rollouts"])
+    return Result(last, steps, values, levels, made["seconds"], made["rollouts"], metrics_digest(run.folder))
 
 
 def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict[str, Any]:
@@ -120,7 +124,9 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
     figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
+    digests = {name: {seed: r.digest for seed, r in results.items()} for name, results in methods.items()}
     return {
+        "digest": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "target": target,
         "methods": figures,
         "metric": _compared({n: [run.final - other.final for run, other in p] for n, p in paired.items()}),

@@ -53,7 +53,8 @@ def markdown(summary: Summary) -> str:
     for name, variant in summary["variants"].items():
         found = rows(variant)
         target = "" if variant["target"] is None else f"The target is {settings['curve']} = {variant['target']:.3f}."
-        parts += [f"## {name}" if name else "", _page(found, FINAL), target, _page(found, LEARNING)]
+        same = f"Digest of all metrics but times: {variant['digest']}."
+        parts += [f"## {name}" if name else "", _page(found, FINAL), target, _page(found, LEARNING), same]
     if summary["tuning"]:
         parts += ["## Tuning", _page([{"method": name} | _tuned(entry) for name, entry in summary["tuning"].items()])]
     parts += ["## Runs that are not in the tables", _page(summary["left_out"]) if summary["left_out"] else "None."]
