@@ -240,6 +240,11 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         threepo.evaluate(None, HELDOUT, closure(), folder="refused")
     with pytest.raises(UserError, match="holds a run already"):
         run.evaluate(HELDOUT, closure(), folder=run.folder)
+    given = Path("scores/given/eval.jsonl").read_bytes()
+    with pytest.raises(UserError, match="holds an evaluation with another eval; choose another folder"):
+        run.evaluate(HELDOUT[:-1], closure(), folder="scores", **settings)
+    assert Path("scores/given/eval.jsonl").read_bytes() == given
+    assert run.evaluate(HELDOUT, closure(), folder="scores", **settings) == summary
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ It is the loop of the command line, and what it leaves is a run folder like any 
 folder, from which the run reads them, so that it can be resumed.
 """
 
+import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from threepo.config import Method, TrainConfig
@@ -308,9 +310,19 @@ class _Objects:
 
     def _write(self) -> None:
         """Write all of them, over those that a run left which was refused."""
+        from threepo.evaluation.records import EVALUATION
+
         for path, write in self._writes.items():
-            if (path.parents[1] / CONFIG).is_file():
-                raise UserError(f"folder {path.parents[1]}: holds a run already; choose another one")
+            home = path.parents[1]
+            if (home / CONFIG).is_file():
+                raise UserError(f"folder {home}: holds a run already; choose another one")
+            if (home / EVALUATION).is_file():  # it goes on, with the same objects
+                with TemporaryDirectory() as scratch:
+                    write(Path(scratch) / path.name)
+                    if _contents(Path(scratch) / path.name) != _contents(path):
+                        fix = "choose another folder"
+                        raise UserError(f"folder {home}: holds an evaluation with another {path.stem}; {fix}")
+                continue
             shutil.rmtree(path, ignore_errors=True)
             with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
                 write(temporary)
@@ -323,6 +335,12 @@ class _Objects:
                 shutil.rmtree(path.parent, ignore_errors=True)
                 with suppress(OSError):  # something else is in it
                     path.parents[1].rmdir()
+
+
+def _contents(path: Path) -> dict[str, str]:
+    """Digests of a file, or of the files of a folder."""
+    files = (file for file in (path, *path.rglob("*")) if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
