@@ -68,6 +68,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
         ("m3po", ADAPTERS),
         ("c3po", ADAPTERS),
         ("c3po_replay", (*ADAPTERS, "model.lora.init=usual")),
+        ("c3po_replay", (*ADAPTERS, "model.lora.base_dtype=nf4")),
         ("fixed_replay", (*POINT, "noise.unit=rms", "noise.size=0.3")),
         ("grpo", (*POINT, "objective.reference_kl=0.1", "objective.reference_reset_every=2")),
         ("c3po", (*ADAPTERS, "ess_schedule.kind=controller", "model.gradient_checkpointing=true")),

@@ -19,17 +19,20 @@ ROWS, LENGTH = 4, 700
 
 @pytest.mark.parametrize("recomputed", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "rank", "rounded"),
+    ("dtype", "rank", "base_dtype"),
     [
-        (torch.float32, 0, False),
-        (torch.bfloat16, 0, False),
-        (torch.bfloat16, 8, False),
-        (torch.bfloat16, 8, True),
+        (torch.float32, 0, "float32"),
+        (torch.bfloat16, 0, "float32"),
+        (torch.bfloat16, 8, "float32"),
+        (torch.bfloat16, 8, "bfloat16"),
+        (torch.bfloat16, 8, "nf4"),
     ],
 )
 def test_a_pretended_micro_batch_takes_what_a_real_one_does(
-    dtype: torch.dtype, rank: int, rounded: bool, recomputed: bool
+    dtype: torch.dtype, rank: int, base_dtype: str, recomputed: bool
 ) -> None:
+    if base_dtype == "nf4":
+        pytest.importorskip("bitsandbytes")
     shape = AutoConfig.for_model(**QWEN25_MATH_7B | SIZES)
     models = {}
     for device in ("meta", "cpu"):
@@ -39,9 +42,8 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
             pytest.importorskip("peft")
             add_adapters(model, LoRAConfig(rank=rank), "base", 0)
         assert device == "meta" or takes_packed_rows(model)
-        if rounded:
-            round_base(model)
-    said = passing(models["meta"], ROWS, LENGTH, dtype, recomputed)
+    round_base(model, base_dtype, torch.device("cpu"))
+    said = passing(models["meta"], ROWS, LENGTH, dtype, recomputed, base_dtype)
     if recomputed:
         recompute_activations(model)
     for p in model.parameters():

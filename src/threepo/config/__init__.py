@@ -100,10 +100,11 @@ class LoRAConfig(Settings, table="model.lora"):
     """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is
     noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
     and noise goes to both."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """How the frozen weights of linear layers are held. `bfloat16` takes half of the memory, and with
     model.compute_dtype and engine.dtype = 'bfloat16' a run keeps its bits, since they are rounded for every product
-    anyway (but for `noise.unit = 'rms'`, which measures them)."""
+    anyway (but for `noise.unit = 'rms'`, which measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all but
+    the head; the policy is then that of the rounded weights, for engines and other commands too."""
 
     @property
     def scale(self) -> float:
@@ -130,7 +131,7 @@ class ModelConfig(Settings, table="model"):
     def __post_init__(self) -> None:
         rounded = self.lora.base_dtype == "bfloat16"
         fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
-        self.lora.check("base_dtype", not rounded or self.lora.rank > 0, fix)
+        self.lora.check("base_dtype", self.lora.base_dtype == "float32" or self.lora.rank > 0, fix)
         fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
         self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
 

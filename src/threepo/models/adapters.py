@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.nn import Linear
+from torch.nn import Linear, Parameter
 
 from threepo.config import LoRAConfig
 from threepo.errors import UserError
 from threepo.files import read_json, write_json
+from threepo.models.four_bit import FourBit, four_bit
 from threepo.posterior.noise import address_key, normal_chunks
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.run_folder import model_folder
@@ -97,13 +98,19 @@ def inner_layers(model: Any) -> dict[str, Linear]:
     return {name: m for name, m in model.named_modules() if type(m) is Linear and m is not head}
 
 
-def round_base(model: Any) -> None:
-    """Hold the frozen weights of linear layers in bfloat16; others, and one that an embedding shares, stay as they are.
+def round_base(model: Any, dtype: str, device: torch.device) -> None:
+    """Move the frozen weights of linear layers to a device, and hold them there in bfloat16 or NF4, one by one.
 
-    Under autocast to bfloat16, linear layers read the same bits as before.
+    Others, and one that an embedding shares, stay where and as they are; so does a head, with NF4. Under autocast to
+    bfloat16, linear layers read the same bits of weights in bfloat16 as before.
     """
-    for weight in linear_weights(model):
-        weight.data = weight.data.to(torch.bfloat16)
+    if dtype == "bfloat16":
+        for weight in linear_weights(model):
+            weight.data = weight.data.to(device, torch.bfloat16)
+    if dtype == "nf4":
+        for name, layer in inner_layers(model).items():
+            if not is_adapter(f"{name}.weight"):
+                layer.weight = Parameter(four_bit(layer.weight.to(device)), requires_grad=False)
 
 
 def linear_weights(model: Any) -> list[torch.Tensor]:
@@ -113,10 +120,10 @@ def linear_weights(model: Any) -> list[torch.Tensor]:
     return [weight for name, weight in found.items() if weight is not shared and not is_adapter(f"{name}.weight")]
 
 
-def load_adapters(model: Any, folder: Path, base: str) -> str:
+def load_adapters(model: Any, folder: Path, base: str) -> tuple[str, str]:
     """Give a loaded model the adapters of a peft directory, and freeze all but B, and A where its own run trained it.
 
-    Returns the `init` that its own run had; "" if another program made them.
+    Returns the `init` that its own run had, "" if another program made them; and "nf4" if its base was in four bits.
     `UserError` for adapters of another model, or of a kind that is not supported.
     """
     peft = _peft()
@@ -145,7 +152,7 @@ def load_adapters(model: Any, folder: Path, base: str) -> str:
     for name, p in own.items():
         p.detach().copy_(saved[name])
     _train(model, recorded["init"])
-    return str(recorded["init"])
+    return recorded["init"], recorded.get("base_dtype", "")
 
 
 def _train(model: Any, init: str) -> None:
@@ -166,7 +173,8 @@ def save_settings(model: Any, digest: str, folder: Path) -> None:
     """Write the rest of a peft directory, and what tells other weights of the base from its own."""
     model.peft_config[NAME].save_pretrained(str(folder))
     trained = any(p.requires_grad for name, p in model.named_parameters() if f".{A}." in name)
-    write_json(folder / BASE_FILE, {"digest": digest, "init": "usual" if trained else "unit"})
+    rounded = {"base_dtype": "nf4"} if any(isinstance(p, FourBit) for p in model.parameters()) else {}
+    write_json(folder / BASE_FILE, {"digest": digest, "init": "usual" if trained else "unit"} | rounded)
 
 
 def base_digest(model: Any) -> str:
@@ -275,7 +283,7 @@ def merge_(model: Any) -> None:
         if hasattr(module, "lora_A"):
             linear = module.get_base_layer()
             a, b = module.lora_A[NAME].weight, module.lora_B[NAME].weight
-            linear.weight.copy_(merged(linear.weight, a, b, scale))
+            linear.weight = Parameter(merged(linear.weight, a, b, scale))
             model.set_submodule(name, linear)
     del model.peft_config
     model._hf_peft_config_loaded = False

@@ -29,7 +29,8 @@ from transformers.utils import logging as transformers_logging
 
 from threepo.config import EngineConfig, ModelConfig, TinyConfig
 from threepo.errors import UserError
-from threepo.models.adapters import adapter_folder, add_adapters, base_path, inner_layers, round_base
+from threepo.models.adapters import adapter_folder, add_adapters, base_path, inner_layers, linear_weights
+from threepo.models.four_bit import BYTES
 from threepo.run_folder import model_folder
 
 TINY_MODELS = {"tiny-qwen2": Qwen2Config, "tiny-llama": LlamaConfig}
@@ -92,7 +93,9 @@ class Shape(NamedTuple):
     trained: int = 0
     """Those of all weights and adapters that are trained."""
     rounded: int = 0
-    """Those of the weights that are held in bfloat16."""
+    """Those of the weights that are held in [model.lora] base_dtype, if it is not float32."""
+    rounded_bytes: float = 4.0
+    """Bytes of each of these."""
     sides: int = 0
     """Inputs and outputs, together, of all linear layers but the head."""
 
@@ -127,16 +130,17 @@ def model_shape(settings: ModelConfig) -> Shape:
     if not lora.rank:
         sides = sum(sum(m.weight.shape) for m in inner_layers(model).values())
         return Shape(model, weights, 0, weights, sides=sides)
+    held = {"bfloat16": linear_weights(model), "nf4": [m.weight for m in inner_layers(model).values()]}
+    rounded = sum(weight.numel() for weight in held.get(lora.base_dtype, []))
     add_adapters(model, lora, settings.path, 0)
-    if lora.base_dtype == "bfloat16":
-        round_base(model)
     found = list(model.parameters())
     return Shape(
         model,
         weights,
         adapters=sum(p.numel() for p in found) - weights,
         trained=sum(p.numel() for p in found if p.requires_grad),
-        rounded=sum(p.numel() for p in found if p.dtype == torch.bfloat16),
+        rounded=rounded,
+        rounded_bytes=BYTES if lora.base_dtype == "nf4" else 2.0,
     )
 
 

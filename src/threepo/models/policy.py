@@ -27,6 +27,7 @@ from threepo.models.adapters import (
     train_adapters,
 )
 from threepo.models.attention import takes_packed_rows
+from threepo.models.four_bit import FourBit
 from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
@@ -229,26 +230,30 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     else:
         own = str(folder) if folder and has_tokenizer(folder) else ""
         model, tokenizer = load_pretrained(base, settings.tokenizer or own)
-    architecture = None
+    architecture, base_dtype = None, str(settings.lora.base_dtype)
     if folder or settings.lora.rank:
         architecture, local = without_weights(model), Path(base).expanduser()
         where = str(model_folder(local).absolute()) if local.is_dir() else base
         if not folder:
             add_adapters(model, settings.lora, where, seed)
         else:
-            init = load_adapters(model, folder, where)
+            init, recorded = load_adapters(model, folder, where)
             if settings.lora.rank:
                 train_adapters(model, settings.lora, init)
-    model.to(device).eval()
-    for buffer in architecture.buffers() if architecture else ():
-        buffer.data = buffer.to(device)
+                fix = f"the adapters of {folder} belong to a base in {recorded}; set it to that"
+                settings.lora.check("base_dtype", recorded in ("", settings.lora.base_dtype), fix)
+            base_dtype = recorded or base_dtype
+    digest = base_digest(model) if architecture else ""
+    if base_dtype == "float32":
+        model.to(device)
+    scorer = Scorer(model.eval(), has_linear_head(model), takes_packed_rows(model))  # found with weights in float32
+    round_base(model, base_dtype, device)  # before the rest is moved: all in float32 may not fit there
+    rest = (tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, FourBit))
+    for tensor in (*rest, *(architecture.buffers() if architecture else ())):
+        tensor.data = tensor.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(model)
-    dtype = getattr(torch, settings.compute_dtype)
-    scorer = Scorer(model, has_linear_head(model), takes_packed_rows(model))
-    if settings.lora.base_dtype == "bfloat16":
-        round_base(model)
-    return Policy(scorer, tokenizer, dtype, architecture, base_digest(model) if architecture else "")
+    return Policy(scorer, tokenizer, getattr(torch, settings.compute_dtype), architecture, digest)
 
 
 def without_weights(model: Any) -> Any:

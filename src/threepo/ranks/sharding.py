@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from threepo.config import ModelConfig, ParallelConfig
 from threepo.errors import UserError
 from threepo.models.attention import register_attention
+from threepo.models.four_bit import FourBit
 from threepo.models.loading import pick_device
 from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
 from threepo.posterior.layout import like_parameter, local
@@ -47,6 +48,8 @@ def load_sharded(
             raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
         if ranks.first:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
+            if any(isinstance(p, FourBit) for p in whole.model.parameters()):
+                raise UserError(f"model.path = {settings.path!r}: has a base in four bits, which is for one process")
     policy = ranks.gather(whole and _without_weights(whole))[0]
     assert policy is not None
     register_attention()

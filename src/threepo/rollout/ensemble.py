@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from threepo.errors import UserError
 from threepo.models.adapters import A, B
+from threepo.models.four_bit import FourBit
 from threepo.rollout import stacked_linear
 from threepo.rollout.cache import attend
 
@@ -37,6 +38,8 @@ class Stack:
         """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.is_borrowed = False
         """Whether the values are the trainer's own, which do not change."""
+        self.four_bit: FourBit | None = None
+        """These values, if they are in four bits."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
@@ -56,7 +59,11 @@ class Stack:
 
     def borrow(self, values: torch.Tensor) -> None:
         """Use these values of the trainer's for all draws, in its memory."""
-        self.memory, self.values, self.is_borrowed = values.view(1, -1), values.unsqueeze(0), True
+        self.is_borrowed = True
+        if isinstance(values, FourBit):
+            self.four_bit = values
+        else:
+            self.memory, self.values = values.view(1, -1), values.unsqueeze(0)
 
     @property
     def packed(self) -> torch.Tensor:
@@ -118,6 +125,8 @@ class StackedLinear(nn.Module):
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """What the weights give without an adapter."""
         bias = None if self.bias is None else self.bias.values
+        if self.weight.four_bit is not None:
+            return F.linear(x, self.weight.four_bit.dense().to(x.dtype), None if bias is None else bias[0])
         if self.weight.is_packed:
             x2, rows = x.reshape(-1, x.shape[-1]), self.current.rows
             positions, rest = divmod(len(x2), len(rows.draws))
@@ -248,7 +257,8 @@ class Ensemble:
     def borrow(self, own: Mapping[str, torch.Tensor]) -> None:
         """Use these frozen weights of the trainer's, by their names here, where they have the dtype and the order."""
         for name, value in own.items():
-            if (stack := self.stacks[name]).shared and not stack.is_packed and value.dtype == self.dtype:
+            takes = isinstance(value, FourBit) or value.dtype == self.dtype
+            if (stack := self.stacks[name]).shared and not stack.is_packed and takes:
                 stack.borrow(value)
 
     def resize(self, draws: int) -> None:

@@ -177,7 +177,7 @@ def _trainer_memory(
 
     `rows`: those of a step, and tokens of the longest.
     """
-    whole = model.weights + model.adapters - model.rounded / 2  # as many float32 numbers
+    whole = model.weights + model.adapters - model.rounded * (1 - model.rounded_bytes / 4)  # as many float32 numbers
     held = {
         name: count * (whole if name == "weights" else model.trained) * 4 / GIB
         for name, count in _tensors(config, gradient_draws).items()
@@ -185,8 +185,9 @@ def _trainer_memory(
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     everything, longest = rows
     micro = min(everything, max((config.batching.tokens or GPU_TOKENS) // max(longest, 1), 1))
-    passes = passing(model.model, micro, longest, dtype, recomputed) / GIB if micro else 0.0
-    most, kept = sum(held.values()) + passes, "float32 and bfloat16" if model.rounded else "float32"
+    base = config.model.lora.base_dtype
+    passes = passing(model.model, micro, longest, dtype, recomputed, base) / GIB if micro else 0.0
+    most, kept = sum(held.values()) + passes, f"float32 and {base}" if model.rounded else "float32"
     lines = [
         *(f"{gib:.4g} GiB {name}" for name, gib in held.items()),
         f"{sum(held.values()):.4g} GiB in all, {kept}",
@@ -310,9 +311,9 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tok
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
         named = f"frozen weights and adapters of {copies} {what}"
-        if engine.dtype == "bfloat16":
-            held -= model.rounded  # the trainer's own
-            named += ", without those of the trainer" if model.rounded else ""
+        if config.model.lora.base_dtype in (engine.dtype, "nf4") and model.rounded:
+            held -= model.rounded
+            named += ", without those of the trainer"
     elif model.pushed(engine):
         held = copies * (model.served(engine) + engine.vllm.adapters * model.pushed(engine))
         what_of = "frozen weights" if model.adapters else "the mean"

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 
+from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
 from threepo.models.logprobs import CHUNK_ELEMENTS
 from threepo.models.policy import Policy, Scorer, recompute_activations
@@ -51,7 +52,9 @@ class Allocated(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-def passing(model: Any, rows: int, length: int, dtype: torch.dtype, recomputed: bool) -> int:
+def passing(
+    model: Any, rows: int, length: int, dtype: torch.dtype, recomputed: bool, base_dtype: str = "float32"
+) -> int:
     """Most bytes at a time of what comes and goes with a micro-batch in one process: activations, gradients.
 
     Args:
@@ -60,9 +63,11 @@ def passing(model: Any, rows: int, length: int, dtype: torch.dtype, recomputed: 
         length: tokens of each row, which all count in the loss.
         dtype: of products, by autocast.
         recomputed: whether gradient checkpointing is on.
+        base_dtype: that of [model.lora].
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").tie_weights()
+        round_base(model, base_dtype, torch.device("cpu"))
         if packed_rows := getattr(model, "_supports_attention_backend", False):
             register_attention()
             model.set_attn_implementation(NAME)

@@ -1,0 +1,77 @@
+"""Weights in four bits: NF4 of QLoRA (arXiv 2305.14314), by bitsandbytes, for the frozen base of adapters.
+
+A tensor that computes as the numbers that its four bits stand for, so all that reads weights (engines, digests, merges)
+gets those. Linear layers make them anew for each product, forward and backward, and keep none.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
+
+from threepo.errors import UserError
+
+BLOCK = 64
+"""Numbers that share a scale, which is float32."""
+BYTES = 0.5 + 4 / BLOCK
+"""Of a number."""
+
+
+class FourBit(torch.Tensor):
+    """A frozen matrix in NF4, of the dtype of `state`; it cannot be written."""
+
+    codes: torch.Tensor
+    state: Any
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, state: Any) -> "FourBit":
+        """As bitsandbytes' `quantize_4bit` gives both."""
+        made = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=state.dtype, device=codes.device)
+        made.codes, made.state = codes, state
+        return made
+
+    def dense(self) -> torch.Tensor:
+        """Its numbers."""
+        return _library().dequantize_4bit(self.codes, self.state)  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and isinstance(args[1], FourBit):
+            return _Product.apply(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return FourBit(args[0].codes, args[0].state)
+        return func(*tree_map_only(FourBit, FourBit.dense, args), **tree_map_only(FourBit, FourBit.dense, kwargs or {}))
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b with the bits that a linear layer of the same numbers has, under autocast too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: FourBit, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.weight, ctx.dtype = weight, x.dtype
+        return F.linear(x, weight.dense(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (grad @ ctx.weight.dense().to(grad.dtype)).to(ctx.dtype), None, None
+
+
+def four_bit(weight: torch.Tensor) -> FourBit:
+    """A matrix rounded to NF4, with a scale for every 64 of its numbers."""
+    return FourBit(*_library().quantize_4bit(weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4"))
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise UserError(
+            "model.lora.base_dtype = 'nf4': needs bitsandbytes; in a clone, pip install '.[four-bit]'"
+        ) from error
