@@ -108,15 +108,15 @@ def untied() -> Iterator[Setup]:
     engine.close()
 
 
-@pytest.mark.parametrize("slots", [8, 2, 0])
-def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "base_dtype"), [(8, "float32"), (2, "nf4"), (0, "float32")])
+def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slots: int, base_dtype: str) -> None:
     """With a slot for each draw, in turn through two, and multiplied out; the trainer's side is transformers with peft.
 
     Slots are filled twice with other draws, so an adapter that vLLM kept, or keys and values of the first ones for the
     long prompts, would show. alpha / rank is not 1, so B multiplied in place, in memory that is read again, would too.
     """
     tiny("tiny-qwen2", tied=True).save(tmp_path / "base")
-    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=12)))
+    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=12, base_dtype=base_dtype)))
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)  # sigma 0.1
     engine = engine_for(policy, adapters=slots)
     try:
