@@ -44,11 +44,11 @@ METHODS = {
     # Without clipping: the norm that it divides by is a sum over shards, whose rounding depends on their number.
     "grpo": ("optimizer.lr=1e-2", "objective.mini_batches=2", "optimizer.max_grad_norm=0"),
     "b3po": IVON,
-    "m3po": (*IVON, "model.gradient_checkpointing=true"),
+    "m3po": (*IVON, "model.gradient_checkpointing=true", "noise.rank=2"),
     "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
     **dict.fromkeys(("psn", "psn_similarity"), FIXED),
-    "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8"),
+    "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8", "noise.rank=1"),
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
         *("objective.kl_cov_share=0.2", "objective.entropy_mask_share=0.5"),

@@ -117,6 +117,7 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
     assert said(local, "GiB frozen weights and adapters of 4 draws, without those of the trainer") == pytest.approx(
         engine, rel=1e-3
     )
+    assert said(local, "GiB of weights written") == pytest.approx(engine, rel=1e-3)
     held = said(local, "GiB at most of a GPU") + engine
     assert local["one GPU"][2] == f"80 GB: {79 - held:.3g} GiB left for keys and values"
     served = (whole + 8 * (a + b)) * 2 / 2**30

@@ -97,7 +97,9 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         trainer, most = _trainer_memory(config, model, gradient_draws, tokens)
         generator, copy = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
         memory = {"trainer": trainer, "engine": generator, "one GPU": _cards(config, most, copy)}
-        if engine.kind == "vllm":
+        if engine.kind == "local":
+            copied = copy  # every load writes all that it has
+        else:
             memory["time"] = _time(config, model, rows, prompt_tokens, response_tokens, 1)
     else:
         tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
