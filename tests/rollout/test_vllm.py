@@ -116,7 +116,8 @@ def test_engine_and_trainer_agree_for_every_draw_of_adapters(tmp_path: Path, slo
     long prompts, would show. alpha / rank is not 1, so B multiplied in place, in memory that is read again, would too.
     """
     tiny("tiny-qwen2", tied=True).save(tmp_path / "base")
-    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=12, base_dtype=base_dtype)))
+    lora = LoRAConfig(rank=4, alpha=12, base_dtype=base_dtype)
+    policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=lora))
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, hess_init=1e-2)  # sigma 0.1
     engine = engine_for(policy, adapters=slots)
     try:

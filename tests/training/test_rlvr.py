@@ -182,7 +182,8 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ("grpo", ["optimizer.lr=1e-2", "sampling.raised_temperature=1.4", "sampling.raise_below=0.999"]),
         ("c3po_replay", ["optimizer.lr=1e3", "optimizer.ess=1e6", "sampling.dynamic_rounds=3", *PAIRS]),
         ("m3po", ["optimizer.lr=1e3", "optimizer.ess=1e6", "objective.reference_kl=0.1", "noise.rank=2"]),
-        ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),  # the RMS is that of the first weights
+        # The RMS is that of the first weights.
+        ("psn", ["optimizer.lr=1e-2", "noise.unit=rms", "noise.size=0.1", "noise.rank=1"]),
         (
             "es",
             ["optimizer.lr=1e-2", "noise.size=0.05", "method.draws=4", "method.greedy=false", "method.antithetic=true"],
