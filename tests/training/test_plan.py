@@ -135,6 +135,17 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
         plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings), ranks=2)
 
 
+def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path) -> None:
+    """Products of experts do not take autocast's dtypes there."""
+    shape = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = write(tmp_path, shape | sizes | {"num_key_value_heads": 2})
+    settings = [f"model.path={path}", "model.compute_dtype=bfloat16", "data.train=sorting", "method.preset=c3po"]
+    lines = plan(load(TrainConfig, "", settings))
+    assert lines["trainer"][-1].startswith("activations come on top, which cannot be counted for this model (Runtime")
+    assert len(lines["one GPU"]) == 3
+
+
 def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
     """Training takes three passes for each of K draws and old log-probs one; rollouts have attention, too."""
     settings = [

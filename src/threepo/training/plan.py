@@ -187,12 +187,20 @@ def _trainer_memory(
     dtype, recomputed = getattr(torch, config.model.compute_dtype), config.model.gradient_checkpointing
     everything, longest = rows
     micro = min(everything, max((config.batching.tokens or GPU_TOKENS) // max(longest, 1), 1))
-    base = config.model.lora.base_dtype
-    passes = passing(model.model, micro, longest, dtype, recomputed, base) / GIB if micro else 0.0
-    most, kept = sum(held.values()) + passes, f"float32 and {base}" if model.rounded else "float32"
+    base, most = config.model.lora.base_dtype, sum(held.values())
     lines = [
         *(f"{gib:.4g} GiB {name}" for name, gib in held.items()),
-        f"{sum(held.values()):.4g} GiB in all, {kept}",
+        f"{most:.4g} GiB in all, {f'float32 and {base}' if model.rounded else 'float32'}",
+    ]
+    try:
+        passes = passing(model.model, micro, longest, dtype, recomputed, base) / GIB if micro else 0.0
+    except UserError:
+        raise
+    except Exception as error:  # its own code may raise anything, such as for tensors without memory
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return [*lines, f"activations come on top, which cannot be counted for this model ({reason})"], most
+    most += passes
+    lines += [
         f"{passes:.4g} GiB of activations and gradients on their way, with micro-batches of {micro} x {longest} tokens",
         f"{most:.4g} GiB at most of a GPU while it trains with{'' if recomputed else 'out'} gradient checkpointing",
     ]

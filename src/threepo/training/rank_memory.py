@@ -68,7 +68,8 @@ def passing(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").tie_weights()
         round_base(model, base_dtype, torch.device("cpu"))
-        if packed_rows := getattr(model, "_supports_attention_backend", False):
+        packed_rows = model.config._attn_implementation in ("sdpa", NAME) and model._supports_attention_backend
+        if packed_rows:
             register_attention()
             model.set_attn_implementation(NAME)
         if recomputed:
@@ -77,7 +78,8 @@ def passing(
             p.grad = torch.zeros_like(p) if p.requires_grad else None  # of an earlier micro-batch
         tokens = torch.zeros(rows * length, dtype=torch.long)
         packed = PackedTokens(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
-        policy = Policy(Scorer(model, True, packed_rows), None, dtype)
+        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        policy = Policy(Scorer(model, not capped, packed_rows), None, dtype)
         allocated = Allocated()
         with allocated:
             policy.logprobs(packed).logprobs.sum().backward()  # type: ignore[no-untyped-call]
