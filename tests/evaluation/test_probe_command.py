@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,18 @@ def test_a_probe_that_was_stopped_goes_on_as_if_it_had_not_been(model: Path, tmp
     assert (tmp_path / "probe" / "parts" / "002.json").stat().st_mtime_ns == kept, "it was not made again"
 
 
-def test_exact_chances_are_those_of_the_answer(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exact_chances_are_those_of_the_answer(rank: int, model: Path, tmp_path: Path) -> None:
     """Against the model's own logits, at weights perturbed outside of the probe."""
-    probed(model, tmp_path / "exact", "--exact", "probe.solved_at_most=1")
+    low = ["method.preset=c3po", f"noise.rank={rank}"] if rank else []
+    probed(model, tmp_path / "exact", "--exact", "probe.solved_at_most=1", *low)
     part = json.loads((tmp_path / "exact" / "parts" / "006.json").read_text())
     assert (part["place"], part["size"], part["rollouts"]) == ("embedding", 0.1, 0)
     config, settings, _ = load_probing(str(model), "", SETTINGS, {})
     policy = load_policy(ModelConfig(path=str(checkpoints(model)[-1][1])))
     assert conditions(config, settings, policy)[5] == Condition("embedding", 0.1)
-    noise = Posterior.around(policy.model.named_parameters(), Condition("embedding", 0.1).noise())
+    shape = replace(Condition("embedding", 0.1).noise(), rank=rank)
+    noise = Posterior.around(policy.model.named_parameters(), shape)
     measured_on = json.loads((tmp_path / "exact" / "summary.json").read_text())["problems"]["measured_on"]
     problem = next(p for p in open_training(config.data).problems.first(5) if p.id == measured_on[1])
     texts = (str(problem.prompt), problem.answer)

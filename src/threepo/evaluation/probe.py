@@ -128,14 +128,16 @@ class Probe:
         return (1, draws * rollouts) if plain else (draws, rollouts)
 
     def posterior(self, condition: Condition) -> Posterior:
-        """The noise of a condition around the model's weights."""
+        """The noise of a condition around the model's weights, of the rank that the recipe has."""
+        rank, named = self.config.noise.rank, self.policy.model.named_parameters()
         if condition.place != POSTERIOR:
-            return Posterior.around(self.policy.model.named_parameters(), condition.noise())
+            return Posterior.around(named, replace(condition.noise(), rank=rank))
         if learned := prior(self.config):
-            return replace(learned, groups=tuple(replace(group, ess=condition.size) for group in learned.groups))
+            groups = (replace(group, ess=condition.size, noise_rank=rank) for group in learned.groups)
+            return replace(learned, groups=tuple(groups))
         ivon = self.config.optimizer if isinstance(self.config.optimizer, IVONConfig) else IVONConfig()
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
-        return Posterior.around(self.policy.model.named_parameters(), NoiseConfig(unit="absolute", size=sigma))
+        return Posterior.around(named, NoiseConfig(unit="absolute", size=sigma, rank=rank))
 
     def complete(
         self, source: FixedWeights, draws: Sequence[Draw | None], each: int, sampling: SamplingConfig, step: int

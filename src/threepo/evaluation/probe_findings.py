@@ -158,10 +158,12 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
     method |= {"gradient_at": "generator"} if replay else {"gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
     given = {key: value for key, value in training.items() if key not in ("method", "noise")}
     given["optimizer"] = {"kind": config.optimizer.kind, **given.get("optimizer", {})}  # a preset may have named it
+    rank = {"rank": config.noise.rank} if config.noise.rank else {}
     if row["place"] == POSTERIOR:
         optimizer = {"kind": "ivon", "ess": row["size"], **({"load_hessian": prior} if prior else {})}
-        return merge(given, {"method": method, "optimizer": optimizer})
-    return {**given, "method": method, "noise": {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}}}
+        return merge(given, {"method": method, "optimizer": optimizer, **({"noise": rank} if rank else {})})
+    noise = {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}, **rank}
+    return {**given, "method": method, "noise": noise}
 
 
 def write_recipe(path: Path, table: Table, verdict: str) -> None:
