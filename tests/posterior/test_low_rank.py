@@ -176,6 +176,9 @@ def test_state_of_older_versions_has_full_noise() -> None:
     assert {group.noise_rank for group in optimizer.noise_groups()} == {0}
 
 
-def test_a_negative_rank_is_refused() -> None:
+def test_ranks_that_cannot_be_are_refused() -> None:
+    full = Posterior.of(IVON(model().named_parameters()))
+    with pytest.raises(UserError, match="noise.rank = 2: the posterior has its own rank; remove it"):
+        full.scaled(NoiseConfig(size=0.5, rank=2))
     with pytest.raises(UserError, match="noise_rank = -1: must be 0"):
         IVON(model().named_parameters(), noise_rank=-1)

@@ -85,7 +85,12 @@ class Posterior:
         return cls({}, fixed_groups(sizes(named, noise), noise.rank), 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
-        """This posterior with its sigma times the factors of [noise], whose unit is "posterior"."""
+        """This posterior with its sigma times the factors of [noise], whose unit is "posterior".
+
+        `UserError` for another rank than the posterior's own.
+        """
+        own = {group.noise_rank for group in self.groups}
+        noise.check("rank", noise.rank == 0 or own == {noise.rank}, "the posterior has its own rank; remove it")
         factors = sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
