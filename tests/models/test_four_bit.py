@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn import Linear, Parameter
 
 from rollout.asked import requests_for, trainer_logprobs
@@ -14,6 +15,7 @@ from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.adapters import inner_layers
 from threepo.models.four_bit import BYTES, FourBit, four_bit
+from threepo.models.loading import model_shape
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
@@ -54,13 +56,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 30)[None]).logits  # type: ignore[no-any-return]
 
 
-def test_the_numbers_are_those_of_the_paper() -> None:
-    weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
-    blocks = weight.view(-1, 64)
+@pytest.mark.parametrize("shape", [(24, 40), (32, 32), (64, 96), (5, 7)])
+def test_the_numbers_are_those_of_the_paper(shape: tuple[int, int]) -> None:
+    """A scale for every 64 numbers in the order of memory, also where a row ends inside of them."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    blocks = F.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     table = torch.tensor(NF4)
     nearest = table[(blocks / scales)[..., None].sub(table).abs().argmin(-1)] * scales
-    torch.testing.assert_close(four_bit(weight).dense(), nearest.view(24, 40), rtol=1e-6, atol=0)
+    expected = nearest.flatten()[: weight.numel()].view(shape)
+    torch.testing.assert_close(four_bit(weight).dense(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,6 +126,21 @@ def test_a_checkpoint_says_that_its_base_is_in_four_bits(settings: ModelConfig, 
     lora = replace(settings.lora, base_dtype="float32")
     with pytest.raises(UserError, match="base_dtype = 'float32': the adapters of .* belong to a base in nf4"):
         load_policy(ModelConfig(path=str(tmp_path / "adapters"), lora=lora))
+
+
+def test_layers_without_adapters_are_merged_too_and_an_adapted_head_stays_in_float32(tmp_path: Path) -> None:
+    tiny = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1, tied=False)
+    settings = saved(tmp_path / "base", tiny)
+    settings = replace(settings, lora=replace(settings.lora, targets=("q_proj", "lm_head")))
+    policy = moved(settings)
+    rounded = {name: p for name, p in policy.model.named_parameters() if isinstance(p, FourBit)}
+    assert len(rounded) == 7
+    assert not any("lm_head" in name for name in rounded)
+    assert model_shape(settings).rounded == sum(p.numel() for p in rounded.values())
+    policy.save(tmp_path / "adapters")
+    api.merge(tmp_path / "adapters", tmp_path / "merged")
+    merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
+    torch.testing.assert_close(logits(merged.model), logits(policy.model), atol=1e-5, rtol=0)
 
 
 def test_without_bitsandbytes(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,9 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
 
 
 def inner_layers(model: Any) -> dict[str, Linear]:
-    """The linear layers that vLLM serves adapters of: all but the head."""
-    head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if type(m) is Linear and m is not head}
+    """The linear layers that vLLM serves adapters of: all but the head, which may have one."""
+    head = model.get_output_embeddings().weight
+    return {name: m for name, m in model.named_modules() if type(m) is Linear and m.weight is not head}
 
 
 def round_base(model: Any, dtype: str, device: torch.device) -> None:
@@ -285,6 +285,8 @@ def merge_(model: Any) -> None:
             a, b = module.lora_A[NAME].weight, module.lora_B[NAME].weight
             linear.weight = Parameter(merged(linear.weight, a, b, scale))
             model.set_submodule(name, linear)
+        elif type(module) is Linear and isinstance(module.weight, FourBit):
+            module.weight = Parameter(module.weight.dense())
     del model.peft_config
     model._hf_peft_config_loaded = False
 

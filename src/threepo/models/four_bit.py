@@ -26,15 +26,15 @@ class FourBit(torch.Tensor):
     state: Any
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, state: Any) -> "FourBit":
-        """As bitsandbytes' `quantize_4bit` gives both."""
-        made = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=state.dtype, device=codes.device)
+    def __new__(cls, codes: torch.Tensor, state: Any, shape: torch.Size) -> "FourBit":
+        """As bitsandbytes' `quantize_4bit` gives both of the flat numbers."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=state.dtype, device=codes.device)
         made.codes, made.state = codes, state
         return made
 
     def dense(self) -> torch.Tensor:
         """Its numbers."""
-        return _library().dequantize_4bit(self.codes, self.state)  # type: ignore[no-any-return]
+        return _library().dequantize_4bit(self.codes, self.state).view(self.shape)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +46,8 @@ class FourBit(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return FourBit(args[0].codes, args[0].state)
+            return FourBit(args[0].codes, args[0].state, args[0].shape)
+        assert not (func._schema.is_mutable and isinstance(args[0], FourBit)), f"{func}: a write would be lost"
         return func(*tree_map_only(FourBit, FourBit.dense, args), **tree_map_only(FourBit, FourBit.dense, kwargs or {}))
 
 
@@ -65,7 +66,9 @@ class _Product(torch.autograd.Function):
 
 def four_bit(weight: torch.Tensor) -> FourBit:
     """A matrix rounded to NF4, with a scale for every 64 of its numbers."""
-    return FourBit(*_library().quantize_4bit(weight.detach().contiguous(), blocksize=BLOCK, quant_type="nf4"))
+    # Flat: on CPUs with AVX-512, bitsandbytes 0.50 takes wrong scales for rows of 16 k numbers that end inside a block.
+    codes, state = _library().quantize_4bit(weight.detach().flatten(), blocksize=BLOCK, quant_type="nf4")
+    return FourBit(codes, state, weight.shape)
 
 
 def _library() -> Any:
