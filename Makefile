@@ -1,7 +1,7 @@
 # make demo    the main job in miniature, minutes on two CPU cores
 # make test    all tests but those below
 # make test-ranks  the tests of several ranks, with torchrun, and of studies: those with several processes
-# make test-vllm   the tests of the vLLM engine, on the CPU build of vLLM, in an environment of its own
+# make test-vllm   the tests of the vLLM engine, also inside TRL, on the CPU build of vLLM, in an environment of its own
 # make test-verl   the tests of the plug-in for verl, in an environment of its own
 # make test-extras  the tests of W&B, trackio, MLflow and verifiers, in an environment of its own
 # make lint    style and types, as CI checks them
@@ -42,7 +42,7 @@ test-ranks: $(VENV)/dev
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
-	  tests/ranks/test_vllm_on_ranks.py tests/evaluation/test_probe_command.py
+	  tests/ranks/test_vllm_on_ranks.py tests/evaluation/test_probe_command.py tests/integrations/test_trl_vllm.py
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"

@@ -39,7 +39,7 @@ def rows(source: ProblemSet, count: int) -> Dataset:
     return Dataset.from_list([{"prompt": str(problem.prompt), "answer": problem.answer} for problem in problems])
 
 
-def run(name: str, seed: int, model: Path, folder: str) -> tuple[float, float, float]:
+def run(name: str, seed: int, model: Path, folder: str, engine: str | None) -> tuple[float, float, float]:
     """pass@1 before and after, and seconds of training."""
     method, settings = METHODS[name]
     policy = load_policy(ModelConfig(path=str(model)))
@@ -71,6 +71,8 @@ def run(name: str, seed: int, model: Path, folder: str) -> tuple[float, float, f
         **settings,
     )
     more: dict[str, Any] = {"ivon": {"ess": 1e9}} if method.optimizer == "ivon" else {}
+    if engine and more:
+        more["engine"] = {"kind": engine}
     trainer = ThreepoTrainer(
         policy.model,
         reward,
@@ -93,10 +95,11 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=Path("runs/demo/warm_start"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--engine", choices=("local", "vllm"), help="what generates; left out: TRL's generate")
     options = parser.parse_args()
     for name in options.methods:
         with tempfile.TemporaryDirectory() as folder:
-            found = [run(name, seed, model_folder(options.model), folder) for seed in options.seeds]
+            found = [run(name, seed, model_folder(options.model), folder, options.engine) for seed in options.seeds]
         before, after, seconds = (fmean(column) for column in zip(*found, strict=True))
         each = ", ".join(f"{100 * row[1]:.1f}" for row in found)
         print(f"{name}: pass@1 {100 * before:.1f} % -> {100 * after:.1f} % ({each}), {seconds:.0f} s", flush=True)

@@ -176,10 +176,14 @@ def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[C
     return found
 
 
+LOCAL = {"kind": "local"}
+
+
+@pytest.mark.parametrize("engine", [None, LOCAL], ids=["generate", "engine"])
 @named(LATTICE)
-def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method) -> None:
+def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engine: dict[str, str] | None) -> None:
     prompts = [f"Say {3**i}: " for i in range(8)]  # of several lengths
-    trainer = make(Kept, tmp_path, prompts, method=method, ivon=NOISY)
+    trainer = make(Kept, tmp_path, prompts, method=method, ivon=NOISY, engine=engine)
     trainer.train()
 
     method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
@@ -282,10 +286,41 @@ def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
     assert places.seen == {True: [], False: [mean]}
 
 
+def written(policy: Policy, weights: Any, step: int, prompts: list[str], draws: Sequence[Draw | None]) -> list[str]:
+    """What the local engine writes, a row for each prompt and draw."""
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(weights, draws, step)
+    ids = [tuple(policy.tokenizer(prompt).input_ids) for prompt in prompts]
+    rows = enumerate(zip(ids, draws, strict=True))
+    requests = [Request(Problem(str(list(prompt)), ""), prompt, draw, row) for row, (prompt, draw) in rows]
+    return [made.text for made in engine.generate(requests, SamplingConfig(max_new_tokens=8), SEED)]
+
+
+def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_the_mean(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
+    # An evaluation of two batches.
+    settings = {"ivon": NOISY, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
+    trainer = make(Kept, tmp_path, method=threepo.C3PO, engine=LOCAL, **settings)
+    trainer.train()
+    (_, texts), policy = trainer.kept[0], new_policy()
+    start = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
+    prompts = [f"Say {row // ROLLOUTS}: " for row in range(PROMPTS * ROLLOUTS)]
+    draws = [WRITE[row % ROLLOUTS // 2] for row in range(PROMPTS * ROLLOUTS)]
+    assert texts == written(policy, start, 0, prompts, draws)
+    trainer.evaluate()
+    read = list(trainer._logs["prompt"])[-2 * ROLLOUTS :]
+    for first in (0, ROLLOUTS):
+        prompts, draws = read[first : first + ROLLOUTS], [None] * ROLLOUTS
+        _, texts = trainer.kept[1 + first // ROLLOUTS]
+        assert texts[-ROLLOUTS:] == written(policy, trainer.policy_optimizer, 1, prompts, draws)
+    assert {*read} == {"Say 9: ", "Say 10: "}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"method": threepo.C3PO, "ivon": {"ess": 1e5}},
+        {"method": threepo.C3PO, "ivon": {"ess": 1e5}, "engine": LOCAL},
         {
             "method": replace(threepo.C3PO_REPLAY, optimizer="adamw"),
             "noise": {"unit": "rms", "size": 0.05},
@@ -293,7 +328,7 @@ def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
             "max_grad_norm": 0.5,
         },
     ],
-    ids=["c3po", "fixed_replay"],
+    ids=["c3po", "c3po by an engine", "fixed_replay"],
 )
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
     went_on = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **settings)
@@ -358,7 +393,11 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
         ({"top_p": 0.9}, "ratios to it have no meaning"),
         ({"top_k": 5}, "ratios to it have no meaning"),
-        ({"use_vllm": True}, "TRL loads vLLM into the trainer's process"),
+        ({"use_vllm": True}, "pass engine={'kind': 'vllm'} to ThreepoTrainer instead"),
+        ({"engine": {"kind": "vlm"}}, "vlm"),
+        ({"engine": LOCAL, "min_p": 0.1, "method": threepo.B3PO}, "min_p = 0.1: an engine of threepo's"),
+        ({"engine": LOCAL, "repetition_penalty": 1.1, "method": threepo.B3PO}, "repetition_penalty = 1.1: an engine"),
+        ({"engine": LOCAL, "method": threepo.GRPO, "ivon": {}}, "TRL's own trainer, which has use_vllm"),
         ({"use_transformers_continuous_batching": True}, "loses the mean"),
         ({"tools": [reward]}, "draws only write plain answers"),
         ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),
@@ -378,6 +417,14 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(").replace("{", r"\{")):
         make(ThreepoTrainer, tmp_path, **{"method": threepo.C3PO, "ivon": {"ess": 1e6}, **settings})
+
+
+def test_an_engine_wants_all_weights_to_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = new_policy()
+    policy.model.model.embed_tokens.requires_grad_(False)
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is frozen"):
+        make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
 
 
 def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:

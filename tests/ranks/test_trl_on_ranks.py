@@ -38,7 +38,7 @@ def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("method", ["c3po", "m3po"])
+@pytest.mark.parametrize("method", ["c3po", "m3po", "by an engine"])
 def test_two_ranks_compute_what_one_process_does(found: dict[str, Any], how: str, method: str) -> None:
     assert_close(found[how][method], found["alone"][method])
 

@@ -77,6 +77,7 @@ if __name__ == "__main__":
             "m3po": trained(folder / "m3po", threepo.M3PO, **more),
             "resumed": trained(folder / "resumed", threepo.C3PO, folder / "checkpoint-1", **more),
             "generated": trained(folder / "generated", threepo.C3PO, told=False, **more),
+            "by an engine": trained(folder / "engine", threepo.C3PO, told=False, engine={"kind": "local"}, **more),
         }
     if os.environ.get("RANK", "0") == "0":
         torch.save(found, folder / "found.pt")

@@ -6,25 +6,41 @@
 TRL generates, grades, normalises and logs. What differs is at which weights: the rows of a group are dealt to the
 draws of the step, and the gradient is taken where the method says. Between these the model holds the mean, so
 evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all ranks make the same.
+With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
 """
 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import AdamWConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig
+from threepo.config import (
+    AdamWConfig,
+    EngineConfig,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from threepo.errors import UserError
 from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
+from threepo.models.policy import Policy, Scorer, without_weights
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
+from threepo.ranks.dealing import build_ranked, refuse_engine
+from threepo.ranks.group import ALONE, Ranks
+from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
-from threepo.types import Draw
+from threepo.types import Draw, Problem, Request
 
 Batch = dict[str, torch.Tensor]
 """What TRL keeps of generated rows: tensors whose first dimension is that of the rows, and numbers."""
@@ -42,6 +58,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             `noise`. `threepo.GRPO` with neither is TRL's own trainer.
         ivon: settings of IVON, as in [optimizer] of a recipe.
         noise: [noise] of a recipe, such as {"unit": "rms", "size": 0.05}.
+        engine: [engine] of a recipe, such as {"kind": "vllm"}: what generates, in training and, once training has
+            begun, in evaluations. None: TRL's `generate`, one draw after another.
 
     The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
     `optimizer/skipped_steps` where they apply; completions have the column `draw_index`.
@@ -61,6 +79,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         method: Method,
         ivon: Mapping[str, Any] | None = None,
         noise: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         args = args or GRPOConfig("trainer_output")
@@ -70,19 +89,32 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self._ready: Batch | None = None  # prepared for a training step that has not begun
         self._checkpoint: Path | None = None  # what training goes on from
         self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
+        self._engine_settings: EngineConfig | None = None
+        self._engine: RolloutEngine | None = None  # made for the first rollouts
+        self._holds_mean = False  # whether the engine has the weights that are being evaluated
         if method.draws or method.optimizer != "adamw" or ivon or noise:
             self._settings, self._noise = _optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
-            _check(self.method, args, self._noise)
+            _check(self.method, args, self._noise, engine is not None)
             for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
                 if settings.get(name):
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
                     raise UserError(f"ThreepoTrainer {name}: {fix}")
+            if engine is not None:
+                self._engine_settings = EngineConfig(**engine)
+                decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+                self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
+                self._engine_settings.check_temperature(self._sampling, "temperature")
+        elif engine is not None:
+            fix = "this method around AdamW is TRL's own trainer, which has use_vllm; leave it out"
+            raise UserError(f"ThreepoTrainer engine = {engine!r}: {fix}")
         if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
             own = args.accelerator_config.gradient_accumulation_kwargs or {}
             args.accelerator_config.gradient_accumulation_kwargs = {**own, "sync_each_batch": True}
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
             self._check_made()
+        if self._engine_settings:
+            self._architecture = without_weights(self.model)  # before accelerate shards the weights
 
     @property
     def policy_optimizer(self) -> Any:
@@ -174,22 +206,67 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
-    ) -> tuple[list[list[int]], None]:
-        if self._settings is None or not self.model.training:
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        training = self.model.training
+        if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
         if images or multimodal_fields:
             raise UserError("train_dataset: has images, which draws do not read here; leave them out")
         found: list[list[int]] = [[]] * len(prompt_ids)
-        draw_of = self._draw_of_rows(len(prompt_ids))
-        for index, draw in enumerate(rollout_draws(self.method, self.args.seed, self.state.global_step)):
+        draws: list[Draw | None] = [None]
+        draw_of = torch.zeros(len(prompt_ids), dtype=torch.long)
+        if training:
+            draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+            draw_of = self._draw_of_rows(len(prompt_ids))
+        if training and self.method.draws:
+            self._log_completion_extra("draw_index", draw_of.tolist())
+        if self._engine_settings:
+            return self._generate_by_engine(prompt_ids, draws, draw_of.tolist())
+        for index, draw in enumerate(draws):
             rows = (draw_of == index).nonzero()[:, 0].tolist()
             with self.policy_optimizer.at(draw):
                 ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
             for row, completion in zip(rows, ids, strict=True):
                 found[row] = completion
-        if self.method.draws:
-            self._log_completion_extra("draw_index", draw_of.tolist())
         return found, None
+
+    def _generate_by_engine(
+        self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Completions of this rank's rows, and the log-prob of each token where it was drawn; all draws at once."""
+        ranks, args = self._ranks, self.args
+        if self._engine is None:
+            assert self._engine_settings
+            for buffer in self._architecture.buffers():
+                buffer.data = buffer.to(args.device)
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
+            refuse_engine(self._engine_settings, ranks)
+            self._engine = build_ranked(self._engine_settings, policy, ranks)
+        if self.model.training or not self._holds_mean:
+            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+            self._holds_mean = not self.model.training
+        parts = ranks.gather(list(zip(prompt_ids, draw_of, strict=True)))  # the engines of all ranks share them
+        requests = [
+            Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
+            for row, (ids, draw) in enumerate(pair for part in parts for pair in part)
+        ]
+        first = sum(map(len, parts[: ranks.rank]))
+        mine = self._engine.generate(requests, self._sampling, args.seed)[first : first + len(prompt_ids)]
+        return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        """The processes that accelerate has started, with a group of their own for objects."""
+        state = self.accelerator
+        if state.num_processes == 1:
+            return ALONE
+        return Ranks(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        """As in GRPOTrainer; an engine gets the mean once for all batches."""
+        self._holds_mean = False
+        return super().evaluation_loop(*args, **settings)
 
     def _draw_of_rows(self, rows: int) -> torch.Tensor:
         """[rows] integers: which draw writes each row of a rank. Rows of a prompt follow each other, draw by draw."""
@@ -201,7 +278,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         tokens = batch["completion_mask"].bool()
         behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
         parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
-        for draw, rows in parts:
+        if self._engine_settings:
+            behaviour = batch["sampling_per_token_logps"]  # of the engine, whose precision may be another
+        for draw, rows in () if self._engine_settings else parts:
             with self.policy_optimizer.at(draw):
                 behaviour[rows] = self._score(batch, rows)
         with self.policy_optimizer.at(taken):
@@ -248,6 +327,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         """`UserError` for what is known only once GRPOTrainer is made."""
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
             raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
+        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
+        if self._engine_settings and frozen:
+            fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
+            raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
         if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
             raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
 
@@ -264,7 +347,7 @@ def _optimizer_settings(method: Method, args: GRPOConfig, ivon: Mapping[str, Any
     return AdamWConfig(lr=args.learning_rate, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, **own)
 
 
-def _check(method: Method, args: GRPOConfig, noise: NoiseConfig) -> None:
+def _check(method: Method, args: GRPOConfig, noise: NoiseConfig, has_engine: bool = False) -> None:
     """`UserError` for settings with which a method cannot be had inside TRL."""
     ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
     draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
@@ -279,7 +362,7 @@ def _check(method: Method, args: GRPOConfig, noise: NoiseConfig) -> None:
         raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
     off = {
         "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
-        "use_vllm": "TRL loads vLLM into the trainer's process and sends it one set of weights a step; leave it out",
+        "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
         "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
         "load_best_model_at_end": "it would leave the posterior behind; leave it out",
     }
@@ -290,6 +373,9 @@ def _check(method: Method, args: GRPOConfig, noise: NoiseConfig) -> None:
         filtered = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
         off |= dict.fromkeys(("top_k", "min_p"), filtered)
         off |= {name: filtered for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
+    if has_engine:
+        off |= dict.fromkeys(("min_p", "generation_kwargs"), "an engine of threepo's does not know it; leave it out")
+        off |= {"repetition_penalty": off["min_p"]} if args.repetition_penalty != 1 else {}
     off = {name: reason for name, reason in off.items() if getattr(args, name)}
     if args.num_iterations != 1:
         off["num_iterations"] = "draws are of one step; leave it out"

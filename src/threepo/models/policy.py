@@ -259,7 +259,10 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
 def without_weights(model: Any) -> Any:
     """A copy of a model with parameters on the meta device."""
     empty = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    return deepcopy(model, empty)
+    copied = deepcopy(model, empty)
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)  # a trainer's wrapper, which would call the original
+    return copied
 
 
 def recompute_activations(model: Any) -> None:
