@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -143,8 +143,14 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
     gloo = dist.new_group(backend="gloo", timeout=patience)
     try:
-        yield replace(here, gloo=gloo)
-        dist.barrier()  # a rank that closes its connections early may close them on another's last collective
+        # A rank that closes its connections early may close them on another's last collective.
+        try:
+            yield replace(here, gloo=gloo)
+        except AgreedError:  # which all ranks have
+            with suppress(RuntimeError):
+                dist.barrier(group=gloo)
+            raise
+        dist.barrier()
     except RuntimeError as error:
         if is_lost(error):
             raise RankLost(error) from error
