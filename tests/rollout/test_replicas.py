@@ -105,7 +105,7 @@ def test_answers_come_in_the_order_of_the_replicas(replicas: list[Replica]) -> N
 
 
 def test_a_failure_has_its_traceback_and_the_process_goes_on(replicas: list[Replica]) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)replica 0 failed to double:.*in double\nTypeError"):
+    with pytest.raises(RuntimeError, match=r"(?s)replica 0 failed to double:.*in double\n.*TypeError"):
         replicas[0].call("double", None)
     assert replicas[0].call("double", 4) == 8
 
