@@ -79,6 +79,12 @@ def test_each_seed_may_have_a_warm_start_of_its_own(tmp_path: Path) -> None:
     assert shared.starts()[0].config().demonstrations.seed == 5
 
 
+def test_settings_may_name_the_warm_start(tmp_path: Path) -> None:
+    found = study(tmp_path, ("'model.path=tiny-qwen2'", "'model.tokenizer={start}/tokens'"), more=START)
+    run = found.reported(found.cells[0], ())[1]
+    assert run.config().model.tokenizer == str(found.folder / "start/seed-1/tokens")
+
+
 def test_a_variant_may_have_another_warm_start(tmp_path: Path) -> None:
     variants = '[variants.a]\n[variants.b]\nstart = "warm.toml"\n'
     found = study(tmp_path, ("'model.path=tiny-qwen2', ", ""), more=START.replace("per_seed = true", "") + variants)

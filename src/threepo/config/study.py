@@ -59,7 +59,7 @@ class StudyConfig(Settings, table="study"):
 
 
 class StartConfig(Settings, table="start"):
-    """[start]: a warm start (`threepo sft`) that is made first; it is model.path of every run."""
+    """[start]: a warm start (`threepo sft`) that is made first: model.path of every run, `{start}` in their settings."""
 
     recipe: str = ""
     """Its recipe: a path, from the study's folder or from here, or the name of a shipped one."""
@@ -251,7 +251,9 @@ class Study:
         recipe = self._recipe(method.recipe)
         variant = self.tables.variants[cell.variant].settings if cell.variant else ()
         settings = (*self.tables.study.settings, *variant, *method.settings, *point)
-        settings += (f"model.path={start.folder}",) if start else ()
+        if start:
+            settings = (*settings, "model.path={start}")
+            settings = tuple(each.replace("{start}", str(start.folder)) for each in settings)
         settings = _seeded(TrainConfig, recipe, settings, seed)
         return self._made(f"{place}/seed-{seed}", TrainConfig, recipe, settings, seed, start)
 
