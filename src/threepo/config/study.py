@@ -59,7 +59,7 @@ class StudyConfig(Settings, table="study"):
 
 
 class StartConfig(Settings, table="start"):
-    """[start]: a warm start (`threepo sft`) that is made first: model.path of every run, `{start}` in their settings."""
+    """[start]: a warm start (`threepo sft`) made first: model.path of every run, `{start}` in their settings."""
 
     recipe: str = ""
     """Its recipe: a path, from the study's folder or from here, or the name of a shipped one."""
