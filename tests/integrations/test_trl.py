@@ -15,18 +15,19 @@ if find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
 
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
 
 import threepo
+from threepo import api
 from threepo.analysis.completions import read_completions
-from threepo.config import Advantage, EngineConfig, Method, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.integrations.trl import ThreepoTrainer, _check
 from threepo.methods.method import group_by_prompt, training_batch
 from threepo.models.packing import flatten
-from threepo.models.policy import Policy, Scorer
+from threepo.models.policy import Policy, Scorer, load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.rewards import math
@@ -316,6 +317,49 @@ def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_th
     assert {*read} == {"Say 9: ", "Say 10: "}
 
 
+@pytest.mark.parametrize("engine", [None, LOCAL])
+def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path, engine: dict[str, str] | None) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
+    settings = {"eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"method": threepo.C3PO, "ivon": STRAIGHT, "engine": engine, "max_steps": 1, "log_completions": True}
+    make(ThreepoTrainer, tmp_path, **settings).train()
+    (group, *others) = read_completions(tmp_path).values()
+    assert len(others) == 1
+    assert group.draws == (0,) * ROLLOUTS
+
+
+def test_an_engine_has_no_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's probe compares log-probs of the copy of the model, which would be random."""
+    policy = new_policy()
+    policy.model.train()
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
+    assert not any(module.training for module in trainer._architecture.modules())
+
+
+def test_a_posterior_over_adapters_of_peft_is_read_by_threepo(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    policy = new_policy()
+    policy.save(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    own = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    arguments = GRPOConfig(str(tmp_path / "out"), **{**PLAIN, "max_steps": 1})
+    data = Dataset.from_dict({"prompt": ["Say 0: ", "Say 1: "]})
+    settings = {"processing_class": policy.tokenizer, "method": threepo.C3PO, "ivon": STRAIGHT}
+    trainer = ThreepoTrainer(own, reward, arguments, train_dataset=data, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    (written,) = api.sample(tmp_path / "saved", tmp_path / "draws", range(1))
+    saved = Posterior.from_pretrained(tmp_path / "saved")
+    draw = saved.draw(0)
+    read = load_policy(ModelConfig(path=str(written))).model.state_dict()
+    assert len(draw) == 4
+    assert all(torch.equal(read[name], value) for name, value in draw.items())
+    with trainer.policy_optimizer.perturbed(saved.address(0)):
+        inside = trainer.model.state_dict()
+        assert all(torch.equal(inside[f"base_model.model.{name}"], value) for name, value in draw.items())
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -395,6 +439,7 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"top_k": 5}, "ratios to it have no meaning"),
         ({"use_vllm": True}, "pass engine={'kind': 'vllm'} to ThreepoTrainer instead"),
         ({"engine": {"kind": "vlm"}}, "vlm"),
+        ({"engine": "vllm"}, "engine = 'vllm': is a table"),
         ({"engine": LOCAL, "min_p": 0.1, "method": threepo.B3PO}, "min_p = 0.1: an engine of threepo's"),
         ({"engine": LOCAL, "repetition_penalty": 1.1, "method": threepo.B3PO}, "repetition_penalty = 1.1: an engine"),
         ({"engine": LOCAL, "method": threepo.GRPO, "ivon": {}}, "TRL's own trainer, which has use_vllm"),

@@ -131,6 +131,8 @@ def test_a_rounded_base_changes_no_bit_and_goes_with_any_checkpoint(base: Path) 
         config("float32", base, *ADAPTERS, "model.lora.base_dtype=bfloat16")
     with pytest.raises(UserError, match="without adapters there is no frozen base"):
         config("all", base, "model.lora.base_dtype=bfloat16", "model.compute_dtype=bfloat16")
+    with pytest.raises(UserError, match="model.lora.alpha = 8.0: without adapters nothing reads it"):
+        config("all", base, "model.lora.alpha=8")
 
 
 def test_a_probe_asks_about_what_is_trained(base: Path) -> None:

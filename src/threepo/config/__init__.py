@@ -132,6 +132,10 @@ class ModelConfig(Settings, table="model"):
         rounded = self.lora.base_dtype == "bfloat16"
         fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
         self.lora.check("base_dtype", self.lora.base_dtype == "float32" or self.lora.rank > 0, fix)
+        fix = "without adapters nothing reads it; set model.lora.rank, or remove it"
+        for name in ("alpha", "targets", "init"):
+            unset = getattr(self.lora, name) == getattr(LoRAConfig(), name)
+            self.lora.check(name, unset or self.lora.rank > 0, fix)
         fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
         self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
 

@@ -30,6 +30,7 @@ from threepo.config import (
     OptimizerConfig,
     SamplingConfig,
 )
+from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -100,7 +101,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
                     raise UserError(f"ThreepoTrainer {name}: {fix}")
             if engine is not None:
-                self._engine_settings = EngineConfig(**engine)
+                self._engine_settings = build(EngineConfig, engine, "engine")
                 decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
                 self._engine_settings.check_temperature(self._sampling, "temperature")
@@ -114,7 +115,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._settings:
             self._check_made()
         if self._engine_settings:
-            self._architecture = without_weights(self.model)  # before accelerate shards the weights
+            self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
 
     @property
     def policy_optimizer(self) -> Any:
@@ -208,6 +209,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         training = self.model.training
+        if self.method.draws and not training:  # else TRL's log shows the draws of the training rows before
+            self._log_completion_extra("draw_index", [None] * len(prompt_ids))
         if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
         if images or multimodal_fields:

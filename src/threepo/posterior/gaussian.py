@@ -23,7 +23,7 @@ from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
 from threepo.posterior.layout import like_parameter, sampled, whole
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars, weights_under
-from threepo.posterior.policy_optimizer import Weights, WeightSource
+from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
 from threepo.posterior.sizes import by_size, layer_kind, scaled_by, sizes
 from threepo.run_folder import model_folder
 from threepo.types import Draw
@@ -153,7 +153,7 @@ class Posterior:
 
     def perturb_(self, parameters: Iterable[tuple[str, torch.Tensor]], draw: Draw) -> None:
         """Replace means, given by name, by the weights of `draw`, in place."""
-        means = dict(parameters)
+        means = {model_name(name): p for name, p in parameters}
         for _ in weights_under(means.items(), self.noisy(means), draw, into=means):
             pass
 
@@ -228,7 +228,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 
 def _in_model(name: str) -> str:
     """A weight's name in a model, from that in its file: peft's files have other names."""
-    name = name.removeprefix("base_model.model.")
+    name = model_name(name)
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 

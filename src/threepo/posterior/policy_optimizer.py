@@ -87,10 +87,11 @@ def names_by_group(param_groups: list[dict[str, Any]]) -> list[tuple[dict[str, A
 
 @cache
 def model_name(name: str) -> str:
-    """A parameter's name without the prefixes of torch.compile, DDP and checkpointing: its noise stays the same."""
+    """A parameter's name without the prefixes of torch.compile, DDP, checkpointing and PeftModel: its noise stays the
+    same, and so does its name in the files of a posterior."""
     for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return name.removeprefix("module.").removeprefix("base_model.model.")
 
 
 def total_norm(grads: list[torch.Tensor]) -> float:

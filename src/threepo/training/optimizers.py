@@ -19,7 +19,7 @@ from threepo.models.adapters import adapter_folder
 from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point import PointAdamW, PointSGD
-from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.posterior.policy_optimizer import PolicyOptimizer, model_name
 from threepo.posterior.sizes import by_size, sizes
 from threepo.run_folder import model_folder
 from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
@@ -140,8 +140,8 @@ def build_optimizer(
     """
     kind = OPTIMIZERS[settings.kind]
     if checkpoint:
-        scales = {name: 0.0 for name, _ in model.named_parameters()}
-        scales |= {name: group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
+        saved = {model_name(name): group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
+        scales = {name: saved.get(model_name(name), 0.0) for name, _ in model.named_parameters()}
     else:
         found = sizes(model.named_parameters(), noise)
         scales = {name: kind.noise_scale(settings, noise, size) for name, size in found.items()}
