@@ -283,6 +283,16 @@ def test_the_first_step_with_a_loaded_momentum_by_hand(policy: Policy, tmp_path:
     torch.testing.assert_close(weight, before - 0.5, rtol=0, atol=1e-5)
 
 
+def test_a_loaded_momentum_leaves_the_noise_of_the_recipe(policy: Policy, tmp_path: Path) -> None:
+    """Evaluations before the first step, and TRL, read the group's own ess."""
+    warm = build_optimizer(IVONConfig(ess=1e9), NoiseConfig(), policy.model, seed=0)
+    save_checkpoint(tmp_path, policy, warm, TrainState())
+    config = IVONConfig(ess=1e5, load_hessian=str(tmp_path), load_momentum=True)
+    optimizer = build_optimizer(config, NoiseConfig(), policy.model, seed=0)
+    begin_ivon(config, optimizer, ModelConfig(path=str(tmp_path)))
+    assert [group["ess"] for group in optimizer.param_groups] == [1e5]
+
+
 def test_momentum_of_another_model_is_refused(policy: Policy, tmp_path: Path) -> None:
     source = build_optimizer(IVONConfig(), NoiseConfig(), policy.model, seed=0)
     save_checkpoint(tmp_path, policy, source, TrainState())

@@ -107,6 +107,8 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             raise UserError(f"{folder}: holds no {OPTIMIZER_FILE}, so no momentum; set optimizer.load_momentum = false")
         restore_optimizer(folder, optimizer)  # with the step count that debiasing needs
         optimizer.param_groups[0]["skipped_steps"] = 0
+        for group in optimizer.param_groups:
+            group["ess"] = settings.ess
     grown = {kind: ratio for kind, ratio in sigma_growth(optimizer).items() if ratio > LOUD_PRIOR}
     if grown:
         kinds = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in grown.items())
