@@ -340,3 +340,6 @@ def test_settings_must_be_those_of_the_adapters_in_the_folder(base: Path, tmp_pa
     assert load_policy(ModelConfig(path=str(tmp_path), lora=LORA)).has_adapters
     with pytest.raises(UserError, match="model.lora.rank = 8: the adapters in model.path have 4; set it to that"):
         load_policy(ModelConfig(path=str(tmp_path), lora=LoRAConfig(rank=8)))
+    twice = LoRAConfig(rank=4, targets=("q_proj", "v_proj", "q_proj"))
+    adapted(base, twice).save(tmp_path / "twice")
+    assert load_policy(ModelConfig(path=str(tmp_path / "twice"), lora=twice)).has_adapters

@@ -196,7 +196,7 @@ def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
     wanted = {
         "rank": settings.rank,
         "alpha": settings.alpha or float(settings.rank),
-        "targets": sorted(settings.targets),
+        "targets": sorted(set(settings.targets)),
     }
     for name, value in wanted.items():
         settings.check(name, found[name] == value, f"the adapters in model.path have {found[name]}; set it to that")
