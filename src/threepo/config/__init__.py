@@ -310,6 +310,8 @@ class TrainConfig(Settings, table=""):
 
     def _check_noise(self) -> None:
         method, optimizer = self.method, self.optimizer
+        rank, fix = self.engine.vllm.draw_rank, f"must be 0, or that of the draws, noise.rank = {self.noise.rank}"
+        self.check("engine.vllm.draw_rank", rank in (0, self.noise.rank), fix)
         drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
         self.check("noise.unit", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
