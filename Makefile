@@ -20,9 +20,12 @@ TORCH_INDEX ?=
 
 BUILT_FROM := pyproject.toml hatch_build.py $(wildcard src/threepo/*/*.[ch])
 BIN := $(VENV)/bin
-# Most modules of these packages are never imported, and to compile them takes longer than to install them.
-PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
+PIP_INSTALL := -m pip --disable-pip-version-check install --quiet
 INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# The other environments have many modules that are never imported; those that are get compiled at their first import.
+SLIM_INSTALL := $(PIP_INSTALL) --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-ranks test-vllm test-verl test-extras lint bench docs clean
 
@@ -93,14 +96,14 @@ $(VENV)/docs: $(VENV)/dev
 # CPU build does not import. The list is whole.
 $(VENV_VLLM)/vllm: $(BUILT_FROM) requirements-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python $(PIP_INSTALL) --no-deps \
+	$(VENV_VLLM)/bin/python $(SLIM_INSTALL) --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-vllm.txt --editable .
 	touch $@
 
 # Without dependencies: verl's bring CUDA builds of torch. The list is whole.
 $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 	$(PYTHON) -m venv $(VENV_VERL)
-	$(VENV_VERL)/bin/python $(PIP_INSTALL) --no-deps \
+	$(VENV_VERL)/bin/python $(SLIM_INSTALL) --no-deps \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement requirements-verl.txt --editable .
 	touch $@
 
@@ -108,7 +111,7 @@ $(VENV_VERL)/verl: $(BUILT_FROM) requirements-verl.txt
 $(VENV_EXTRAS)/extras: $(BUILT_FROM) constraints.txt
 	$(PYTHON) -m venv $(VENV_EXTRAS)
 	sed '/^pillow==/d' constraints.txt > $(VENV_EXTRAS)/constraints.txt
-	$(VENV_EXTRAS)/bin/python $(PIP_INSTALL) \
+	$(VENV_EXTRAS)/bin/python $(SLIM_INSTALL) \
 	  --constraint $(VENV_EXTRAS)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  --editable '.[lora,tensorboard,wandb,trackio,mlflow,verifiers]' pytest hypothesis
 	touch $@
