@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -314,10 +315,16 @@ def ranks_of(process: Any) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def is_running(process: int) -> bool:
-    """Whether it has not ended; one whose parent does not ask how it ended has."""
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+def have_ended(processes: list[int]) -> bool:
+    """Whether all have; one whose parent does not ask how it ended has. It closes its files a moment before it ends."""
+    running = [Path(f"/proc/{process}/stat") for process in processes]
+    for _ in range(100):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            running = [s for s in running if s.exists() and s.read_text().rpartition(")")[2].split()[0] != "Z"]
+        if not running:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -335,7 +342,7 @@ def test_a_stopped_rank_ends_all_when_its_time_is_over(rank: int, folder: Path) 
     assert "another rank has ended, or does not answer within parallel.timeout_s" in said
     assert said.count("Traceback") == 1, "that of torchrun"
     assert checkpoints(run)
-    assert not any(map(is_running, children))
+    assert have_ended(children)
 
 
 @pytest.mark.parametrize("where", ["reward", "start", "recipe"])
@@ -411,7 +418,7 @@ def test_a_signal_stops_all_with_a_checkpoint(receiver: str, folder: Path) -> No
     _, said = ended(process)
     assert f"continue with --resume {run}" in said
     assert checkpoints(run)[-1][0] == len(read_metrics(run))
-    assert not any(map(is_running, children))
+    assert have_ended(children)
 
 
 def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
@@ -438,7 +445,7 @@ def test_a_run_survives_kills_at_any_moment(folder: Path) -> None:
             # torchrun may end the other ranks before they have said that one is lost.
             assert "Signal 9 (SIGKILL) received by PID" in said
             assert said.count("Traceback") == 1, "that of torchrun"
-        assert not any(map(is_running, children))
+        assert have_ended(children)
         assert len(read_metrics(run)) > done, victim
         command = ["train", "--resume", str(run)]
     steps = checkpoints(run)[-1][0] + 2
