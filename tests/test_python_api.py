@@ -238,6 +238,8 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert not Path("refused").exists()
     with pytest.raises(UserError, match="model is missing"):
         threepo.evaluate(None, HELDOUT, closure(), folder="refused")
+    with pytest.raises(UserError, match="samples = 4: is no argument"):
+        run.evaluate(HELDOUT, closure(), folder="refused", samples=4)
     with pytest.raises(UserError, match="holds a run already"):
         run.evaluate(HELDOUT, closure(), folder=run.folder)
     given = Path("scores/given/eval.jsonl").read_bytes()
@@ -258,6 +260,7 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"method": "c2po"}, "method.preset = 'c2po': must be one of"),
         ({"optimizer": {"lrr": 1.0}}, "optimizer.lrr; did you mean optimizer.lr"),
         ({"optimiser": {"lr": 1.0}}, "optimiser; did you mean optimizer"),
+        ({"fodler": "run", "folder": ""}, "fodler = 'run': is no argument, nor a table of settings such as run="),
         ({"optimizer.lr": -1}, "optimizer.lr = -1: must be greater than 0"),
         ({"model": "no/such/model"}, "model.path = .*: no such folder"),
         ({"reward": lambda words: words}, "needs the argument 'words'"),

@@ -346,6 +346,10 @@ def _contents(path: Path) -> dict[str, str]:
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Tables and dotted keys as tables; the latter win."""
     tables = {name: value for name, value in settings.items() if "." not in name}
+    for name, value in tables.items():
+        if not isinstance(value, Mapping):
+            fix = "is no argument, nor a table of settings such as run={'steps': 100} (docs/configuration.md)"
+            raise UserError(f"{name} = {value!r}: {fix}")
     return merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
 
 
