@@ -1,5 +1,6 @@
 """Trainers of TRL for tests: a tiny policy, a reward, and completions that do not depend on the weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.integrations.trl import ThreepoTrainer
+from threepo.methods.method import rollout_draws
 from threepo.models.policy import Policy, load_policy
 
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=64)
+WIDE = replace(SHAPE, hidden_size=64)
+"""Of vLLM on a CPU: it has no heads of 16."""
+VLLM = {"kind": "vllm", "vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}}
 PROMPTS, ROLLOUTS, MICRO_BATCHES = 2, 8, 4
 """A step has two prompts with eight completions each."""
 STRAIGHT = {"ess": 1e6, "hess_init": 0.1, "clip_radius": float("inf")}
@@ -81,3 +86,28 @@ class ToldThreepo(Told, ThreepoTrainer):
 
 class ToldTRL(Told, GRPOTrainer):
     """TRL's."""
+
+
+class Checked(ThreepoTrainer):
+    """Compares an engine's log-probs with this rank's: at every draw of a step, in evaluations at the mean."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.own: dict[bool, list[float]] = {True: [], False: []}
+        """Nats, for each draw of a step: the largest difference in a row that it wrote; in training or not."""
+        self.others: list[float] = []
+        """Nats, for each draw and each row that another draw wrote: the largest difference."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        training = self.model.training
+        tokens, told = batch["completion_mask"].bool(), batch["sampling_per_token_logps"]
+        draws = rollout_draws(self.method, self.args.seed, self.state.global_step) if training else [None]
+        wrote = batch["draw"] if training else torch.zeros(len(tokens), dtype=torch.long)
+        for index, draw in enumerate(draws):
+            with self.policy_optimizer.at(draw):
+                scored = self._score(batch, torch.ones(len(tokens), dtype=torch.bool))
+            gaps = ((scored - told).abs() * tokens).amax(dim=1)
+            self.own[training].append(float(gaps[wrote == index].max()))
+            self.others.extend(gaps[wrote != index].tolist())
+        return batch

@@ -1,6 +1,7 @@
 """What torchrun runs for test_trl_on_ranks.py: two steps of some methods, most with completions from a table.
 
-trl_program.py FOLDER [fsdp2]: writes what each run ended with.
+trl_program.py FOLDER [ddp | fsdp2]: writes what each run ended with.
+trl_program.py FOLDER (ddp | fsdp2) vllm: with a vLLM for each rank, whose log-probs each rank compares with its own.
 """
 
 import faulthandler
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 
-from trl_models import MICRO_BATCHES, NOISY, PROMPTS, ROLLOUTS, ToldThreepo, make
+from trl_models import MICRO_BATCHES, NOISY, PROMPTS, ROLLOUTS, VLLM, WIDE, Checked, ToldThreepo, make
 
 import threepo
 from threepo.config import Method
@@ -46,12 +47,23 @@ def with_fsdp(self: Any, *arguments: Any, fsdp_plugin: Any = None, **more: Any) 
         state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def trained(folder: Path, method: Method, resume: Path | None = None, told: bool = True, **more: Any) -> dict[str, Any]:
-    """What a trainer ends with: weights and IVON's state, whole, and the log."""
+def ended(kind: type[ThreepoTrainer], folder: Path, method: Method, resume: Path | None = None, **more: Any) -> Any:
+    """A trainer after its two steps."""
     rows = PROMPTS * ROLLOUTS // MICRO_BATCHES // int(os.environ.get("WORLD_SIZE", "1"))
     settings = {"per_device_train_batch_size": rows, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, **more}
-    trainer = make(ToldThreepo if told else ThreepoTrainer, folder, method=method, ivon=NOISY, **settings)
+    trainer = make(kind, folder, method=method, ivon=NOISY, **settings)
     trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+def sharded(trainer: Any) -> bool:
+    """Whether FSDP2 has the parameters."""
+    return isinstance(next(trainer.model.parameters()), DTensor)
+
+
+def trained(folder: Path, method: Method, resume: Path | None = None, told: bool = True, **more: Any) -> dict[str, Any]:
+    """What a trainer ends with: weights and IVON's state, whole, and the log."""
+    trainer = ended(ToldThreepo if told else ThreepoTrainer, folder, method, resume, **more)
     optimizer = trainer.policy_optimizer
     tensors = {
         f"{what}/{name}": whole(value.detach())
@@ -61,17 +73,28 @@ def trained(folder: Path, method: Method, resume: Path | None = None, told: bool
     return {
         "tensors": tensors,
         "log": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "sharded": isinstance(next(trainer.model.parameters()), DTensor),
+        "sharded": sharded(trainer),
         "stale states": len(optimizer.state) - len(optimizer.named()),
     }
+
+
+def checked(folder: Path, **more: Any) -> None:
+    """Write what this rank's comparisons with vLLM's log-probs were."""
+    with patch("trl_models.SHAPE", WIDE):
+        trainer = ended(Checked, folder, threepo.C3PO, engine=VLLM, **more)
+    found = {"own": trainer.own[True], "others": trainer.others, "sharded": sharded(trainer)}
+    torch.save(found, folder / f"checked-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
-    folder, sharded = Path(sys.argv[1]), sys.argv[2:] == ["fsdp2"]
-    more = FSDP2 if sharded else {}
-    with patch.object(state.AcceleratorState, "__init__", with_fsdp if sharded else MADE):
+    folder, (how, *engine) = Path(sys.argv[1]), sys.argv[2:] or ["ddp"]
+    more = FSDP2 if how == "fsdp2" else {}
+    with patch.object(state.AcceleratorState, "__init__", with_fsdp if more else MADE):
+        if engine:
+            checked(folder, **more)
+            sys.exit()
         found = {
             "c3po": trained(folder, threepo.C3PO, **more),
             "m3po": trained(folder / "m3po", threepo.M3PO, **more),

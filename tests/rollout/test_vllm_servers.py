@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+import threepo
 from ranks.launch import launch
 from rollout.asked import requests_for, trainer_logprobs
 from rollout.test_vllm import gone, tiny
@@ -292,6 +293,24 @@ def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp
         assert one["tokens"] == other["tokens"]
         assert one["behaviour_logprob_sum"] == pytest.approx(other["behaviour_logprob_sum"], abs=1e-4)
     assert len(rows_of(tmp_path / "ranked", 1)) == 32
+
+
+def test_servers_write_for_trls_trainer(
+    servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each serves two draws, told by address alone."""
+    pytest.importorskip("trl")
+    from integrations import trl_models
+
+    monkeypatch.setattr(trl_models, "new_policy", lambda: tiny("tiny-qwen2", tied=True))
+    own = {"servers": tuple(server.url for server in servers), "weights_folder": str(tmp_path / "weights")}
+    engine = {"kind": "vllm", "vllm": own}
+    settings = {"method": threepo.C3PO, "ivon": trl_models.NOISY, "max_steps": 2}
+    trainer = trl_models.make(trl_models.Checked, tmp_path, engine=engine, **settings)
+    trainer.train()
+    assert len(trainer.own[True]) == 2 * 4
+    assert max(trainer.own[True]) < 1e-4
+    assert min(trainer.others) > 1e-2
 
 
 def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
