@@ -232,7 +232,7 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert before["average"] != {}
     with pytest.raises(UserError, match="folder is missing: objects are written into it"):
         run.evaluate(HELDOUT, closure())
-    for data, said in ((HELDOUT, "no name can import"), ([], "is empty")):
+    for data, said in ((HELDOUT, "no name can import"), ([], "has no rows")):
         with pytest.raises(UserError, match=said):
             run.evaluate(data, folder="refused")
         assert not Path("refused").exists()
@@ -254,6 +254,11 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ({"folder": ""}, "folder is missing: objects are written into it"),
         ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
+        ({"folder": 3}, "folder = 3: must be a path, such as folder='runs/first'"),
+        ({"model": None}, "model is missing: give it as an argument, or name a recipe"),
+        ({"data": None}, "data is missing: give it as an argument"),
+        ({"data": []}, "data.train = list: has no rows"),
+        ({"heldout": datasets.Dataset.from_list([])}, "data.eval = Dataset: has no rows"),
         ({"data": 3}, "data.train = int: must be a name, rows as dictionaries, or a Dataset"),
         ({"data": [{"prompt": object()}]}, "data.train: a row cannot be written as JSON"),
         ({"reward": 3}, "reward = 3: must be a name"),

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +50,7 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = _path("folder", folder).absolute()
         refuse_no_run(self.folder)
 
     def __repr__(self) -> str:
@@ -157,7 +157,11 @@ def train(
     tables |= {"run": {"folder": str(folder)}} if folder else {}
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
-    config = load(TrainConfig, str(recipe), merge(tables, table))
+    tables = merge(tables, table)
+    for argument, key in (("model", "path"), ("data", "train")):
+        if not recipe and not tables.get(argument, {}).get(key):
+            raise UserError(f"{argument} is missing: give it as an argument, or name a recipe that has it")
+    config = load(TrainConfig, str(recipe), tables)
     if not config.run.folder:
         raise UserError("folder is missing: name the folder of the run, such as folder='runs/first'")
     with ExitStack() as opened:
@@ -191,7 +195,7 @@ def evaluate(
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)))
-    output = Path(folder).expanduser() if folder else default_folder(config)
+    output = _path("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
         if function:
             opened.enter_context(given(name, function))
@@ -250,7 +254,7 @@ class _Objects:
 
     def __init__(self, home: str | Path) -> None:
         """`home`: the folder of the run; empty where none is named, which is refused once there is an object."""
-        self._home = home and Path(home).expanduser().absolute()
+        self._home = home and _path("folder", home).absolute()
         self._writes: dict[Path, Callable[[Path], object]] = {}
         """What writes each of them."""
 
@@ -278,6 +282,8 @@ class _Objects:
     def _source(self, key: str, data: Any) -> str:
         if isinstance(data, str | Path):
             return str(data)
+        if isinstance(data, Sized) and not len(data):
+            raise UserError(f"data.{key} = {type(data).__name__}: has no rows; give some, or leave it out")
         if hasattr(data, "to_parquet"):
             return self._add(f"{key}.parquet", data.to_parquet)
         if not isinstance(data, Iterable) or isinstance(data, Mapping):
@@ -335,6 +341,12 @@ class _Objects:
                 shutil.rmtree(path.parent, ignore_errors=True)
                 with suppress(OSError):  # something else is in it
                     path.parents[1].rmdir()
+
+
+def _path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | Path):
+        raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
+    return Path(value).expanduser()
 
 
 def _contents(path: Path) -> dict[str, str]:

@@ -216,7 +216,7 @@ def load_evaluation(
     if not data.get("train"):
         missing = "benchmarks.names" if table.get("benchmarks") else "data.eval"
         if not data.get("eval"):
-            raise UserError(f"{missing} is missing: name --benchmarks, held-out problems, or a task in data.train")
+            raise UserError(f"{missing} is missing: name held-out problems, benchmarks, or a task in data.train")
         table["data"] = {**data, "train": data["eval"]}
     return build(EvaluationConfig, table)
 
