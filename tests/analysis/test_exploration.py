@@ -286,6 +286,7 @@ def test_files_that_trl_wrote() -> None:
     ("change", "message"),
     [
         ({"step": None}, r"step of row 0 is None; it must be a whole number"),
+        ({"step": 1.5}, r"step of row 0 is 1.5; it must be a whole number"),
         ({"correct": 0.5}, r"correct of row 0 is 0.5; say from where on it is right with --right-above"),
         ({"correct": None}, r"correct of row 0 is None; it must be a number"),
         ({"correct": ...}, r"has no column correct or acc, but step, .*; rename"),
@@ -302,6 +303,12 @@ def test_what_cannot_be_read_is_said(change: dict[str, Any], message: str, tmp_p
 def test_files_that_are_none_are_said(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"step": 1\n')
     with pytest.raises(UserError, match="bad.jsonl: cannot be read as JSON lines"):
+        read_completions(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text("[1, 2]\n")
+    with pytest.raises(UserError, match="bad.jsonl: cannot be read as JSON lines"):
+        read_completions(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text("")
+    with pytest.raises(UserError, match="bad.jsonl: is empty; remove it"):
         read_completions(tmp_path / "bad.jsonl")
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(UserError, match="bad.parquet: cannot be read as parquet"):

@@ -15,6 +15,7 @@ from playwright.sync_api import expect, sync_playwright
 from threepo.analysis.page import PAGE, _steps, write_page
 from threepo.analysis.report import read_runs
 from threepo.cli import main
+from threepo.errors import UserError
 from threepo.run_folder import write_parquet
 
 CHROMIUM = shutil.which("chromium")
@@ -144,6 +145,15 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["report", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_damaged_completions_are_named(tmp_path: Path) -> None:
+    folders = two_runs(tmp_path)
+    file = folders[1] / "completions" / "step-000001.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    runs = read_runs(folders)
+    with pytest.raises(UserError, match=f"{file.name}.*remove the damaged file"):
+        write_page(runs, runs[0], tmp_path / "out")
 
 
 def test_of_long_runs_evenly_chosen_steps_are_kept(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_sign_flips_by_hand_and_against_scipy() -> None:
     assert sign_flip_p(DIFFERENCES) == pytest.approx(exact.pvalue)
 
 
+def test_differences_that_rounding_alone_tells_apart_are_one_value() -> None:
+    """0.3 - 0.2 and 0.1 differ in their last bits: their spread gives neither a BCa interval nor what n finds."""
+    differences = [0.1, 0.3 - 0.2, 0.4 - 0.3, 0.1, 0.1]
+    assert len(set(differences)) > 1
+    found = compare([differences])[0]
+    assert (found.bootstrap_low, found.bootstrap_high) == (0.1, 0.1)
+    assert found.p == 2 / 2**5
+    assert found.detectable is None
+
+
 def test_sign_flips_of_many_seeds_are_drawn_and_never_zero() -> None:
     d = np.random.default_rng(0).normal(0.5, 1.0, 20)
     drawn = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=50_000, rng=1).pvalue

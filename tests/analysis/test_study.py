@@ -374,6 +374,15 @@ def test_a_metric_that_is_not_logged_is_refused(tmp_path: Path) -> None:
         choose(study, study.cells[0])
 
 
+def test_a_finished_run_that_has_lost_its_metrics_is_named(tmp_path: Path) -> None:
+    study = fabricated(tmp_path)
+    for runs in study.tuning(study.cells[0]):
+        write_run(runs[0], 0.5, [0.5] * 8)
+        (runs[0].folder / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="after the last step of tuning/grpo/point-0/seed-100; it has no metrics"):
+        choose(study, study.cells[0])
+
+
 def test_a_curve_that_is_not_logged_is_refused_when_the_first_run_ends(tmp_path: Path) -> None:
     # The process of a run is this shell command: it ends as the run would have.
     launcher = json.dumps(["sh", "-c", f"mv {tmp_path}/summary.json {tmp_path}/study/tuning/grpo/point-0/seed-100"])

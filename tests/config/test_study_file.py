@@ -149,6 +149,11 @@ def test_methods_may_be_tuned_in_one_variant_for_all(tmp_path: Path) -> None:
             "model.path = 'tiny-qwen2' there, 'tiny",
         ),
         ("smoothing = 2", "smoothing = 3", "study.smoothing = 3: must be half of run.steps = 4 at most"),
+        (
+            "smoothing = 2",
+            'smoothing = 2\ncurve = "eval/pass_at_1"',
+            "study.smoothing = 2: must be half of the 3 evaluations of methods.grpo at most",
+        ),
         ("smoothing = 2", 'target = "best"', "study.target = 'best': must be a number, or 'baseline'"),
         ("smoothing = 2", "smooth = 2", "did you mean study.smoothing"),
         ("[methods.c3po]", "[methods.c3po]\nrecipee = ''", "did you mean methods.c3po.recipe"),

@@ -110,6 +110,8 @@ def _files(path: Path) -> Iterator[tuple[Path, str]]:
 def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Table:
     """What is read of a file, by our names; `right` is always among them."""
     columns = _columns(file)
+    if not columns:
+        raise UserError(f"{file}: is empty; remove it, or write the step's completions again")
     wanted = {name: next((c for c in names if c in columns), "") for name, names in NAMES.items()}
     wanted |= {name: name for name in DRAW if name in columns}
     if verdict or not wanted["correct"]:
@@ -133,7 +135,7 @@ def _columns(file: Path) -> dict[str, Any]:
             return dict(zip(found.column_names, found.columns, strict=True))
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
-    except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException) as error:
         kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"
         raise UserError(
             f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file"
@@ -146,9 +148,12 @@ def _values(column: Any) -> Sequence[Any]:
 
 def _step(file: Path, table: Table, row: int) -> int:
     try:
-        return int(table["step"][row])
+        step = float(table["step"][row])
     except (TypeError, ValueError):
-        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number") from None
+        step = math.nan
+    if not step.is_integer():
+        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number")
+    return int(step)
 
 
 def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:

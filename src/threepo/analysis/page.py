@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
@@ -140,7 +141,10 @@ def _cells(table: Table) -> dict[str, Any]:
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:
     """The files of completions that go into the page, the last step among them, and how many there are."""
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
-    counts = [pyarrow.parquet.read_table(file, columns=["num_tokens"])["num_tokens"] for file in files]
+    try:
+        counts = [pyarrow.parquet.read_table(file, columns=["num_tokens"])["num_tokens"] for file in files]
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{run}: completions cannot be read ({error}); remove the damaged file") from error
     size = sum(4 * sum(column.to_pylist()) + 200 * len(column) for column in counts)  # English has 4 letters a token
     return files[::-1][:: max(1, -(-size // most))][::-1], len(files)
 

@@ -41,11 +41,16 @@ def t_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, se, mean - half, mean + half)
 
 
+def _all_equal(values: Sequence[float]) -> bool:
+    """Whether values differ by rounding at most, so that their spread says nothing."""
+    return bool(np.ptp(values) <= 1e-12 * np.max(np.abs(values)))
+
+
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """BCa bootstrap interval of the mean of n values, 95 %; None for fewer than five, which say too little of it."""
     if len(values) < FEWEST_RESAMPLED:
         return None
-    if np.ptp(values) == 0:
+    if _all_equal(values):
         return values[0], values[0]
     found = stats.bootstrap(
         (values,), np.mean, n_resamples=RESAMPLES, confidence_level=LEVEL, rng=np.random.default_rng(0)
@@ -72,7 +77,7 @@ def paired_p(differences: Sequence[float]) -> float:
     """Two-sided p of the paired t-test; where d is the same for all seeds, t has no scale, and the signs decide."""
     if len(differences) < 2:
         return 1.0
-    if np.ptp(differences) <= 1e-12 * np.max(np.abs(differences)):
+    if _all_equal(differences):
         return sign_flip_p(differences)
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
@@ -146,6 +151,7 @@ def compare(families: Sequence[Sequence[float]]) -> list[Comparison]:
 
 def _comparison(d: Sequence[float], adjusted: float, flips_adjusted: float, level: float) -> Comparison:
     t, (bootstrap_low, bootstrap_high) = t_interval(d), bootstrap_interval(d) or (None, None)
+    deviation = 0.0 if _all_equal(d) else (t.se or 0.0) * math.sqrt(len(d))
     return Comparison(
         n=len(d),
         difference=t.mean,
@@ -157,7 +163,7 @@ def _comparison(d: Sequence[float], adjusted: float, flips_adjusted: float, leve
         p_adjusted=adjusted,
         p_sign_flip=sign_flip_p(d),
         p_sign_flip_adjusted=flips_adjusted,
-        detectable=detectable((t.se or 0.0) * math.sqrt(len(d)), len(d), level),
+        detectable=detectable(deviation, len(d), level),
     )
 
 

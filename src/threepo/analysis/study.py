@@ -68,9 +68,10 @@ def outcome(study: Study, run: StudyRun) -> Outcome:
 def final(study: Study, run: StudyRun) -> float | None:
     """The metric of a finished run after its last step; None if it is no number."""
     rows, metric = read_metrics(run.folder), study.tables.study.metric
-    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(rows[-1]))}"
-    require(metric in rows[-1], "study.metric", metric, fix)
-    return rows[-1][metric]  # type: ignore[no-any-return]
+    last = rows[-1] if rows else {}
+    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
+    require(metric in last, "study.metric", metric, fix)
+    return last[metric]  # type: ignore[no-any-return]
 
 
 def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]:

@@ -311,8 +311,11 @@ class Study:
             config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
         for run in runs:
             config = run.config()
-            most = f"must be half of run.steps = {config.run.steps} at most"
-            study.check("smoothing", 2 * study.smoothing <= config.run.steps or study.curve.startswith("eval/"), most)
+            count, name = config.run.steps, f"run.steps = {config.run.steps}"
+            if study.curve.startswith("eval/"):  # before training, every so many steps, and after the last
+                count = -(-count // config.eval.every) + 1 if config.eval.every else 0
+                name = f"the {count} evaluations of methods.{cell.method}"
+            study.check("smoothing", 2 * study.smoothing <= count, f"must be half of {name} at most")
             found: dict[str, Any] = {key: to_dict(getattr(config, key)) for key in ("data", "reward", "model", "eval")}
             yield found | {"model": {key: found["model"][key] for key in _POLICY}, "eval": found["eval"] | {"every": 0}}
 
