@@ -350,7 +350,8 @@ def test_a_recipe_trains_with_an_environment_resumes_and_notices_a_change(instal
     assert shown.endswith(f"--- answer {'-' * 69}\n3\n")
 
     del sys.modules[name.removeprefix("verifiers:")]
-    install(WORD_SUMS.replace("answer=first + 1", "answer=first + 2"))
+    # Of another length: Python takes a text of the same second and the same length for the one that it has compiled.
+    install(WORD_SUMS.replace("answer=first + 1", "answer=first + 20"))
     importlib.invalidate_caches()
     assert main(["train", "--resume", str(halves), "run.steps=3"]) == 2
     assert f"the problems of {name}(split='train') have changed since the run began" in capsys.readouterr().err
