@@ -1,4 +1,4 @@
-"""threepo.train, threepo.evaluate and threepo.Run: the same as the command line, with objects of Python."""
+"""threepo.train, fine_tune, evaluate and Run: the same as the command line, with objects of Python."""
 
 import json
 import shutil
@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import threepo
+from chats import ENDLESS
 from runs import RLVR, outcome
 from threepo.cli import main
 from threepo.config import Method, ModelConfig, TinyConfig
@@ -24,6 +26,9 @@ from threepo.run_folder import CONFIG, SUMMARY, checkpoints
 
 ROWS = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(8)]
 HELDOUT = [{"prompt": f"{n}: ", "answer": str(n)} for n in range(10, 13)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(6)
+]
 SMALL: dict[str, Any] = {
     "data.prompts_per_step": 4,
     "method.rollouts_per_prompt": 4,
@@ -74,6 +79,48 @@ def test_it_is_the_command_line_bit_for_bit(tmp_path: Path) -> None:
     for config in recorded.values():
         del config["run"]["folder"]
     assert recorded["shell"] == recorded["python"]
+
+
+def test_a_warm_start_is_that_of_the_command_line_and_c3po_starts_from_it(
+    model: str, policy: Policy, tmp_path: Path
+) -> None:
+    for part, rows in (("chats", CHATS[2:]), ("held", CHATS[:2])):
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "chat.jinja").write_text(ENDLESS.replace("\\n", "<|endoftext|>"))
+    shared = {"batch_size": 2, "chat_template": str(tmp_path / "chat.jinja"), "eval_every": 2}
+    texts = [f"conversations.{name}={value}" for name, value in shared.items()]
+    texts += [f"conversations.source={tmp_path / 'chats.jsonl'}", f"conversations.eval={tmp_path / 'held.jsonl'}"]
+    texts += [f"model.path={model}", "run.steps=4", "run.threads=1", f"run.folder={tmp_path / 'shell'}"]
+    seen: list[Mapping[str, Any]] = []
+
+    def stop(row: Mapping[str, Any]) -> bool:
+        seen.append(row)
+        return row["step"] == 2
+
+    assert main(["sft", *texts]) == 0
+    start = threepo.fine_tune(
+        AutoModelForCausalLM.from_pretrained(model),
+        CHATS[2:],
+        heldout=datasets.Dataset.from_list(CHATS[:2]),
+        tokenizer=policy.tokenizer,
+        folder=tmp_path / "before",
+        callbacks=[stop],
+        conversations=shared,
+        run={"steps": 4, "threads": 1},
+    )
+    assert start.summary["steps"] == 3
+    assert [row["step"] for row in seen if "sft/loss" in row] == [0, 1, 2]
+    start.folder.rename(tmp_path / "after")
+    start = threepo.fine_tune(resume=tmp_path / "after")
+    assert outcome(start.folder) == outcome(tmp_path / "shell")
+    with pytest.raises(UserError, match=r"is a run of `threepo.fine_tune`; resume it with that function"):
+        threepo.train(resume=start)
+
+    prior = {"optimizer.load_hessian": start.folder, "run.steps": 1}
+    run = threepo.train(start, ROWS, by_name, threepo.C3PO, folder=tmp_path / "run", **SMALL, **prior)
+    assert run.posterior().step == 1
+    with pytest.raises(UserError, match=r"is a run of `threepo.train`; resume it with that function"):
+        threepo.fine_tune(resume=run)
 
 
 @pytest.mark.parametrize("method", [threepo.C3PO, "c3po", {"preset": "c3po"}])
@@ -285,6 +332,33 @@ def test_mistakes_are_one_line_and_leave_nothing(
         threepo.train(**given | arguments)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"data": None}, "data is missing: give it as an argument"),
+        ({"data": []}, "conversations.source = list: has no rows"),
+        ({"heldout": 3}, "conversations.eval = int: must be a name"),
+        ({"model": None}, "model is missing"),
+        ({"folder": ""}, "folder is missing: objects are written into it"),
+        ({"demonstrations": {"tasks": ["sorting"]}}, "both given; set one of the two"),
+        ({"method": "c3po"}, "method = 'c3po': is no argument"),
+        ({}, "the tokenizer has no chat template; set model.tokenizer to one that has"),
+    ],
+)
+def test_mistakes_of_a_warm_start_are_one_line(
+    arguments: dict[str, Any], said: str, model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        threepo.fine_tune(**{"model": model, "data": CHATS, "folder": tmp_path / "run"} | arguments)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_demonstrations_of_a_task_need_no_data(tmp_path: Path) -> None:
+    settings = {"demonstrations": {"tasks": ["sorting"], "batch_size": 2}, "run.steps": 1}
+    assert threepo.fine_tune("tiny-qwen2", folder=tmp_path / "run", **settings).summary["steps"] == 1
 
 
 def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp_path: Path) -> None:

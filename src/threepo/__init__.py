@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON, Advantage, Correction, Method
     from threepo.errors import UserError
     from threepo.evaluation.scores import pass_at_k
-    from threepo.library import Run, evaluate, train
+    from threepo.library import Run, evaluate, fine_tune, train
     from threepo.posterior.gaussian import Posterior
     from threepo.posterior.ivon import IVON
     from threepo.types import Draw, Problem, Verdict
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = ["B3PO", "C3PO", "C3PO_REPLAY", "GRPO", "M3PO", "THOMPSON", "Advantage", "Correction", "Method"]
-__all__ += ["IVON", "Draw", "Posterior", "Problem", "Run", "UserError", "Verdict", "evaluate", "pass_at_k", "train"]
+__all__ += ["IVON", "Draw", "Posterior", "Problem", "Run", "UserError", "Verdict"]
+__all__ += ["evaluate", "fine_tune", "pass_at_k", "train"]
 
 _ELSEWHERE = {
     "IVON": "posterior.ivon",
     "Posterior": "posterior.gaussian",
     "UserError": "errors",
     "pass_at_k": "evaluation.scores",
-    **dict.fromkeys(("Run", "evaluate", "train"), "library"),
+    **dict.fromkeys(("Run", "evaluate", "fine_tune", "train"), "library"),
     **dict.fromkeys(("Draw", "Problem", "Verdict"), "types"),
 }
 """The modules of the names that are not in config.method."""

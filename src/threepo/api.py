@@ -61,17 +61,17 @@ def reopen(path: Path, config: Config, steps: int | None, ranks: Ranks = ALONE) 
     return ranks.gather(config)[0], folder
 
 
-def fine_tune(config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE) -> Path:
+def fine_tune(
+    config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE, callbacks: Sequence[Follower] = ()
+) -> Path:
     """Fine-tune to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
     run = sft.assemble(config, resumed, ranks)
     with run.folder:
-        return _finish(run, sft.fine_tune, began, resumed is not None)
+        return _finish(run, sft.fine_tune, began, resumed is not None, callbacks)
 
 
-def _finish(
-    run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower] = ()
-) -> Path:
+def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower]) -> Path:
     path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
     earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
     began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)

@@ -1,6 +1,7 @@
 """threepo from Python: train with Hugging Face objects and plain functions, and look into runs (docs/python.md).
 
-    run = threepo.train("Qwen/Qwen2.5-0.5B", rows, reward, threepo.C3PO, folder="runs/first", run={"steps": 100})
+    start = threepo.fine_tune("Qwen/Qwen2.5-0.5B", chats, folder="runs/start", run={"steps": 100})
+    run = threepo.train(start, rows, reward, threepo.C3PO, folder="runs/first", run={"steps": 100})
     run.metrics.plot("step", "reward/mean")
 
 It is the loop of the command line, and what it leaves is a run folder like any other. Objects are written into that
@@ -12,14 +13,14 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from threepo.config import Method, TrainConfig
+from threepo.config import Method, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
-from threepo.config.recipes import load, load_evaluation, merge, nested
+from threepo.config.recipes import Table, load, load_evaluation, merge, nested
 from threepo.config.records import build, to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import atomic_file, atomic_folder, read_json
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run of `threepo.train`, `threepo train` or `threepo sft`, read from its folder."""
+    """A run of `threepo.train`, `threepo.fine_tune` or their commands, read from its folder."""
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
@@ -140,34 +141,53 @@ def train(
     `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
     returns. `resume`: a run to go on with; besides, only `callbacks`, `reward` and `run={"steps": ...}` are read.
     """
+    name, function = _reward(reward)
     if resume is not None:
         others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
-        return _resume(
-            resume if isinstance(resume, Run) else Run(resume),
-            reward,
-            callbacks,
-            settings,
-            any(other is not None for other in others),
-        )
-    table = _settings(settings)
-    folder = folder or table.get("run", {}).get("folder", "")
+        run, steps = _resumed(resume, settings, others, TrainConfig)
+        was = run.config["reward"]["function"]
+        known = was.startswith(f"{FROM_PYTHON}:")
+        if name and not known and name != was:
+            raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
+        with given(was, reward) if known and callable(reward) else nullcontext():
+            return _run(build(TrainConfig, run.config), callbacks, _Objects(""), run.folder, steps)
+    settings, folder = _settings(settings, folder)
     objects = _Objects(folder)
-    name, function = _reward(reward)
-    tables = objects.tables(model, tokenizer, {"train": data, "eval": heldout})
-    tables |= {"run": {"folder": str(folder)}} if folder else {}
+    tables = objects.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
-    tables = merge(tables, table)
-    for argument, key in (("model", "path"), ("data", "train")):
-        if not recipe and not tables.get(argument, {}).get(key):
-            raise UserError(f"{argument} is missing: give it as an argument, or name a recipe that has it")
-    config = load(TrainConfig, str(recipe), tables)
-    if not config.run.folder:
-        raise UserError("folder is missing: name the folder of the run, such as folder='runs/first'")
-    with ExitStack() as opened:
-        if function:
-            opened.enter_context(given(name, function))
+    config = _config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
+    with given(name, function) if function else nullcontext():
         return _run(config, callbacks, objects)
+
+
+def fine_tune(
+    model: Any = None,
+    data: Any = None,
+    *,
+    heldout: Any = None,
+    tokenizer: Any = None,
+    recipe: str | Path = "",
+    folder: str | Path = "",
+    resume: str | Path | Run | None = None,
+    callbacks: Sequence[Callable[[Mapping[str, Any]], object]] = (),
+    **settings: Any,
+) -> Run:
+    """Warm start by imitating texts, in which IVON learns a posterior, as `threepo sft` does. Returns the run.
+
+    `data`, and `heldout` to measure the loss on: conversations, given as the problems of `train` are given, with the
+    columns of docs/sft.md. All other arguments are those of `train`; of a run to `resume`, only `callbacks` and
+    `run={"steps": ...}` are read besides.
+    """
+    if resume is not None:
+        others = (model, data, heldout, tokenizer, recipe or None, folder or None)
+        run, steps = _resumed(resume, settings, others, SFTConfig)
+        return _run(build(SFTConfig, run.config), callbacks, _Objects(""), run.folder, steps)
+    settings, folder = _settings(settings, folder)
+    objects = _Objects(folder)
+    tables = merge(objects.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
+    needed = {} if "demonstrations" in tables else {"data": ("conversations", "source")}
+    return _run(_config(SFTConfig, recipe, tables, needed), callbacks, objects)
 
 
 def evaluate(
@@ -189,12 +209,12 @@ def evaluate(
 
     objects = _Objects(folder)
     name, function = _reward(reward)
-    tables = objects.tables(model, tokenizer, {"eval": data})
+    tables = objects.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
     path = tables.get("model", {}).pop("path", "")
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
-    config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)))
+    config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = _path("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
         if function:
@@ -204,25 +224,33 @@ def evaluate(
         return api.evaluate(config, output, ranks=ranks)
 
 
-def _resume(run: Run, reward: Any, callbacks: Sequence[Any], settings: Mapping[str, Any], others: bool) -> Run:
-    table, path, recorded = _settings(settings), run.folder, run.config
-    if others or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
+def _config(record: Any, recipe: str | Path, tables: Table, needed: Mapping[str, tuple[str, str]]) -> Any:
+    """The configuration of a new run; `needed`: where the arguments go that only a recipe can replace."""
+    for argument, (table, key) in {"model": ("model", "path"), **needed}.items():
+        if not recipe and not tables.get(table, {}).get(key):
+            raise UserError(f"{argument} is missing: give it as an argument, or name a recipe that has it")
+    config = load(record, str(recipe), tables)
+    if not config.run.folder:
+        raise UserError("folder is missing: name the folder of the run, such as folder='runs/first'")
+    return config
+
+
+def _resumed(
+    resume: str | Path | Run, settings: Mapping[str, Any], others: Iterable[Any], record: type
+) -> tuple[Run, int | None]:
+    """The run to go on with, and the length that it gets; None: its own."""
+    run, table = resume if isinstance(resume, Run) else Run(resume), _settings(settings)[0]
+    if any(other is not None for other in others) or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
         raise UserError("resume takes reward, callbacks and run={'steps': ...}; all else is the run's own")
-    if "method" not in recorded:
-        raise UserError(f"resume = '{path}': is a run of `threepo sft`; resume it with that command")
-    name, _ = _reward(reward)
-    was = recorded["reward"]["function"]
-    known = was.startswith(f"{FROM_PYTHON}:")
-    if name and not known and name != was:
-        raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
-    with ExitStack() as opened:
-        if known and callable(reward):
-            opened.enter_context(given(was, reward))
-        return _run(build(TrainConfig, recorded), callbacks, _Objects(""), path, table.get("run", {}).get("steps"))
+    trained = "method" in run.config
+    if trained != (record is TrainConfig):
+        made_by = "train" if trained else "fine_tune"
+        raise UserError(f"resume = '{run.folder}': is a run of `threepo.{made_by}`; resume it with that function")
+    return run, table.get("run", {}).get("steps")
 
 
 def _run(
-    config: TrainConfig,
+    config: Any,
     callbacks: Sequence[Any],
     objects: "_Objects",
     resume: Path | None = None,
@@ -240,9 +268,10 @@ def _run(
             with ranks.together():
                 if ranks.first:
                     refuse_taken(path, config)
+        loop: Any = api.train if isinstance(config, TrainConfig) else api.fine_tune
         try:
             with objects.written(ranks):
-                api.train(config, opened, ranks, callbacks)
+                loop(config, opened, ranks, callbacks)
         except Interrupted as stop:
             if stop.signal_number != CALLBACK:
                 raise
@@ -258,8 +287,8 @@ class _Objects:
         self._writes: dict[Path, Callable[[Path], object]] = {}
         """What writes each of them."""
 
-    def tables(self, model: Any, tokenizer: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The tables [model] and [data] of a recipe that read the objects."""
+    def tables(self, model: Any, tokenizer: Any, table: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The tables of a recipe that read the objects: [model], and `table` with the settings that `data` names."""
         paths: dict[str, Any] = {}
         if isinstance(model, Mapping):
             paths |= model
@@ -269,8 +298,8 @@ class _Objects:
             paths["tokenizer"] = self._pretrained("tokenizer", tokenizer)
         elif hasattr(model, "save_pretrained"):
             raise UserError("tokenizer is missing: a model object needs tokenizer=, as AutoTokenizer makes it")
-        sources = {key: self._source(key, value) for key, value in data.items() if value is not None}
-        return ({"model": paths} if paths else {}) | ({"data": sources} if sources else {})
+        sources = {key: self._source(f"{table}.{key}", value) for key, value in data.items() if value is not None}
+        return ({"model": paths} if paths else {}) | ({table: sources} if sources else {})
 
     def _pretrained(self, name: str, value: Any) -> str:
         if hasattr(value, "save_pretrained"):
@@ -279,20 +308,20 @@ class _Objects:
             return str(value.folder if isinstance(value, Run) else value)
         raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")
 
-    def _source(self, key: str, data: Any) -> str:
+    def _source(self, setting: str, data: Any) -> str:
         if isinstance(data, str | Path):
             return str(data)
         if isinstance(data, Sized) and not len(data):
-            raise UserError(f"data.{key} = {type(data).__name__}: has no rows; give some, or leave it out")
+            raise UserError(f"{setting} = {type(data).__name__}: has no rows; give some, or leave it out")
         if hasattr(data, "to_parquet"):
-            return self._add(f"{key}.parquet", data.to_parquet)
+            return self._add(f"{setting.split('.')[1]}.parquet", data.to_parquet)
         if not isinstance(data, Iterable) or isinstance(data, Mapping):
-            raise UserError(f"data.{key} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
+            raise UserError(f"{setting} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
         try:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data).encode()
         except (TypeError, UnicodeError) as error:
-            raise UserError(f"data.{key}: a row cannot be written as JSON: {error}; use plain values") from error
-        return self._add(f"{key}.jsonl", lambda path: path.write_bytes(text))
+            raise UserError(f"{setting}: a row cannot be written as JSON: {error}; use plain values") from error
+        return self._add(f"{setting.split('.')[1]}.jsonl", lambda path: path.write_bytes(text))
 
     def _add(self, name: str, write: Callable[[Path], object]) -> str:
         if not self._home:
@@ -355,14 +384,16 @@ def _contents(path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables and dotted keys as tables; the latter win."""
+def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dict[str, Any], str | Path]:
+    """Tables and dotted keys as tables, of which the latter win; and the folder of the run, which either may name."""
     tables = {name: value for name, value in settings.items() if "." not in name}
     for name, value in tables.items():
         if not isinstance(value, Mapping):
             fix = "is no argument, nor a table of settings such as run={'steps': 100} (docs/configuration.md)"
             raise UserError(f"{name} = {value!r}: {fix}")
-    return merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
+    tables = merge(tables, nested((name, value) for name, value in settings.items() if "." in name))
+    folder = folder or tables.get("run", {}).get("folder", "")
+    return merge(tables, {"run": {"folder": str(folder)}} if folder else {}), folder
 
 
 def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,13 +32,15 @@ from threepo.types import Completion
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS, GIVEN = "completions", "checkpoints", "given"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
+_GIVEN_AS = ("model.path", "model.tokenizer", "data.train", "data.eval", "conversations.source", "conversations.eval")
+"""Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
 
 
 def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
     config = read_json(run / CONFIG)
-    for table, key in (("model", "path"), ("model", "tokenizer"), ("data", "train"), ("data", "eval")):
-        then = Path(config.get(table, {}).get(key, ""))
+    for table, key in (setting.split(".") for setting in _GIVEN_AS):
+        then = Path((config.get(table) or {}).get(key, ""))
         if then.parent.name == GIVEN and (now := run.absolute() / GIVEN / then.name).exists():
             config[table][key] = str(now)
     return config
