@@ -5,6 +5,7 @@ its log says how it ended. So a study that was stopped or killed goes on when it
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,9 +58,10 @@ def outcome(study: Study, run: StudyRun) -> Outcome:
         return Outcome("not begun", "it has not begun")
     lines = run.log.read_bytes()[-_TAIL:].decode("utf-8", "replace").split(f"{_MARK} $ ")[-1].splitlines()
     lines = [line.strip() for line in lines[1:] if line.strip()]
-    if not lines or not lines[-1].startswith(_ENDED):
+    ended = re.fullmatch(rf"{re.escape(_ENDED)} (-?\d+)", lines[-1]) if lines else None
+    if not ended:
         return Outcome("unfinished", "it was stopped; start the study again")
-    status, said = int(lines[-1].removeprefix(_ENDED)), lines[:-1]
+    status, said = int(ended[1]), lines[:-1]
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
     ours = [line for line in said if line.startswith("threepo: ") and not line.startswith("threepo: warning")]
     return Outcome("failed", ": ".join([how, *(ours or said)[-1:]]))
