@@ -52,6 +52,9 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     assert len(list(Path("drawn_models").iterdir())) == 2
     rewards = [row["reward/mean"] for row in read_metrics(Path("runs/my_run"))]
     assert any(rewards), "the reward function was never satisfied: it is not wired"
+    [program] = re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert [row["reward/mean"] for row in read_metrics(Path("runs/from_python"))] == rewards
 
 
 def test_python_in_the_page_about_python_runs(tmp_path: Path) -> None:
