@@ -6,7 +6,7 @@ import torch
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.vllm import LENGTH, check_probe, expected_logprobs, probe_tokens
+from threepo.rollout.probe import LENGTH, check_probe, expected_logprobs, probe_tokens
 from threepo.rollout.vllm_server import all_nan, fill_with_nan
 from threepo.types import Draw
 

@@ -28,10 +28,12 @@ from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
+from threepo.rollout import contents
 from threepo.rollout import vllm as module
+from threepo.rollout.probe import check_probe
 from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
-from threepo.rollout.vllm import VLLMEngine, check_probe
+from threepo.rollout.vllm import VLLMEngine
 from threepo.rollout.vllm_server import all_nan
 from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw, Problem, Request
@@ -199,7 +201,7 @@ def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None
     engine = engine_for(policy, replicas=2)
     engine.prepare(2, 8)
     _, second = engine._shared
-    engine._replicas[0].call("share", 0, engine._layout, second.path)
+    engine._replicas[0].call("share", 0, engine._contents.layout, second.path)
     with pytest.raises(
         UserError,
         match=r"other weights than those of Draw\(.*index=0, mirrored=False\) at step 7 .*: those of .*index=1",
@@ -386,7 +388,7 @@ def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.Monk
     policy = tiny("tiny-qwen2", tied=True)
     policy.model.config.architectures = ["Qwen2ForCausalLM"]
     monkeypatch.setattr(module, "_write_config", lambda model, folder: model.config.save_pretrained(folder))
-    monkeypatch.setattr(module, "parameter_names", lambda model: {name: name for name, _ in model.named_parameters()})
+    monkeypatch.setattr(contents, "parameter_names", lambda model: {name: name for name, _ in model.named_parameters()})
     engine = engine_for(policy)
     pid = engine._replicas[0].pid
     optimizer = IVON(policy.model.named_parameters())

@@ -6,8 +6,8 @@ another draw without another file. The file of a step is deleted before the next
 it, since a server answers an update only when it has done with the file.
 
 Servers are dealt to the ranks, which drive them. With more servers than draws, several share a draw and split its
-requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as in
-rollout/vllm.py. Not yet run on a GPU.
+requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as
+rollout/probe.py says. Not yet run on a GPU.
 """
 
 import asyncio
@@ -28,9 +28,10 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.pushed import pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import Ranks
+from threepo.rollout.contents import parameter_names
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.vllm import TOLERANCE, check_probe, expected_logprobs, parameter_names, probe_tokens
+from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
 from threepo.rollout.vllm_server import Decoded
 from threepo.types import Completion, Draw, Request
 
