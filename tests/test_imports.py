@@ -25,7 +25,7 @@ LEVELS = [
     {"evaluation"},
     {"training", "analysis"},
     {"integrations"},
-    {"api", "doctor", "show"},
+    {"api", "doctor", "given", "show"},
     {"demo", "library"},
     {"commands"},
     {"cli"},

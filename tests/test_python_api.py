@@ -370,5 +370,5 @@ def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp
     assert (run.folder / CONFIG).is_file()
     with pytest.raises(UserError, match="tokenizer is missing"):
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
-    with pytest.raises(UserError, match="resume takes reward, callbacks and run="):
+    with pytest.raises(UserError, match="resume takes callbacks, run="):
         threepo.train(model, resume=run)

@@ -8,14 +8,10 @@ It is the loop of the command line, and what it leaves is a run folder like any 
 folder, from which the run reads them, so that it can be resumed.
 """
 
-import hashlib
-import json
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from threepo.config import Method, SFTConfig, TrainConfig
@@ -23,14 +19,13 @@ from threepo.config.presets import PRESETS
 from threepo.config.recipes import Table, load, load_evaluation, merge, nested
 from threepo.config.records import build, to_dict
 from threepo.errors import Interrupted, UserError
-from threepo.files import atomic_file, atomic_folder, read_json
+from threepo.files import read_json
+from threepo.given import GivenObjects, path_of
 from threepo.progress import CALLBACK
-from threepo.ranks.group import Ranks, joined
+from threepo.ranks.group import joined
 from threepo.rewards.user_function import FROM_PYTHON, given
 from threepo.run_folder import (
     COMPLETIONS,
-    CONFIG,
-    GIVEN,
     SUMMARY,
     model_folder,
     read_config,
@@ -51,8 +46,11 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         """`UserError` if the folder holds no run."""
-        self.folder = _path("folder", folder).absolute()
+        self.folder = path_of("folder", folder).absolute()
         refuse_no_run(self.folder)
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
     def __repr__(self) -> str:
         return f"threepo.Run({str(self.folder)!r})"
@@ -150,9 +148,9 @@ def train(
         if name and not known and name != was:
             raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
         with given(was, reward) if known and callable(reward) else nullcontext():
-            return _run(build(TrainConfig, run.config), callbacks, _Objects(""), run.folder, steps)
+            return _run(build(TrainConfig, run.config), callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
-    objects = _Objects(folder)
+    objects = GivenObjects(folder)
     tables = objects.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
@@ -182,9 +180,9 @@ def fine_tune(
     if resume is not None:
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)
         run, steps = _resumed(resume, settings, others, SFTConfig)
-        return _run(build(SFTConfig, run.config), callbacks, _Objects(""), run.folder, steps)
+        return _run(build(SFTConfig, run.config), callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
-    objects = _Objects(folder)
+    objects = GivenObjects(folder)
     tables = merge(objects.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
     needed = {} if "demonstrations" in tables else {"data": ("conversations", "source")}
     return _run(_config(SFTConfig, recipe, tables, needed), callbacks, objects)
@@ -207,7 +205,7 @@ def evaluate(
     from threepo import api
     from threepo.evaluation.records import default_folder
 
-    objects = _Objects(folder)
+    objects = GivenObjects(folder)
     name, function = _reward(reward)
     tables = objects.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
@@ -215,7 +213,7 @@ def evaluate(
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
-    output = _path("folder", folder) if folder else default_folder(config)
+    output = path_of("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
         if function:
             opened.enter_context(given(name, function))
@@ -241,7 +239,9 @@ def _resumed(
     """The run to go on with, and the length that it gets; None: its own."""
     run, table = resume if isinstance(resume, Run) else Run(resume), _settings(settings)[0]
     if any(other is not None for other in others) or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
-        raise UserError("resume takes reward, callbacks and run={'steps': ...}; all else is the run's own")
+        raise UserError(
+            "resume takes callbacks, run={'steps': ...} and, in `threepo.train`, reward; all else is the run's own"
+        )
     trained = "method" in run.config
     if trained != (record is TrainConfig):
         made_by = "train" if trained else "fine_tune"
@@ -252,7 +252,7 @@ def _resumed(
 def _run(
     config: Any,
     callbacks: Sequence[Any],
-    objects: "_Objects",
+    objects: GivenObjects,
     resume: Path | None = None,
     steps: int | None = None,
 ) -> Run:
@@ -276,112 +276,6 @@ def _run(
             if stop.signal_number != CALLBACK:
                 raise
     return Run(path)
-
-
-class _Objects:
-    """Objects of Python that a run reads from its folder."""
-
-    def __init__(self, home: str | Path) -> None:
-        """`home`: the folder of the run; empty where none is named, which is refused once there is an object."""
-        self._home = home and _path("folder", home).absolute()
-        self._writes: dict[Path, Callable[[Path], object]] = {}
-        """What writes each of them."""
-
-    def tables(self, model: Any, tokenizer: Any, table: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The tables of a recipe that read the objects: [model], and `table` with the settings that `data` names."""
-        paths: dict[str, Any] = {}
-        if isinstance(model, Mapping):
-            paths |= model
-        elif model is not None:
-            paths["path"] = self._pretrained("model", model)
-        if tokenizer is not None:
-            paths["tokenizer"] = self._pretrained("tokenizer", tokenizer)
-        elif hasattr(model, "save_pretrained"):
-            raise UserError("tokenizer is missing: a model object needs tokenizer=, as AutoTokenizer makes it")
-        sources = {key: self._source(f"{table}.{key}", value) for key, value in data.items() if value is not None}
-        return ({"model": paths} if paths else {}) | ({table: sources} if sources else {})
-
-    def _pretrained(self, name: str, value: Any) -> str:
-        if hasattr(value, "save_pretrained"):
-            return self._add(name, value.save_pretrained)
-        if isinstance(value, str | Path | Run):
-            return str(value.folder if isinstance(value, Run) else value)
-        raise UserError(f"{name} = {type(value).__name__}: must be a directory, a hub id or an object of transformers")
-
-    def _source(self, setting: str, data: Any) -> str:
-        if isinstance(data, str | Path):
-            return str(data)
-        if isinstance(data, Sized) and not len(data):
-            raise UserError(f"{setting} = {type(data).__name__}: has no rows; give some, or leave it out")
-        if hasattr(data, "to_parquet"):
-            return self._add(f"{setting.split('.')[1]}.parquet", data.to_parquet)
-        if not isinstance(data, Iterable) or isinstance(data, Mapping):
-            raise UserError(f"{setting} = {type(data).__name__}: must be a name, rows as dictionaries, or a Dataset")
-        try:
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data).encode()
-        except (TypeError, UnicodeError) as error:
-            raise UserError(f"{setting}: a row cannot be written as JSON: {error}; use plain values") from error
-        return self._add(f"{setting.split('.')[1]}.jsonl", lambda path: path.write_bytes(text))
-
-    def _add(self, name: str, write: Callable[[Path], object]) -> str:
-        if not self._home:
-            raise UserError("folder is missing: objects are written into it; name one, such as folder='runs/first'")
-        path = self._home / GIVEN / name
-        self._writes[path] = write
-        return str(path)
-
-    @contextmanager
-    def written(self, ranks: Ranks) -> Iterator[None]:
-        """For the body; they are deleted again if a `UserError` ends it before anything has begun that reads them."""
-        with ranks.together():
-            if ranks.first:
-                self._write()
-        try:
-            yield
-        except UserError:
-            if ranks.first:
-                self._forget()
-            raise
-
-    def _write(self) -> None:
-        """Write all of them, over those that a run left which was refused."""
-        from threepo.evaluation.records import EVALUATION
-
-        for path, write in self._writes.items():
-            home = path.parents[1]
-            if (home / CONFIG).is_file():
-                raise UserError(f"folder {home}: holds a run already; choose another one")
-            if (home / EVALUATION).is_file():  # it goes on, with the same objects
-                with TemporaryDirectory() as scratch:
-                    write(Path(scratch) / path.name)
-                    if _contents(Path(scratch) / path.name) != _contents(path):
-                        fix = "choose another folder"
-                        raise UserError(f"folder {home}: holds an evaluation with another {path.stem}; {fix}")
-                continue
-            shutil.rmtree(path, ignore_errors=True)
-            with atomic_file(path) if path.suffix else atomic_folder(path) as temporary:
-                write(temporary)
-
-    def _forget(self) -> None:
-        from threepo.evaluation.records import EVALUATION
-
-        for path in self._writes:
-            if not any((path.parents[1] / name).is_file() for name in (CONFIG, EVALUATION)):
-                shutil.rmtree(path.parent, ignore_errors=True)
-                with suppress(OSError):  # something else is in it
-                    path.parents[1].rmdir()
-
-
-def _path(name: str, value: Any) -> Path:
-    if not isinstance(value, str | Path):
-        raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
-    return Path(value).expanduser()
-
-
-def _contents(path: Path) -> dict[str, str]:
-    """Digests of a file, or of the files of a folder."""
-    files = (file for file in (path, *path.rglob("*")) if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dict[str, Any], str | Path]:
