@@ -253,7 +253,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def completion_row(step: int, completion: Completion) -> dict[str, Any]:
     """A completion as a row of the parquet file; docs/metrics.md lists the columns."""
-    prompt, verdict = completion.problem.prompt, completion.verdict
+    prompt, verdict, draw = completion.problem.prompt, completion.verdict, completion.draw
     assert verdict is not None
     return {
         "step": step,
@@ -262,7 +262,10 @@ def completion_row(step: int, completion: Completion) -> dict[str, Any]:
         "reference_answer": completion.problem.answer,
         "rollout": completion.rollout,
         "policy_step": completion.policy_step,
-        **{f"draw_{part}": getattr(completion.draw, part, None) for part in ("seed", "step", "index", "mirrored")},
+        "draw_seed": draw and draw.seed,
+        "draw_step": draw and draw.step,
+        "draw_index": draw and draw.number,
+        "draw_mirrored": draw and draw.sign < 0,
         "completion": completion.text,
         "tokens": list(completion.tokens),
         "num_tokens": len(completion.tokens),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -22,15 +23,32 @@ VerifierName = Literal["math", "code"]
 """Verifiers of `rewards` that a data source can ask for."""
 
 
+class Purpose(IntEnum):
+    """The use of a draw, so that no two uses under one seed and step share noise.
+
+    The value is added to the draw's index in the key of its noise, and an index is smaller than the distance of two
+    values. Add a use at the end: changing a value changes the noise of saved posteriors.
+    """
+
+    TRAINING = 0
+    """Rollouts, then the fresh gradient draws, which continue the numbering; also the draws of a saved posterior."""
+    EVALUATION = 1 << 20
+    FINE_TUNING = 1 << 21
+    PROBE = 1 << 22
+
+    __repr__ = Enum.__str__
+
+
 @dataclass(frozen=True)
 class Draw:
     """The address of one sample of the weights, from which anyone can make the same weights again.
 
-    The noise of a draw is a function of (seed, step, index, parameter name, element index); nothing is stored.
+    The noise of a draw is a function of (seed, step, purpose, index, parameter name, element index), times the sign;
+    nothing is stored.
 
     Examples:
         >>> threepo.Draw(seed=0, step=3, index=1)
-        Draw(seed=0, step=3, index=1, mirrored=False)
+        Draw(seed=0, step=3, index=1, purpose=Purpose.TRAINING, sign=1)
     """
 
     seed: int
@@ -38,9 +56,18 @@ class Draw:
     step: int
     """The training step (0-based) that the draw belongs to."""
     index: int
-    """Which draw of that step: 0 to N-1 made the rollouts; a fresh gradient draw has index N or above."""
-    mirrored: bool = False
-    """The other half of an antithetic pair: the noise of this address with the opposite sign."""
+    """Number of the draw among those of its step and purpose. In training, 0 to N-1 generate the rollouts; a fresh
+    gradient draw has index N or above."""
+    purpose: Purpose = Purpose.TRAINING
+    """Use of the draw."""
+    sign: Literal[1, -1] = 1
+    """-1: the other half of an antithetic pair, which has the noise of this address with the opposite sign."""
+
+    @property
+    def number(self) -> int:
+        """Purpose and index as the one number that the key of the noise, and a row of completions, have for both."""
+        assert 0 <= self.index < Purpose.EVALUATION, "an index beyond it would share noise with another purpose"
+        return self.purpose + self.index
 
 
 @dataclass(frozen=True)

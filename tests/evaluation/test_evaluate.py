@@ -15,9 +15,9 @@ from threepo import api
 from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
 from threepo.evaluation import run as evaluation
-from threepo.evaluation.examination import FIRST_EVAL_DRAW
 from threepo.models.policy import Policy
 from threepo.run_folder import checkpoints, read_metrics
+from threepo.types import Purpose
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_draws_of_a_checkpoint_have_the_noise_that_training_left(
 
 def test_draws_of_the_posterior_share_the_completions(run: Path) -> None:
     rows = evaluated(run, "eval.samples=4", "eval.draws=2")
-    assert [row["draw_index"] - FIRST_EVAL_DRAW for row in rows] == [0, 0, 1, 1] * 6
+    assert [row["draw_index"] - Purpose.EVALUATION for row in rows] == [0, 0, 1, 1] * 6
     at_mean = evaluated(run, "eval.samples=4")
     assert {row["draw_index"] for row in at_mean} == {None}
     assert [row["tokens"] for row in at_mean] != [row["tokens"] for row in rows]

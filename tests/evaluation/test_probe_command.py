@@ -18,13 +18,13 @@ from threepo.config import ModelConfig, TrainConfig
 from threepo.config.probe import ProbeConfig, load_probing
 from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
-from threepo.evaluation.probe import FIRST_DRAW, Condition, conditions
+from threepo.evaluation.probe import Condition, conditions
 from threepo.evaluation.probe_findings import findings, recipe, write_recipe
 from threepo.evaluation.probe_report import draw_picture
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints
-from threepo.types import Draw
+from threepo.types import Draw, Purpose
 
 SETTINGS = (
     *TINY[1:],
@@ -107,7 +107,9 @@ def test_exact_chances_are_those_of_the_answer(rank: int, model: Path, tmp_path:
     prompt, answer = (policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     targets = [*answer, policy.tokenizer.eos_token_id]
     with torch.no_grad():
-        noise.perturb_(((name, p.detach()) for name, p in policy.model.named_parameters()), Draw(0, 6, FIRST_DRAW + 2))
+        noise.perturb_(
+            ((name, p.detach()) for name, p in policy.model.named_parameters()), Draw(0, 6, 2, Purpose.PROBE)
+        )
         logprobs = policy.model(torch.tensor([[*prompt, *targets]])).logits[0].log_softmax(-1)
     chance = math.exp(sum(float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(targets)))
     assert part["rates"][1][2] == pytest.approx(chance, rel=1e-4)

@@ -16,12 +16,11 @@ from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.evaluation import run as evaluation
-from threepo.evaluation.examination import FIRST_EVAL_DRAW
 from threepo.evaluation.randopt import Choice, choose
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.rollout.local import LocalEngine
-from threepo.types import Draw, Request
+from threepo.types import Draw, Purpose, Request
 
 REWARD = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 NOISE = ["noise.unit=rms", "noise.size=1.0"]
@@ -58,7 +57,9 @@ def completions(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def test_the_best_are_chosen_and_of_equals_the_first() -> None:
     right = {3: [1, 1, 0], 0: [1, 0, 0], 2: [1, 1, 1], 1: [1, 1, 0]}
-    rows = [{"draw_index": FIRST_EVAL_DRAW + number, "correct": bool(one)} for number in right for one in right[number]]
+    rows = [
+        {"draw_index": Purpose.EVALUATION + number, "correct": bool(one)} for number in right for one in right[number]
+    ]
     assert choose(rows, 3) == Choice({0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 2 / 3}, (2, 1, 3))
 
 
@@ -72,7 +73,7 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
     problems = open_source("sorting", "train", DataConfig(train="sorting", levels=(2, 3))).problems.first(12)
     solved = {}
     for number in range(7):
-        draw = Draw(0, 0, FIRST_EVAL_DRAW + number)
+        draw = Draw(0, 0, number, Purpose.EVALUATION)
         engine.load(FixedWeights(policy.model, posterior), [draw], 0)
         asked = [Request(p, policy.encode_prompt(p, config.data, 2), draw, 0) for p in problems]
         texts = [c.text for c in engine.generate(asked, SamplingConfig(temperature=0.0, max_new_tokens=2), 0)]
@@ -82,13 +83,17 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
     assert summary["selection"]["best"] == expected
     assert summary["selection"]["scores"] == {str(n): pytest.approx(k / 12) for n, k in solved.items()}
     rows = completions(tmp_path / "out", "sorting")
-    assert [row["draw_index"] - FIRST_EVAL_DRAW for row in rows] == [expected[0], expected[0], *[expected[1]] * 2] * 5
+    assert [row["draw_index"] - Purpose.EVALUATION for row in rows] == [
+        expected[0],
+        expected[0],
+        *[expected[1]] * 2,
+    ] * 5
     at_mean = completions(tmp_path / "out", "sorting.mean")
     assert [row["draw_index"] for row in at_mean] == [None] * len(rows), "equal samples"
     selection = completions(tmp_path / "out", "sorting.selection")
-    assert Counter(row["draw_index"] - FIRST_EVAL_DRAW for row in selection) == dict.fromkeys(range(7), 12)
+    assert Counter(row["draw_index"] - Purpose.EVALUATION for row in selection) == dict.fromkeys(range(7), 12)
     scores = summary["benchmarks"]["sorting"]
-    by_draw = {n: sum(r["correct"] for r in rows if r["draw_index"] == FIRST_EVAL_DRAW + n) / 10 for n in expected}
+    by_draw = {n: sum(r["correct"] for r in rows if r["draw_index"] == Purpose.EVALUATION + n) / 10 for n in expected}
     assert scores["pass_at_1_by_draw"] == {str(n): pytest.approx(by_draw[n]) for n in expected}
 
 

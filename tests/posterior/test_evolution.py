@@ -24,8 +24,7 @@ def expected(entry: Noisy, fitness: dict[Draw, float], sigma: float | torch.Tens
     """From the definition, in float64."""
     total = torch.zeros(entry.p.shape, dtype=torch.float64)
     for draw, value in fitness.items():
-        sign = -1.0 if draw.mirrored else 1.0
-        total -= value * sign * normals(draw, entry.name, entry.p).double() / len(fitness)
+        total -= value * draw.sign * normals(draw, entry.name, entry.p).double() / len(fitness)
     return total / sigma
 
 
@@ -50,8 +49,8 @@ def test_sigma_of_a_learned_posterior_divides_each_weight(policy: Policy) -> Non
 
 def test_a_mirrored_draw_counts_against_the_noise_that_it_shares(policy: Policy) -> None:
     optimizer = build_optimizer(SGDConfig(), NOISE, policy.model, 0)
-    pairs = {Draw(0, 4, i, mirrored): value for i, mirrored, value in
-             ((0, False, 1.0), (0, True, -0.5), (1, False, 0.25), (1, True, 0.25))}  # fmt: skip
+    values = (1.0, -0.5, 0.25, 0.25)
+    pairs = {Draw(0, 4, i // 2, sign=-1 if i % 2 else 1): value for i, value in enumerate(values)}
     for entry, grad in gradients(optimizer.noisy(), pairs):
         z = normals(Draw(0, 4, 0), entry.name, entry.p)
         sigma = 0.1 if "norm" in entry.name else 0.02
@@ -63,7 +62,7 @@ def test_pairs_recover_the_gradient_of_a_linear_fitness() -> None:
     p = torch.nn.Parameter(torch.zeros(8))
     a = torch.linspace(-1, 1, 8)
     optimizer = PointSGD([{"params": [("w", p)], "noise_scale": 0.3}], lr=1.0, max_grad_norm=0.0)
-    draws = [Draw(7, 0, i // 2, mirrored=bool(i % 2)) for i in range(4000)]
+    draws = [Draw(7, 0, i // 2, sign=-1 if i % 2 else 1) for i in range(4000)]
     fitness = {}
     for draw in draws:
         with optimizer.at(draw), torch.no_grad():
@@ -117,7 +116,7 @@ def test_draws_that_are_worth_the_same_move_nothing(policy: Policy) -> None:
 def test_the_comparison_is_of_whole_vectors(kind: str, policy: Policy) -> None:
     """Cosine and correlation again, from all parameters as one vector in float64."""
     optimizer = build_optimizer(SGDConfig() if kind == "sgd" else IVONConfig(), NOISE, policy.model, 0)
-    draws = {**FITNESS, Draw(0, 4, 1, mirrored=True): 2.0}
+    draws = {**FITNESS, Draw(0, 4, 1, sign=-1): 2.0}
     torch.manual_seed(0)
     for p in policy.model.parameters():
         p.grad = torch.randn_like(p)
@@ -129,8 +128,7 @@ def test_the_comparison_is_of_whole_vectors(kind: str, policy: Policy) -> None:
     e = torch.cat([expected(entry, draws, sigma[entry.name]).flatten() for entry in entries])
     predicted = []
     for draw in draws:
-        sign = -1.0 if draw.mirrored else 1.0
-        moves = [sigma[n.name] * sign * normals(draw, n.name, n.p).double().flatten() for n in entries]
+        moves = [sigma[n.name] * draw.sign * normals(draw, n.name, n.p).double().flatten() for n in entries]
         predicted.append(-float(torch.cat(moves) @ g))
     values = torch.tensor([list(draws.values()), predicted], dtype=torch.float64)
     found = compare(optimizer, draws)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from threepo.posterior.noise import BLOCK, CHUNK, address_key, noise_key, uniforms
-from threepo.types import Draw
+from threepo.types import Draw, Purpose
 
 DRAW = Draw(seed=3, step=5, index=1)
 TESTS = Path(__file__).parents[1]
@@ -135,6 +135,21 @@ def test_a_parameters_key_is_that_of_its_whole_address() -> None:
     for draw in (DRAW, Draw(-1, 2**62, 0)):
         for name in ("w", "model.layers.0.mlp", ""):
             assert noise_key(draw, name) == address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
+
+
+def test_two_purposes_never_share_noise() -> None:
+    """Every use of draws under one seed and step has keys of its own, up to the largest index."""
+    draws = [Draw(0, 3, index, purpose) for purpose in Purpose for index in (0, 1, 2**20 - 1)]
+    assert len({noise_key(draw, "w") for draw in draws}) == len(draws)
+    with pytest.raises(AssertionError, match="another purpose"):
+        noise_key(Draw(0, 3, 2**20), "w")
+
+
+@pytest.mark.parametrize(
+    ("purpose", "number"), [(Purpose.TRAINING, 5), (Purpose.EVALUATION, 2**20 + 5), (Purpose.FINE_TUNING, 2**21 + 5)]
+)
+def test_the_noise_of_runs_that_were_saved_stays(purpose: Purpose, number: int) -> None:
+    assert noise_key(Draw(7, 3, 5, purpose), "w") == address_key("threepo-noise", 7, 3, number, "w")
 
 
 def test_uniforms_are_uniform_and_belong_to_their_key() -> None:

@@ -59,7 +59,7 @@ def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: boo
 def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path) -> None:
     for number, (what, source) in enumerate(sources_of(model).items()):
         path, parameter_of = written(source, model, tmp_path / f"{number}.safetensors"), parameter_names(model)
-        for draw in (DRAW, replace(DRAW, mirrored=True), None):
+        for draw in (DRAW, replace(DRAW, sign=-1), None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
             found = {name: value.to(dtype) for name, value in drawn(path, draw, dtype, torch.device("cpu"))}

@@ -20,7 +20,7 @@ from threepo.training.checkpoint import TrainState, save_checkpoint
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw
 
-DRAW, MIRRORED = Draw(3, 1, 2), Draw(3, 1, 2, mirrored=True)
+DRAW, MIRRORED = Draw(3, 1, 2), Draw(3, 1, 2, sign=-1)
 EMBEDDING, NORM, GATE = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 
 

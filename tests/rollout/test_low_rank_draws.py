@@ -24,7 +24,7 @@ def tensors(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, torch.nan) for name, (shape, _) in layout.items()}
 
 
-@pytest.mark.parametrize("draw", [None, Draw(1, 2, 3), Draw(1, 2, 3, mirrored=True)])
+@pytest.mark.parametrize("draw", [None, Draw(1, 2, 3), Draw(1, 2, 3, sign=-1)])
 def test_adapters_beside_the_mean_are_the_draw(policy: Policy, draw: Draw | None) -> None:
     source, written = low_rank(policy), tensors(policy)
     write_adapters(source, draw, written)

@@ -15,10 +15,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
-from threepo.types import Completion, Draw, Problem, Request
-
-FIRST_EVAL_DRAW = 1 << 20
-"""The index of the first draw of an evaluation, above those of all draws of training."""
+from threepo.types import Completion, Draw, Problem, Purpose, Request
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Examination:
 
     def draws(self, step: int) -> list[Draw | None]:
         """The weights to evaluate at `step`: the mean, or draws of the posterior."""
-        return [Draw(self.seed, step, FIRST_EVAL_DRAW + i) for i in self.numbers] or [None]
+        return [Draw(self.seed, step, i, Purpose.EVALUATION) for i in self.numbers] or [None]
 
     def parts(self) -> list[slice]:
         """The parts of the problems that are saved together, a function of the settings alone."""

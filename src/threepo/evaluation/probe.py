@@ -39,7 +39,7 @@ from threepo.progress import obey, polite_stop, progress
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
-from threepo.types import Completion, Draw, Problem, Request, TrainingRow
+from threepo.types import Completion, Draw, Problem, Purpose, Request, TrainingRow
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
@@ -48,8 +48,6 @@ FRESH = 8
 """Other draws of the same noise at which these are scored: a gradient draw of C3PO is one of them."""
 MOST_KL = 2.0
 """Nats a token: larger sizes at the same place are left out, because so much noise destroys the policy."""
-FIRST_DRAW = 1 << 21
-"""The index of the first draw of a probe, above those of training and of evaluations."""
 SEARCH = 0
 """The step in the addresses of the search for problems; measurements have their numbers, from 1."""
 
@@ -102,7 +100,7 @@ class Probe:
         if condition.place == TEMPERATURE:
             sampling = replace(sampling, temperature=condition.size)
         source = FixedWeights(self.policy.model, None if plain else self.posterior(condition))
-        draws = [None] if plain else [Draw(self.config.run.seed, step, FIRST_DRAW + i) for i in range(count + FRESH)]
+        draws = [None] if plain else [Draw(self.config.run.seed, step, i, Purpose.PROBE) for i in range(count + FRESH)]
         completions = self.complete(source, draws[:count], each, sampling, step)
         found = self.outcomes(source, completions, draws[:count], each, sampling.temperature)
         tokens = sum(len(c.tokens) for c in completions)

@@ -12,11 +12,12 @@ from typing import Any
 from threepo.config import EvaluationConfig
 from threepo.data.finite import content, warn_of_shared
 from threepo.data.source import open_training
-from threepo.evaluation.examination import FIRST_EVAL_DRAW, Examination, examine, with_grader
+from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.records import Portion, joined
 from threepo.models.policy import Policy
 from threepo.ranks.dealing import dealt_grader
 from threepo.ranks.group import Ranks
+from threepo.types import Purpose
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def choose(rows: Sequence[Mapping[str, Any]], count: int) -> Choice:
     """The best `count` draws, by their graded completions."""
     numbers = sorted({row["draw_index"] for row in rows})
     scores = {
-        number - FIRST_EVAL_DRAW: fmean(row["correct"] for row in rows if row["draw_index"] == number)
+        number - Purpose.EVALUATION: fmean(row["correct"] for row in rows if row["draw_index"] == number)
         for number in numbers
     }
     return Choice(scores, tuple(sorted(scores, key=lambda number: (-scores[number], number))[:count]))

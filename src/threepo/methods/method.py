@@ -18,7 +18,7 @@ from threepo.types import Completion, Draw, GradientPart, Group, Problem, Reques
 def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
     """The weights that generate this step's rollouts; [None] is the mean."""
     if method.antithetic:
-        return [Draw(seed, step, index // 2, mirrored=bool(index % 2)) for index in range(method.draws)]
+        return [Draw(seed, step, index // 2, sign=-1 if index % 2 else 1) for index in range(method.draws)]
     return [Draw(seed, step, index) for index in range(method.draws)] or [None]
 
 

@@ -80,7 +80,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         return {}
     sums = {key: sum_over_shards(values) for key, values in products.items()}
     norms = math.sqrt(sums["evolved"] * sums["observed"])
-    predicted = [-sums[_base(draw)] * (-1 if draw.mirrored else 1) for draw in fitness]
+    predicted = [-sums[_base(draw)] * draw.sign for draw in fitness]
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
     cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
@@ -93,14 +93,14 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _base(draw: Draw) -> Draw:
-    return replace(draw, mirrored=False)
+    return replace(draw, sign=1)
 
 
 def _by_noise(fitness: Fitness) -> dict[Draw, float]:
     """The fitness of each noise: that of a mirrored draw counts against it."""
     found: dict[Draw, float] = {}
     for draw, value in fitness.items():
-        found[_base(draw)] = found.get(_base(draw), 0.0) + (-value if draw.mirrored else value)
+        found[_base(draw)] = found.get(_base(draw), 0.0) + draw.sign * value
     return found
 
 

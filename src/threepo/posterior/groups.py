@@ -37,8 +37,8 @@ def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None
     (beta1, beta2), price = group["betas"], group["estimator"] == "price"
     learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
     estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
-    if price and len(draws) == 1 and draws[0] and draws[0].mirrored:  # sums over several draws have their signs
-        estimate = -estimate
+    if price and len(draws) == 1 and draws[0]:  # sums over several draws have their signs
+        estimate *= draws[0].sign
     return sigma_scalars(group)._replace(
         beta1=beta1,
         grad_weight=(1 - beta1) * factor,
@@ -191,4 +191,4 @@ class Observations:
         if draw is None:
             return []
         address = noise_address(draw, name, p.shape, group["noise_rank"])
-        return [AddNoiseTimes(self.second[p], -grad if draw.mirrored else grad, address)]
+        return [AddNoiseTimes(self.second[p], grad if draw.sign > 0 else -grad, address)]

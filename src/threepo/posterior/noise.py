@@ -1,6 +1,6 @@
 """Addressed noise: standard normal numbers as a pure function of where they belong.
 
-    z = noise(seed, step, draw, parameter name, element index)
+    z = noise(seed, step, purpose and index of the draw, parameter name, element index)
 
 Nothing is stored and nothing is advanced, so any slice of any tensor of any draw can be made again, in any order, by
 any process: the trainer, the rollout engine, another rank, an analysis next week.
@@ -87,7 +87,7 @@ def _encoded(part: int | str) -> bytes:
 
 def noise_key(draw: Draw, name: str) -> Key:
     """The key of one parameter's noise in one draw."""
-    return address_key("threepo-noise", draw.seed, draw.step, draw.index, name)
+    return address_key("threepo-noise", draw.seed, draw.step, draw.number, name)
 
 
 def noise_address(draw: Draw, name: str, shape: torch.Size, rank: int) -> Address:

@@ -66,8 +66,7 @@ class Noisy(NamedTuple):
             hessian = take(self.hessian)
         else:  # one that was read from a file is whole; it follows the mean, wherever that lies
             hessian = like_parameter(self.hessian.to(mean.device), mean)
-        if draw.mirrored:
-            scalars = scalars._replace(noise_scale=-scalars.noise_scale)
+        scalars = scalars._replace(noise_scale=draw.sign * scalars.noise_scale)
         return Perturb(out, mean, hessian, noise_address(draw, self.name, self.mean.shape, self.rank), scalars)
 
 

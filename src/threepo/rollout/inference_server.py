@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +48,7 @@ class InferenceServer:
 
     async def tell(self, path: Path, draw: Draw | None, version: str, probe: Sequence[int]) -> list[float]:
         """Let the server make a draw from a file (posterior/pushed.py). Returns the log-probs of the probe under it."""
-        address = None if draw is None else [draw.seed, draw.step, draw.index, draw.mirrored]
+        address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})
         except UserError as error:

@@ -47,7 +47,7 @@ def write_adapters(source: Any, draw: Draw | None, tensors: Mapping[str, torch.T
                 "engine.vllm.draw_rank: a learned sigma is no adapter; set optimizer.noise_shape='isotropic'"
             )
         u, v = factors(address, device_of(entry.p))
-        sigma = scalars.noise_scale / scalars.fixed_root * (-1 if draw.mirrored else 1)
+        sigma = scalars.noise_scale / scalars.fixed_root * draw.sign
         a.copy_(v.T)
         b.copy_(u * (sigma * address.rank**-0.5))
 

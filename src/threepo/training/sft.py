@@ -30,10 +30,7 @@ from threepo.training.conversations import Part, prepare, read_template, refuse_
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
 from threepo.training.update import dealt_bundles
-from threepo.types import Draw, SupervisedRow
-
-SFT_DRAW = 1 << 21
-"""Index of the draws of a warm start, so that reinforcement learning under the same seed meets other noise."""
+from threepo.types import Draw, Purpose, SupervisedRow
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def fine_tune(run: FineTuning) -> None:
             clock = Clock()
             run.set_rates(step, steps)
             rows = run.material.rows(step)
-            draw = Draw(config.run.seed, step, SFT_DRAW) if isinstance(run.optimizer, IVON) else None
+            draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
