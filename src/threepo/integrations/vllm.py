@@ -10,7 +10,7 @@ cache of the machine, once for all of its workers.
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.pushed import drawn
 from threepo.rollout.vllm_server import all_nan, fill_with_nan
-from threepo.types import Draw
+from threepo.types import Draw, Purpose
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     path: str
     """The file of posterior/pushed.py."""
-    draw: tuple[int, int, int, int, int] | None = None
+    draw: tuple[int, int, int, Purpose, Literal[1, -1]] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
 
 
