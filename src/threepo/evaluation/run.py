@@ -28,6 +28,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
 from threepo.posterior.layout import is_spread, whole
 from threepo.progress import obey, polite_stop, progress
+from threepo.ranks.agreement import agree_on_setup
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.ranks.sharding import load_sharded
@@ -46,6 +47,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
     only read. Returns what summary.json holds. `step` is part of the random address of every completion: an evaluation
     while training has that of its step.
     """
+    agree_on_setup(config, ranks)
     settings = {**what_matters(config), "step": step}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
@@ -73,6 +75,7 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks
         fingerprint = {"weights": weights_digest(policy, posterior)} | {
             f"problems of {label}": problems_digest(exam.problems, exam.prompts) for label, exam in examined.items()
         }
+        ranks.agree(fingerprint, "give all ranks the same model and problems")
         with ranks.together():
             origin = begin(folder, settings, fingerprint) if ranks.first else {}
         if not ranks.gather((folder / SUMMARY).is_file())[0]:

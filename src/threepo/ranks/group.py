@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -75,6 +75,25 @@ class Ranks:
             raise RankLost(error) from error
         return found
 
+    def agree(self, facts: Mapping[str, Any], fix: str) -> None:
+        """Raise an `AgreedError` on every rank if two ranks have different values for a fact that both name.
+
+        `facts` by the words of the message, which ends in `fix`; values are compared by their `repr`.
+        """
+        told = self.gather({name: repr(value) for name, value in facts.items()})
+        differing = {}
+        for name in dict.fromkeys(name for own in told for name in own):
+            holders: dict[str, list[int]] = {}
+            for rank, own in enumerate(told):
+                if name in own:
+                    holders.setdefault(own[name], []).append(rank)
+            if len(holders) > 1:
+                differing[name] = "; ".join(f"{value} on {_listed(ranks)}" for value, ranks in holders.items())
+        if differing:
+            (name, values), more = next(iter(differing.items())), list(differing)[1:4]
+            also = f"; they also disagree about {', '.join(more)}" if more else ""
+            raise AgreedError(f"the ranks disagree about {name}: {values}{also}. {fix[0].upper()}{fix[1:]}")
+
     def deal(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
         """What each rank computes of the items that it owns, in the order of all items, on every rank.
 
@@ -110,6 +129,12 @@ class Ranks:
         if failure is not None and not isinstance(failure, UserError):
             traceback.print_exception(failure, file=sys.__stderr__)  # the message has none
         raise AgreedError(words if is_users else f"rank {rank} failed: {words}") from failure
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers, for a message; only the first of many."""
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
 
 
 ALONE = Ranks()

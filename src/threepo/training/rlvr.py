@@ -19,6 +19,7 @@ from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.models.encoder import Encoder
+from threepo.ranks.agreement import batch_facts
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
@@ -128,8 +129,10 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     if run.reference:
         run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
+    run.check.agree(run.state, batch_facts(batch))
     settings = (config.objective, config.batching.tokens)
     record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
+    run.check.note()
     clock.lap("time/update")
     return record
 
@@ -189,6 +192,7 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         part: {"source": name, "problems": len(found), "digest": problems_digest(found, [p.prompt for p in found])}
         for part, (name, found) in parts.items()
     }
+    ranks.agree({f"the problems of data.{part}": known for part, known in problems.items()}, "give all the same data")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:

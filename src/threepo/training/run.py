@@ -19,6 +19,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
+from threepo.ranks.agreement import StateCheck, agree_on_setup
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
@@ -66,6 +67,10 @@ class TrainingRun(Generic[Config]):
     """On the first rank: they get every row that is written into metrics.jsonl."""
     asked_to_stop: bool = field(default=False, kw_only=True)
     """Whether one of them has asked for it."""
+
+    def __post_init__(self) -> None:
+        self.check = StateCheck(self.ranks, self.optimizer)
+        self.check.note()
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -117,6 +122,7 @@ class TrainingRun(Generic[Config]):
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.folder.checkpoint_path(self.state.step)
         if self.state.step and not any(self.ranks.gather(path.exists())):
+            self.check.agree(self.state, {})
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks, self.more_tensors())
         with self.ranks.together():
             self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
@@ -168,6 +174,7 @@ class TrainingRun(Generic[Config]):
 
 def refuse_early(config: Config, resumed: RunFolder | None, ranks: Ranks) -> None:
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
+    agree_on_setup(config, ranks)
     with ranks.together():
         if not resumed and ranks.first:
             refuse_taken(Path(config.run.folder), config)

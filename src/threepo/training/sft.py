@@ -23,6 +23,7 @@ from threepo.files import read_json, write_json
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
+from threepo.ranks.agreement import row_facts
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
 from threepo.training.checkpoint import TrainState
@@ -77,10 +78,12 @@ def fine_tune(run: FineTuning) -> None:
             rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
+            run.check.agree(run.state, {"the draw": draw, **row_facts(rows)})
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
             run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
+            run.check.note()
             clock.lap("time/step")
             run.state = TrainState(step + 1)
             metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}

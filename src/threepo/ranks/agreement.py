@@ -1,0 +1,152 @@
+"""What all ranks must have in common: recipe, versions and code at the start, and state and rows at every step.
+
+Gradients are sums over ranks, whatever each of them computed. So a rank that runs another recipe, or whose copy of
+the weights has changed, would spoil the run without a word. Here the ranks compare what must be equal, and end together
+with one line that says what differs and on which rank (`Ranks.agree`). A process on its own compares nothing.
+
+What cannot be seen: a shard that was wrong when it was loaded. Only one rank holds it; but the first rank alone reads
+the files, and hands the shards on.
+"""
+
+import hashlib
+import platform
+import struct
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from threepo.config.records import to_dict
+from threepo.posterior.layout import local
+from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.ranks.group import Ranks
+from threepo.types import SupervisedRow, TrainingBatch, TrainingRow
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+"""Packages whose versions decide what a rank computes."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of an element's size in bytes."""
+
+
+def agree_on_setup(config: Any, ranks: Ranks) -> None:
+    """End all ranks, before a model is loaded, unless they have the same settings, versions of packages and code."""
+    if ranks.size > 1:
+        packages = {f"the version of {name}": version(name) for name in PACKAGES}
+        own = {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
+        fix = "start all ranks with one recipe, in one environment"
+        settings = dict(_settings("", to_dict(config)))
+        ranks.agree(settings | {"the names of settings": _hashed(map(str.encode, settings))} | packages | own, fix)
+
+
+def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Each setting with its full name, such as `optimizer.lr`."""
+    if not isinstance(value, Mapping):
+        return [(name, value)]
+    return [pair for key, item in value.items() for pair in _settings(f"{name}.{key}".lstrip("."), item)]
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the package's source files."""
+    root = Path(__file__).parents[1]
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h"))
+    return _hashed(part for path in files for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()))
+
+
+def batch_facts(batch: TrainingBatch) -> dict[str, Any]:
+    """What an update takes from a batch, by the words of messages."""
+    rows = {row.index: row for part in batch.parts for row in part.rows}
+    return {
+        "the draws of gradients": [part.draw for part in batch.parts],
+        "the fitness of draws": list(batch.fitness.values()),
+        "the sampling temperature": batch.temperature,
+        "the rows of each gradient": _digest("i", ([row.index for row in part.rows] for part in batch.parts)),
+        "advantages": _digest("d", [[row.advantage for row in rows.values()]]),
+        "the draws of rollouts": _hashed(repr(row.completion.draw).encode() for row in rows.values()),
+        "the log-probs of rollouts": _digest("d", (row.completion.logprobs for row in rows.values())),
+        **row_facts(rows.values()),
+    }
+
+
+def row_facts(rows: Iterable[TrainingRow | SupervisedRow]) -> dict[str, Any]:
+    """A digest of the tokens of rows, by the words of messages."""
+    return {"the tokens of rows": _digest("q", (row.input_tokens for row in rows))}
+
+
+def _digest(kind: str, values: Iterable[Iterable[Any]]) -> str:
+    """A digest of lists of numbers, which `array` has under the letter `kind`."""
+    return _hashed(array(kind, some).tobytes() for some in values)
+
+
+def _hashed(parts: Iterable[bytes]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(struct.pack("<q", len(part)) + part)
+    return found.hexdigest()
+
+
+@dataclass
+class StateCheck:
+    """Compares what the ranks hold, before an update and before a checkpoint."""
+
+    ranks: Ranks
+    optimizer: PolicyOptimizer
+    _last: dict[str, int] = field(default_factory=dict)
+    """The sums as the last update left them."""
+
+    def note(self) -> None:
+        """Remember the state as an update, or loading, has left it: until the next one nothing may change it."""
+        if self.ranks.size > 1:
+            self._last = bit_sums(self.optimizer)
+
+    def agree(self, state: Any, facts: Mapping[str, Any]) -> None:
+        """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
+        if self.ranks.size == 1:
+            return
+        sums, first = bit_sums(self.optimizer), self.optimizer.param_groups[0]
+        changed = sorted(name for name, value in sums.items() if self._last.get(name, value) != value)
+        known = {
+            **{f"the train state's {name}": value for name, value in asdict(state).items()},
+            **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
+            **facts,
+            "what has changed since the last update": ", ".join(changed) or "nothing",
+            **{f"the sum of the bits of {name}": value for name, value in sums.items()},
+        }
+        self.ranks.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
+
+
+@torch.no_grad()
+def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
+    """Sums of the bits of the weights and of each kind of optimizer state, of what this rank holds.
+
+    The bits are added as integers, so that no order of summing and no rounding matters; each tensor's sum has a weight
+    of its own, so that two tensors cannot be swapped. Ranks that hold the same shard have the same names here.
+    """
+    found: dict[str, list[torch.Tensor]] = defaultdict(list)
+    states = getattr(optimizer, "state", {})
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for kind, tensor in {"weights": p, **states.get(p, {})}.items():
+            held = local(tensor.detach())
+            total = held.view(_BITS[held.element_size()]).sum(dtype=torch.int64)
+            found[kind + _shard(tensor)].append(total)
+    sums = {}
+    for name, totals in found.items():
+        stacked = torch.stack(totals)
+        sums[name] = int((stacked * torch.arange(1, 2 * len(totals), 2, device=stacked.device)).sum())
+    return sums
+
+
+def _shard(tensor: torch.Tensor) -> str:
+    """Which shard of a tensor this rank holds, for messages; empty if it holds the whole."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    place: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    shards = [str(place[dim]) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    return f" in shard {', '.join(shards)}" if shards else ""
