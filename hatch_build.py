@@ -46,17 +46,22 @@ class CompileKernels(BuildHookInterface):  # type: ignore[misc]
     def _compile(
         self, root: Path, compiler: list[str], source: Path, target: Path, flags: tuple[str, ...]
     ) -> Path | None:
-        """The library, or None if it could not be made; then none of another version lies there either."""
-        (root / target).unlink(missing_ok=True)
+        """The library, or None if it could not be made; then none of another version lies there either.
+
+        A run that goes on beside this keeps the one that it has loaded: the file is replaced, and never overwritten.
+        """
+        made = root / target.with_suffix(f".{os.getpid()}")
         try:
             if not compiler:
                 raise OSError("no C compiler found")
             # On macOS, who builds for another processor says so in ARCHFLAGS.
             architecture = shlex.split(os.environ.get("ARCHFLAGS", "")) if sys.platform == "darwin" else []
-            command = [*compiler, *architecture, *COMMON, *flags, str(source), "-o", str(target), "-lm"]
+            command = [*compiler, *architecture, *COMMON, *flags, str(source), "-o", str(made), "-lm"]
             subprocess.run(command, cwd=root, check=True)
+            os.replace(made, root / target)
         except (OSError, subprocess.CalledProcessError) as error:
-            (root / target).unlink(missing_ok=True)
+            for left in (made, root / target):
+                left.unlink(missing_ok=True)
             self.app.display_warning(f"threepo: {source}: {error}; the same will be done in plain torch, slower")
             return None
         return target

@@ -17,7 +17,7 @@ from typing import Any
 import threepo
 from threepo import commands
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.ranks.group import AgreedError, RankError, started
+from threepo.ranks.group import AgreedError, RankError, end_neighbours, started
 
 _PATIENCE = 15.0
 """Seconds in which the first rank can say what all have to say; it may take so long to end its engine."""
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(build_parser(), arguments)
     ranks = started()
     failure: type[Exception] | None = None
+    neighbours: Sequence[int] = ()
     try:
         if ranks.size > 1 and options.command not in (commands.train, commands.evaluate):
             raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (UserError, RankError) as error:
         message, status, failure = str(error), 2, type(error)  # the error itself would keep a folder open
+        neighbours = getattr(error, "neighbours", ())
     except Interrupted as stop:
         message, status = str(stop), 128 + stop.signal_number
     except KeyboardInterrupt:
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"threepo: {message}", file=sys.stderr, flush=True)
     else:
         _follow(ranks.rank, message, failure)
+    if neighbours:
+        end_neighbours(neighbours)
     return status
 
 

@@ -29,7 +29,7 @@ def start(*command: str, ranks: int) -> "subprocess.Popen[str]":
     # All on the loopback: torchrun and gloo would look up the machine's name, and wait where that has no answer.
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     # Another number of threads rounds matrix products differently; a stopped rank is killed after so many seconds.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8"}
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "8"} | os.environ | {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return subprocess.Popen(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from threepo import api
 from threepo.config import SFTConfig
 from threepo.config.recipes import load
 from threepo.config.records import build
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
@@ -107,6 +108,25 @@ def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypa
     monkeypatch.setattr(IVON, "perturbed", lambda self, draw: draws.append(draw) or inner(self, draw))
     api.fine_tune(sft_config(tmp_path / "run", "run.steps=3", "batching.tokens=64"))
     assert [draw.step for draw in draws] == [0, 1, 2]
+
+
+def test_the_first_update_that_is_skipped_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gradients are not finite: one warning that names the step, and a count."""
+    real, calls = sft.cross_entropy, iter(range(4))
+
+    def spoilt(policy: Policy, *arguments: Any) -> float:
+        loss = real(policy, *arguments)
+        if next(calls) in (1, 2):
+            next(policy.model.parameters()).grad[0, 0] = math.nan  # type: ignore[index]
+        return loss
+
+    monkeypatch.setattr(sft, "cross_entropy", spoilt)
+    with pytest.warns(ThreepoWarning) as caught:
+        api.fine_tune(sft_config(tmp_path / "run", "run.steps=4"))
+    said = [str(warning.message) for warning in caught if "skipped" in str(warning.message)]
+    assert len(said) == 1
+    assert said[0].startswith("the update of step 1 was skipped")
+    assert [row["optimizer/skipped_steps"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 2]
 
 
 def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from threepo.errors import UserError
 
 T = TypeVar("T")
 
+_LAST_WORDS_S = 5.0
+"""Seconds in which a rank that has lost another says so, before its neighbours end it."""
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
@@ -39,7 +42,11 @@ class AgreedError(UserError):
 class RankLost(RankError):
     """A collective failed: another rank has ended, or does not answer within the time limit."""
 
-    def __init__(self, error: BaseException) -> None:
+    neighbours: Sequence[int]
+    """Handles of the processes of the other ranks that the same torchrun has started, for `end_neighbours`."""
+
+    def __init__(self, error: BaseException, neighbours: Sequence[int] = ()) -> None:
+        self.neighbours = neighbours
         super().__init__(
             f"another rank has ended, or does not answer within parallel.timeout_s; if it has no message of its own, "
             f"it was killed or is stuck: start again to go on from what is saved ({words_of(error)})"
@@ -163,25 +170,49 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if sys.platform == "linux":  # torchrun itself may be killed; then its ranks are asked to stop, and save
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
     gloo = dist.new_group(backend="gloo", timeout=patience)
+    here = replace(here, gloo=gloo)
+    neighbours = _neighbours(here)
     try:
         # A rank that closes its connections early may close them on another's last collective.
         try:
-            yield replace(here, gloo=gloo)
+            yield here
         except AgreedError:  # which all ranks have
             with suppress(RuntimeError):
                 dist.barrier(group=gloo)
             raise
         dist.barrier()
+    except RankLost as lost:
+        lost.neighbours = neighbours
+        raise
     except RuntimeError as error:
         if is_lost(error):
-            raise RankLost(error) from error
+            raise RankLost(error, neighbours) from error
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _neighbours(here: Ranks) -> list[int]:
+    """Handles of the processes of the other ranks of this node's torchrun; none where the system has no handles."""
+    node, me = (os.environ.get("GROUP_RANK"), os.getppid()), os.getpid()
+    found = here.gather((node, me))
+    known = sys.platform == "linux" and node[0]
+    return [os.pidfd_open(process) for where, process in found if where == node and process != me] if known else []
+
+
+def end_neighbours(neighbours: Sequence[int]) -> None:
+    """End the ranks of these handles, which cannot go on either, once those that know it have had time to say so.
+
+    A stuck rank does not obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
+    """
+    time.sleep(_LAST_WORDS_S)
+    for process in neighbours:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """What RLVR and SFT share: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
@@ -71,6 +72,7 @@ class TrainingRun(Generic[Config]):
     def __post_init__(self) -> None:
         self.check = StateCheck(self.ranks, self.optimizer)
         self.check.note()
+        self._skipped = float(self.optimizer.param_groups[0]["skipped_steps"])
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -82,6 +84,14 @@ class TrainingRun(Generic[Config]):
     def optimizer_metrics(self, posterior: bool = True) -> Metrics:
         """Metrics of the optimizer, and of its posterior if it has one and they are asked for."""
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
+        if metrics["optimizer/skipped_steps"] > self._skipped == 0:
+            warnings.warn(
+                f"the update of step {self.state.step} was skipped: its gradient was not finite, or no row was left to "
+                f"learn from; later ones are only counted, in optimizer/skipped_steps",
+                ThreepoWarning,
+                stacklevel=2,
+            )
+        self._skipped = metrics["optimizer/skipped_steps"]
         if posterior and not Posterior.of(self.optimizer, gather=False).is_point:
             metrics |= posterior_metrics(self.optimizer)
         return metrics

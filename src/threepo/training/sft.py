@@ -85,9 +85,9 @@ def fine_tune(run: FineTuning) -> None:
             run.optimizer.step(divisor=tokens)
             run.check.note()
             clock.lap("time/step")
-            run.state = TrainState(step + 1)
             metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
             metrics |= run.optimizer_metrics(posterior=due(step + 1, 10, steps))
+            run.state = TrainState(step + 1)
             end_step(metrics | clock.times)
 
 
