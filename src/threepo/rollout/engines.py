@@ -71,7 +71,7 @@ class EngineKind(NamedTuple):
     builder: str
     """`module:function` that makes it from a policy and settings; only imported for use."""
     memory: Callable[[EngineConfig, int], tuple[int, str, int]]
-    """What one engine holds with these settings and so many draws: the number of copies of the weights, what there is
+    """Memory of one engine with these settings and so many draws: the number of copies of the weights, what there is
     a copy for, and most rows that are decoded together."""
 
 

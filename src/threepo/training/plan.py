@@ -38,7 +38,7 @@ GPUS = {"H100 (79 GiB)": 79, "H200 (140 GiB)": 140}
 CARDS = {"24 GB": 23, "48 GB": 44, "80 GB": 79}
 """GiB that a process finds on GPUs that are sold as such."""
 RESTING = ("weights", "weights of the reference", "momentum and Hessian", "AdamW's moments")
-"""What training holds between two updates, while the next draws are made."""
+"""Labels of the tensors that training keeps between two updates, while the next draws are made."""
 
 
 Plan = dict[str, list[str]]
@@ -249,7 +249,7 @@ def _each_rank(
 
 
 def _resting(held: dict[str, float]) -> float:
-    """What training holds between two updates."""
+    """Memory that training keeps between two updates."""
     return sum(size for label, size in held.items() if label in RESTING)
 
 
@@ -274,7 +274,7 @@ def _probe(config: TrainConfig | SFTConfig, model: Shape) -> list[tuple[float, s
 
 
 def _cards(config: TrainConfig, cards: dict[str, int], most: float, copy: float) -> list[str]:
-    """What GPUs have left beside a trainer that takes `most` GiB, and `copy` GiB of an engine's weights."""
+    """Memory that GPUs have left beside a trainer that takes `most` GiB, and `copy` GiB of an engine's weights."""
     lines, shared = [], config.engine.kind == "vllm" and not config.engine.vllm.servers
     for card, size in cards.items():
         left, share = size - most - copy, math.floor(100 * (size - most) / size) / 100
@@ -285,7 +285,7 @@ def _cards(config: TrainConfig, cards: dict[str, int], most: float, copy: float)
 
 
 def _engines(engine: EngineConfig, ranks: int) -> int:
-    """How many engines, replicas or servers share the draws of a step."""
+    """Number of engines, replicas or servers that share the draws of a step."""
     each = engine.vllm.tensor_parallel
     if ranks % each and ranks > 1:
         raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
