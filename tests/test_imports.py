@@ -145,6 +145,10 @@ def test_datasets_is_imported_by_the_runs_that_read_any() -> None:
     assert not imported("import threepo.api, threepo.show", "datasets", "pandas")
 
 
+def test_a_training_run_does_not_import_its_plan() -> None:
+    assert not imported("import threepo.training.rlvr", "threepo.training.plan", "threepo.training.rank_memory")
+
+
 def imported(statement: str, *modules: str) -> list[str]:
     """Those of the modules that a fresh process has imported after the statement."""
     program = f"{statement}\nimport sys; print(*(m for m in {modules} if m in sys.modules))"

@@ -35,10 +35,15 @@ MEMORY_STATUS = 77
 """Exit status of a process that ran out of memory."""
 
 
+def processes_here() -> int:
+    """Number of ranks that torchrun has started on this machine; 1 alone."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def cores() -> int:
     """Processor cores for this process: its share of them, where torchrun has started several on this machine."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, usable // processes_here())
 
 
 class Process:

@@ -1,6 +1,9 @@
 """Which engines ranks have, without any: `test_vllm_on_ranks.py` starts them."""
 
+from pathlib import Path
+
 import pytest
+from launch import launch
 
 from threepo.config import EngineConfig, VLLMConfig
 from threepo.errors import UserError
@@ -42,3 +45,9 @@ def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: lis
     engine = RankedEngine(None, Ranks(0, ranks), each)
     engine._draws = [Draw(0, 0, i) for i in range(draws)]
     assert [[i for i in range(draws) if rank in engine._servers(i)] for rank in range(ranks)] == served
+
+
+def test_ranks_of_a_machine_take_their_memory_in_turn(tmp_path: Path) -> None:
+    """A rank that looked at the free memory while another takes it would count on the same memory."""
+    launch(str(Path(__file__).with_name("turns_program.py")), str(tmp_path / "notes"), ranks=2)
+    assert (tmp_path / "notes").read_text().splitlines() == ["0 begins 2", "0 ends", "1 begins 2", "1 ends"]

@@ -318,6 +318,14 @@ def test_a_batch_has_room_for_a_row_of_every_draw() -> None:
         engine.prepare(4, 10)
 
 
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), EngineConfig())
+    engine.prepare(1, 100)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 30))  # a few hundred bytes are left for each
+    with pytest.raises(UserError, match=r"for one row of each \(100 tokens\) need .* GiB; there are"):
+        engine.prepare(1, 100)
+
+
 def test_less_memory_means_fewer_rows_at_a_time() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)

@@ -15,7 +15,7 @@ import torch
 from threepo.config import VLLMConfig
 from threepo.errors import UserError
 from threepo.rollout import memory as shared
-from threepo.rollout.memory import SharedTensors, available_bytes, layout_of
+from threepo.rollout.memory import SharedTensors, available_bytes, layout_of, own_bytes
 from threepo.rollout.replicas import Replica, call_all
 from threepo.rollout.vllm import _environments
 
@@ -245,6 +245,50 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shared, "available_bytes", lambda device: 1999)
     with pytest.raises(UserError, match=r"no memory for a copy of the weights: 0\.0 GB, and 0\.0 GB are left"):
         SharedTensors(layout)
+
+
+class PretendedGPU:
+    """Counts as the driver and torch's allocator do: freed tensors stay with the allocator, whole blocks at a time."""
+
+    total, driver, allocated, reserved = 80_000, 2_000, 0, 0
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.reserved = max(self.reserved, -(-self.allocated // 1000) * 1000)
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total - self.driver - self.reserved, self.total
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return self.allocated
+
+
+def test_memory_that_a_step_has_freed_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights take 20,000 bytes, and an update 50,500 more for a while; 58,000 are free before it and after it."""
+    gpu, device = PretendedGPU(), torch.device("cuda", 0)
+    for name in ("mem_get_info", "memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    gpu.allocate(20_000)
+    before = available_bytes(device)
+    gpu.allocate(50_500)
+    during = available_bytes(device)
+    gpu.allocate(-50_500)
+    assert (before, during, available_bytes(device)) == (52_200, 6_750, 52_200)  # nine tenths
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert own_bytes(device) == 52_200, "every rank has a GPU"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the driver of a GPU")
+def test_memory_that_a_tensor_has_freed_on_a_gpu_is_available() -> None:
+    device = torch.device("cuda", 0)
+    before = available_bytes(device)
+    tensor = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    assert before - available_bytes(device) == pytest.approx(0.9 * tensor.numel(), rel=0.05)
+    del tensor
+    assert available_bytes(device) == pytest.approx(before, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What --dry-run says: the paper's table, the published model's size, and what an optimizer really keeps."""
 
 import gc
+import json
 import os
 import re
 from contextlib import closing
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from published_shapes import OLMO3_7B, write
+from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
 from runs import train_config
 from threepo.cli import main
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
@@ -20,8 +21,8 @@ from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
-from threepo.training.plan import plan, step_flops
-from threepo.training.step_time import StepTime, Work, step_times
+from threepo.training.flops import step_flops
+from threepo.training.plan import plan
 from threepo.types import Draw
 
 LAYERS = 4
@@ -121,10 +122,8 @@ def test_a_plan_of_adapters(olmo3: str) -> None:
     held = said(local, "GiB at most of a GPU") + engine
     assert local["one GPU"][2] == f"80 GB: {79 - held:.3g} GiB left for keys and values"
     served = (whole + 8 * (a + b)) * 2 / 2**30
-    assert said(lines, "GiB frozen weights of 1 replicas, and for each up to 8 adapters") == pytest.approx(
-        served, rel=1e-3
-    )
-    assert said(lines, "GiB of weights written") == pytest.approx(4 * (a + b) * 2 / 2**30, rel=1e-3)
+    assert said(lines, "GiB frozen weights of 1 replica, and up to 8 adapters") == pytest.approx(served, rel=1e-3)
+    assert said(lines, "GiB of weights pushed") == pytest.approx(4 * (a + b) * 2 / 2**30, rel=1e-3)
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * b * gib, rel=1e-3)
     full = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings[:1]))
     trains = [
@@ -289,11 +288,15 @@ def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
     assert said(each, "GiB weights") == pytest.approx(4 * WEIGHTS / 8 / gib, rel=1e-3)
     assert said(lines, "GiB momentum and Hessian") == pytest.approx(8 * WEIGHTS / 8 / gib, rel=1e-3)
     assert said(lines, "GiB of these in all, float32") == pytest.approx(20 * WEIGHTS / 8 / gib, rel=1e-3)
-    assert said(lines, "GiB weights of a replica, bfloat16") == pytest.approx(2 * WEIGHTS / gib, rel=1e-3)
+    assert said(lines, "GiB weights of 1 replica, bfloat16") == pytest.approx(2 * WEIGHTS / gib, rel=1e-3)
     gathered = 2 * 100278 * 4096 + 4096 + 2 * LAYER
     assert said(lines, "GiB gathered weights") == pytest.approx(2 * gathered / gib, rel=1e-3)
-    # Mean, Hessian and result of the embedding, in float32.
-    assert said(lines, "GiB before, while") == pytest.approx(3 * 4 * 100278 * 4096 / gib, rel=1e-3)
+    # Mean, Hessian and result of the embedding, in float32, beside this rank's weights, momentum and Hessian.
+    resting = 3 * 4 * WEIGHTS / 8
+    made = resting + 3 * 4 * 100278 * 4096
+    assert said(lines, "GiB before, while the weights of a draw are made") == pytest.approx(made / gib, rel=1e-3)
+    probed = resting + 2 * WEIGHTS
+    assert said(lines, "GiB before, while the probe runs with all weights") == pytest.approx(probed / gib, rel=1e-3)
 
     peak = said(lines, "GiB at most")
     copies = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.replicate=2"]), ranks=8)
@@ -302,7 +305,7 @@ def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
     assert peak - said(offloaded, "GiB at most") == pytest.approx(20 * WEIGHTS / 8 / gib, rel=1e-2)
     assert said(offloaded, "GiB of these in all, in the memory of its CPU") > 0
     halves = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "engine.vllm.tensor_parallel=2"]), ranks=8)
-    assert said(halves, "GiB weights of a replica on 2 GPUs") == pytest.approx(WEIGHTS / gib, rel=1e-3)
+    assert said(halves, "GiB weights of 1 replica on 2 GPUs") == pytest.approx(WEIGHTS / gib, rel=1e-3)
 
 
 def test_one_rank_is_planned_as_ever(olmo3: str) -> None:
@@ -327,29 +330,104 @@ def test_the_ranks_of_torchrun_are_planned_for_and_the_first_speaks(
         assert ("4 ranks, each with 1/4 of the weights" in capsys.readouterr().out) == (rank == 0)
 
 
-def qwen(draws: int, response: float) -> dict[str, StepTime]:
-    """Of Qwen2.5-Math-7B, 32 prompts with 16 completions, on eight ranks."""
-    work = Work(7_615_616_512, 57_344, 32, 512, draws, prompt=150, response=response, longest=3072, operations=8)
-    return step_times(work, 8)
+QWEN25_32B = QWEN25_MATH_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
 
 
-@pytest.mark.parametrize(("draws", "response", "ratio"), [(4, 600, 2.72), (8, 600, 4.63), (4, 1100, 2.60)])
-def test_the_model_of_time_says_what_an_independent_one_said(draws: int, response: float, ratio: float) -> None:
-    """`ratio` is that of a simulation written before (numpy, other random lengths)."""
-    times = qwen(draws, response)
-    assert times["in turn"].total / times["GRPO"].total == pytest.approx(ratio, rel=0.03)
-    assert 1 < times["own"].total / times["GRPO"].total < 1.05
+@pytest.mark.parametrize(
+    ("shape", "ranks", "settings", "shares"),
+    [
+        # 7,615,616,512 weights: the probe takes 14.19 GiB, and weights, momentum and Hessian of a rank 3 x 0.443.
+        (QWEN25_MATH_7B, 64, [], {"H100 (79 GiB)": 0.80, "H200 (140 GiB)": 0.88}),
+        # 32,763,876,352 weights: 61.03 GiB and 3 x 1.907.
+        (QWEN25_32B, 64, [], {"H100 (79 GiB)": None, "H200 (140 GiB)": 0.52}),
+        # The shards are in the memory of CPUs: 14.19 GiB alone, and less while it trains.
+        (QWEN25_MATH_7B, 64, ["parallel.offload=true"], {"H100 (79 GiB)": 0.82, "H200 (140 GiB)": 0.89}),
+        # 28.37 GiB of weights, which an evolution strategy moves in place, and 14.19.
+        (QWEN25_MATH_7B, 1, ["method.preset=es"], {"24 GB": None, "48 GB": None, "80 GB": 0.46}),
+    ],
+    ids=["7B", "32B", "offloaded", "evolution"],
+)
+def test_the_share_of_the_engine_leaves_room_for_the_probe(
+    shape: dict[str, object], ranks: int, settings: list[str], shares: dict[str, float | None], tmp_path: Path
+) -> None:
+    """By hand: the probe of a push holds all weights in bfloat16, beside what the trainer keeps between two updates."""
+    own = ["data.train=sorting", "engine.kind=vllm", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    own += ["method.preset=c3po", "model.gradient_checkpointing=true", f"model.path={write(tmp_path, shape)}"]
+    lines = plan(load(TrainConfig, "", [*own, *settings]), 150, 1100, ranks)
+    said = {line.partition(":")[0]: line for line in lines["one GPU" if ranks == 1 else "its engine"]}
+    for gpu, share in shares.items():
+        words = f"engine.vllm.gpu_memory_utilization at most {share:.2f}" if share else "GiB too much"
+        assert said[gpu].endswith(words), said[gpu]
 
 
-def test_decoding_by_hand() -> None:
-    """Two ranks, four rows of three tokens, no cache: three steps that read all weights, for each draw in turn."""
-    work = Work(10**9, 0, 2, 4, 2, prompt=0, response=3, longest=3, operations=6)
-    times = step_times(work, 2)
-    step = 2e9 / 3.6e12 + 2.5e-3
-    assert times["in turn"].generation == pytest.approx(2 * 3 * (step + 2e9 / 495e12))
-    assert times["own"].generation == times["GRPO"].generation == pytest.approx(3 * (step + 2 * 2e9 / 495e12))
-    assert times["GRPO"].update == pytest.approx(6e9 * 12 / (2 * 396e12))
-    assert times["own"].pushes == pytest.approx(0.8 + 8e9 / 2 / 350e9)
+SERVERS = ["engine.vllm.servers=['http://a:1','http://b:1']", "engine.vllm.weights_folder=/dev/shm/pushed"]
+
+
+@pytest.mark.parametrize(
+    ("draws", "ranks", "settings", "words", "rows"),
+    [
+        (4, 8, [], "4 draws at the same time on 8 replicas: decoding takes about as long as with one draw", 64),
+        # Two replicas have the third draw, and three each of the others: 168 rows / 2, and not 504 / 8.
+        (3, 8, [], "3 draws at the same time on 8 replicas: decoding takes up to 1.33 times as long as", 84),
+        (4, 2, [], "4 draws in turn on 2 replicas: decoding takes up to 2 times as long as with one draw", 256),
+        (4, 8, ["engine.vllm.tensor_parallel=4"], "4 draws in turn on 2 replicas: decoding takes up to 2 times", 256),
+        (4, 1, [], "4 draws in turn on 1 replica: decoding takes up to 4 times as long as with one draw", 512),
+        # One process gives each draw a replica, and more replicas have nothing to do.
+        (4, 1, ["engine.vllm.replicas=8"], "4 draws at the same time on 8 replicas: decoding takes about", 128),
+        (4, 1, ["model.lora.rank=8"], "4 draws in one batch on 1 replica: decoding takes about as long as", 512),
+        (4, 1, ["model.lora.rank=8", "engine.vllm.adapters=3"], "4 draws in turn on 1 replica: decoding takes up", 512),
+        (4, 8, SERVERS, "4 draws in turn on 2 servers: decoding takes up to 2 times as long as with one draw", 256),
+    ],
+)
+def test_only_the_way_in_which_this_run_serves_its_draws_is_printed(
+    draws: int, ranks: int, settings: list[str], words: str, rows: int
+) -> None:
+    own = ["data.train=sorting", "engine.kind=vllm", "model.path=tiny-qwen2", "method.preset=c3po"]
+    own += [f"method.draws={draws}", f"method.rollouts_per_prompt={16 if draws == 4 else 18}"]
+    own += [f"data.prompts_per_step={32 if draws == 4 else 28}"]  # 512 rows, or 504
+    lines = plan(load(TrainConfig, "", [*own, *settings]), ranks=ranks)
+    engine = lines["engine" if ranks == 1 else "its engine"]
+    assert [line.startswith(words) for line in engine if line.startswith(f"{draws} draws")] == [True], engine
+    assert f"keys and values of {rows} rows" in engine[1]
+    assert any("gpu_memory_utilization" in line for some in lines.values() for line in some) == (settings != SERVERS)
+
+
+def test_a_plan_says_how_often_the_data_are_gone_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten problems are three batches of three: an epoch drops the tenth."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"{i} + 1 = ", "answer": str(i + 1)}) for i in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    own = ["model.path=tiny-qwen2", "method.preset=grpo", "run.steps=12", "data.prompts_per_step=3"]
+
+    def supply(*settings: str) -> str:
+        return plan(load(TrainConfig, "", [*own, *settings]))["data"][1]
+
+    mine = ["data.train=sums.jsonl", "reward.function=math"]
+    assert supply(*mine) == "12 steps x 3 prompts = 36; the data have 10: 4 epochs, if no prompt is too long"
+    with pytest.raises(UserError, match="holds 10 problems, fewer than data.prompts_per_step = 11"):
+        supply(*mine, "data.prompts_per_step=11")
+    assert supply("data.train=sorting") == "12 steps x 3 prompts = 36; problems are generated without end"
+    fetched = "the data are not on this machine: `threepo data show gsm8k` fetches and counts them"
+    assert supply("data.train=gsm8k").endswith(fetched)
+    with pytest.raises(UserError, match="did you mean sorting"):
+        supply("data.train=sortign")
+
+
+def test_a_plan_says_which_tokens_it_assumes() -> None:
+    own = ["model.path=tiny-qwen2", "method.preset=grpo", "data.train=sorting", "sampling.max_new_tokens=64"]
+    lines = plan(load(TrainConfig, "", own))["compute"]
+    assert lines[0] == "512 prompt tokens a row, assumed: data.max_prompt_tokens sets no limit; give the mean"
+    assert lines[1] == "64 response tokens a row, assumed: all as long as sampling.max_new_tokens allows"
+    assert plan(load(TrainConfig, "", own), 20, 30)["compute"][:2] == [
+        "20 prompt tokens a row, as given",
+        "30 response tokens a row, as given",
+    ]
 
 
 def test_a_dry_run_leaves_nothing(

@@ -111,10 +111,12 @@ class RankedEngine:
         self._draws: list[Draw | None] = []
 
     def prepare(self, draws: int, tokens: int) -> None:
-        """See `RolloutEngine.prepare`."""
-        with self._ranks.together(), _naming(self._ranks):
-            if self._engine:
-                self._engine.prepare(self._rounds(draws), tokens)
+        """See `RolloutEngine.prepare`. Ranks of a machine take turns: each finds the memory that the others left."""
+        own = int(os.environ.get("LOCAL_RANK", 0))
+        for turn in range(max(self._ranks.gather(own)) + 1):
+            with self._ranks.together(), _naming(self._ranks):
+                if self._engine and turn == own:
+                    self._engine.prepare(self._rounds(draws), tokens)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor."""

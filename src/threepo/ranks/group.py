@@ -1,7 +1,7 @@
 """The ranks of a run: which of them this process is, what they exchange, and what they agree on.
 
 torchrun starts one process for each device, and tells it by environment variables who it is. Nothing but this room asks
-how many ranks there are (only `workers.cores` asks with how many it shares a machine). Objects travel over gloo, whose
+how many ranks there are (only `workers` asks with how many it shares a machine). Objects travel over gloo, whose
 waits end after a time limit and which notices at once when a rank has died; a model's tensors travel over the backend
 of their device. Torch is imported only for use, because the command line asks here who speaks.
 """

@@ -71,21 +71,17 @@ class EngineKind(NamedTuple):
     builder: str
     """`module:function` that makes it from a policy and settings; only imported for use."""
     memory: Callable[[EngineConfig, int], tuple[int, str, int]]
-    """What it holds with these settings and so many draws: the number of copies of the weights, what there is a copy
-    for, and most rows that are decoded together."""
-
-
-def _vllm_memory(count: int, settings: EngineConfig) -> tuple[int, str, int]:
-    return count, "servers" if settings.vllm.servers else "replicas", count * settings.max_batch_rows
+    """Memory of one engine with these settings and so many draws: the number of copies of the weights, what there is
+    a copy for, and most rows that are decoded together."""
 
 
 ENGINES = {
     "local": EngineKind(
-        "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draws", settings.max_batch_rows)
+        "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draw", settings.max_batch_rows)
     ),
     "vllm": EngineKind(
         "threepo.rollout.vllm:VLLMEngine",
-        lambda settings, _: _vllm_memory(len(settings.vllm.servers) or settings.vllm.replicas, settings),
+        lambda settings, _: (1, "server" if settings.vllm.servers else "replica", settings.max_batch_rows),
     ),
 }
 

@@ -21,7 +21,7 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, Rows, check_positions
-from threepo.rollout.memory import GIB, available_bytes, bytes_per_token, sampling_bytes
+from threepo.rollout.memory import GIB, bytes_per_token, own_bytes, sampling_bytes
 from threepo.rollout.sampling import choose, processed_logprobs
 from threepo.types import Completion, Draw, Request
 
@@ -120,7 +120,7 @@ class LocalEngine:
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         cached = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
         row = cached + sampling_bytes(vocabulary)
-        budget = self._settings.memory_gib * GIB or available_bytes(self._policy.device) + self._ensemble.bytes
+        budget = self._settings.memory_gib * GIB or own_bytes(self._policy.device) + self._ensemble.bytes
         most = int((budget - weights) // (row * draws))
         if most < 1:
             raise UserError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from threepo.errors import UserError
+from threepo.workers import processes_here
 
 GIB = 1 << 30
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -35,10 +36,13 @@ def sampling_bytes(vocabulary: int) -> int:
 def available_bytes(device: torch.device) -> int:
     """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2).
 
+    On a GPU this includes what torch's allocator keeps of freed tensors, which is free for new ones.
+
     Where the system is not Linux, which says what is free, half of all memory.
     """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + kept) * 0.9)
     if sys.platform != "linux":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
@@ -49,6 +53,11 @@ def available_bytes(device: torch.device) -> int:
         cached = _numbers(group / "memory.stat")["inactive_file"]  # files that the kernel drops when memory is short
         free = min(free, max(int(most) - used + cached, 0))
     return int(free * 0.9)
+
+
+def own_bytes(device: torch.device) -> int:
+    """This process's part of `available_bytes`: the ranks of a machine share its memory, and have a GPU each."""
+    return available_bytes(device) // (1 if device.type == "cuda" else processes_here())
 
 
 def _numbers(file: Path) -> dict[str, int]:

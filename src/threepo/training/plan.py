@@ -1,19 +1,24 @@
-"""Memory and compute of a run, from its recipe and the shape of its model; loads no weights and writes nothing.
+"""Memory and compute of a run, from its recipe, the shape of its model and data on this machine; loads no weights.
 
-FLOPs follow the paper's count (appendix on compute): per weight and token, two forward and six forward and backward.
-What that count leaves out is listed next to it. Legend: W weights, P prompts a step, G completions of a prompt over all
-draws, N draws that generate, K draws at which the gradient of every row is taken.
+FLOPs follow the paper's count (flops.py). What that count leaves out is listed next to it. Legend: W weights, P prompts
+a step, G completions of a prompt over all draws, N draws that generate, K draws at which the gradient of every row is
+taken.
 
-On several ranks memory is that of each, one GPU (rank_memory.py), and a model says how long a step may take
-(step_time.py).
+On several ranks memory is given for one rank, with one GPU (rank_memory.py).
 """
 
+import math
 from typing import Any
 
 import torch
 
-from threepo.config import SFTConfig, TrainConfig
+from threepo.config import EngineConfig, SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
+from threepo.config.sources import is_local, is_source, split_source
+from threepo.data.finite import FiniteProblems
+from threepo.data.published import PUBLISHED
+from threepo.data.source import open_training, split_copy
+from threepo.data.verifiers import PREFIX as ENVIRONMENTS
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_folder
 from threepo.models.loading import Shape, model_shape
@@ -21,28 +26,19 @@ from threepo.models.packing import GPU_TOKENS
 from threepo.objectives.policy_loss import scored_first
 from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
+from threepo.training.flops import step_flops
 from threepo.training.optimizers import OPTIMIZERS
 from threepo.training.rank_memory import passing, rank_memory
-from threepo.training.step_time import ASSUMED, Work, step_times
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
 _BYTES = {"float32": 4, "bfloat16": 2}
-GPUS = {"H100": 79, "H200": 140}
-"""GiB of memory of GPUs."""
+GPUS = {"H100 (79 GiB)": 79, "H200 (140 GiB)": 140}
+"""GiB of memory of the GPUs of a rank."""
 CARDS = {"24 GB": 23, "48 GB": 44, "80 GB": 79}
 """GiB that a process finds on GPUs that are sold as such."""
-
-
-def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> dict[str, float]:
-    """Operations of one RLVR step by what they are for; the paper's table has their sum.
-
-    Tokens: those of prompts, `read` once for each draw, which shares them among its completions; those `decoded`; and
-    those of prompts and completions that are `trained` on, once for each draw at which their gradient is taken.
-    `frozen`: no gradients of the weights are made, which saves two operations of six, and adapters count nothing.
-    """
-    forward, passes = 2 * weights, 2 if frozen else 3
-    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": passes * forward * trained}
+RESTING = ("weights", "weights of the reference", "momentum and Hessian", "AdamW's moments")
+"""Labels of the tensors that training keeps between two updates, while the next draws are made."""
 
 
 Plan = dict[str, list[str]]
@@ -73,61 +69,72 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
 
 def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, response_tokens: int, ranks: int) -> Plan:
-    data, method, engine = config.data, config.method, config.engine
-    shape, weights = model.config, model.weights
+    data, method = config.data, config.method
     draws = max(method.draws, 1)
     gradient_draws = {"generator": draws, "fresh": method.gradient_draws}.get(method.gradient_at, 0)
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
     longest_prompt, longest = data.max_prompt_tokens or UNKNOWN, config.sampling.max_new_tokens
-    prompt_tokens, response_tokens = prompt_tokens or longest_prompt, response_tokens or longest
+    prompt, prompt_line = _tokens(prompt_tokens, data.max_prompt_tokens, "prompt", "data.max_prompt_tokens")
+    response, response_line = _tokens(response_tokens, longest, "response", "sampling.max_new_tokens")
     prompts, rollouts = data.prompts_per_step, method.rollouts_per_prompt
     rows = prompts * rollouts
     flops = step_flops(
-        weights,
-        read=prompts * draws * prompt_tokens,
-        decoded=rows * response_tokens,
-        trained=rows * passes * (prompt_tokens + response_tokens),
+        model.weights,
+        read=prompts * draws * prompt,
+        decoded=rows * response,
+        trained=rows * passes * (prompt + response),
         frozen=model.adapters > 0,
     )
-    served = model.served(engine)
-    mean = served if model.pushed(engine) and not model.adapters else 0  # adapters' own W was pushed at the start
-    copied = (draws * (model.pushed(engine) or served) + mean) * _BYTES[engine.dtype] / GIB
+    generator, copy = _engine_memory(config, model, rows, prompt + longest, ranks)
     if ranks == 1:
-        tokens = (rows, longest_prompt + longest) if passes else (0, 0)
-        trainer, most = _trainer_memory(config, model, gradient_draws, tokens)
-        generator, copy = _engine_memory(config, model, rows, draws, prompt_tokens + longest)
-        memory = {"trainer": trainer, "engine": generator, "one GPU": _cards(config, most, copy)}
-        if engine.kind == "local":
-            copied = copy  # every load writes all that it has
-        else:
-            memory["time"] = _time(config, model, rows, prompt_tokens, response_tokens, 1)
+        step = (rows, longest_prompt + longest) if passes else (0, 0)
+        trainer, most = _trainer_memory(config, model, gradient_draws, step)
+        memory = {"trainer": trainer, "engine": generator, "one GPU": _cards(config, CARDS, most, copy)}
     else:
-        tokens = (rows * (prompt_tokens + response_tokens), longest_prompt + longest) if passes else (0, 0)
-        trainer, most = _each_rank(config, model, gradient_draws, tokens, ranks)
-        each = config.engine.vllm.tensor_parallel
-        if ranks % each:
-            raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
-        own = -(-rows * each // ranks), -(-draws // ranks)
-        memory = {
-            "each GPU": [*trainer, *_before(config, shape, weights)],
-            "its engine": _replica(config, model, *own, prompt_tokens + longest, most),
-            "time": _time(config, model, rows, prompt_tokens, response_tokens, ranks),
-        }
+        step = (rows * (prompt + response), longest_prompt + longest) if passes else (0, 0)
+        trainer, most = _each_rank(config, model, gradient_draws, step, ranks)
+        memory = {"each GPU": trainer, "its engine": [*generator, *_cards(config, GPUS, most, copy)]}
     return {
-        "data": [f"{data.train}, rewarded by {config.reward.function}"],
+        "data": [f"{data.train}, rewarded by {config.reward.function}", _supply(config)],
         "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
         "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows", *_dynamic(config)],
         **memory,
         "compute": [
-            f"{prompt_tokens} prompt and {response_tokens} response tokens a row",
+            prompt_line,
+            response_line,
             *(f"{_tera(count)} TFLOP {purpose}" for purpose, count in flops.items()),
             f"{_tera(sum(flops.values()))} TFLOP a step, as the paper counts",
         ],
         "not counted": [
-            *_uncounted(config, shape, weights, rows, prompt_tokens + response_tokens),
-            f"{copied:.4g} GiB of weights written into the engine",
+            *_uncounted(config, model.config, model.weights, rows, prompt + response),
+            _push(config, model, copy, ranks),
         ],
     }
+
+
+def _tokens(given: int, most: int, what: str, setting: str) -> tuple[int, str]:
+    """Mean tokens of a row, and a line that says whether they are given or assumed."""
+    if given:
+        return given, f"{given} {what} tokens a row, as given"
+    if most:
+        return most, f"{most} {what} tokens a row, assumed: all as long as {setting} allows"
+    return UNKNOWN, f"{UNKNOWN} {what} tokens a row, assumed: {setting} sets no limit; give the mean"
+
+
+def _supply(config: TrainConfig) -> str:
+    """The prompts that the run asks for, and how many the data has; data of the hub are not downloaded for it."""
+    name, size, steps = config.data.train, config.data.prompts_per_step, config.run.steps
+    asked = f"{steps} steps x {size} prompts = {steps * size:,}"
+    published, copy = split_copy(name, PUBLISHED)
+    remote = published is not None or is_source(name) or name.startswith(ENVIRONMENTS)
+    if remote and not is_local(split_source(copy if published else name)[0]):
+        return f"{asked}; the data are not on this machine: `threepo data show {name}` fetches and counts them"
+    problems = open_training(config.data).problems
+    if not isinstance(problems, FiniteProblems):
+        return f"{asked}; problems are generated without end"
+    problems.batch(0, size)  # refuses fewer than a step takes
+    count = len(problems.problems)
+    return f"{asked}; the data have {count:,}: {steps / (count // size):.3g} epochs, if no prompt is too long"
 
 
 def _dynamic(config: TrainConfig) -> list[str]:
@@ -143,7 +150,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
     else:
         assert config.demonstrations is not None, "a recipe has demonstrations or conversations"
         rows, what, most = config.demonstrations.batch_size, "demonstrations", UNKNOWN
-    tokens = tokens or most
+    given, tokens = tokens > 0, tokens or most
     if ranks == 1:
         memory, _ = _trainer_memory(config, model, 1, (rows, most))
     else:
@@ -152,7 +159,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
         "a step": [f"{rows} {what}"],
         "trainer" if ranks == 1 else "each GPU": memory,
         "compute": [
-            f"{tokens} tokens a row",
+            f"{tokens} tokens a row, {'as given' if given else 'assumed'}",
             f"{_tera((4 if model.adapters else 6) * weights * rows * tokens)} TFLOP a step",
         ],
         "not counted": _uncounted(config, shape, weights, rows, tokens),
@@ -188,9 +195,11 @@ def _trainer_memory(
     everything, longest = rows
     micro = min(everything, max((config.batching.tokens or GPU_TOKENS) // max(longest, 1), 1))
     base, most = config.model.lora.base_dtype, sum(held.values())
+    probed = [(_resting(held) + probe, words) for probe, words in _probe(config, model)]
     lines = [
         *(f"{gib:.4g} GiB {name}" for name, gib in held.items()),
         f"{most:.4g} GiB in all, {f'float32 and {base}' if model.rounded else 'float32'}",
+        *(f"{gib:.4g} GiB before, {words}" for gib, words in probed),
     ]
     try:
         passes = passing(model.model, micro, longest, dtype, recomputed, base) / GIB if micro else 0.0
@@ -198,13 +207,14 @@ def _trainer_memory(
         raise
     except Exception as error:  # its own code may raise anything, such as for tensors without memory
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return [*lines, f"activations come on top, which cannot be counted for this model ({reason})"], most
+        lines.append(f"activations come on top, which cannot be counted for this model ({reason})")
+        return lines, max(most, *(gib for gib, _ in probed), 0.0)
     most += passes
     lines += [
         f"{passes:.4g} GiB of activations and gradients on their way, with micro-batches of {micro} x {longest} tokens",
         f"{most:.4g} GiB at most of a GPU while it trains with{'' if recomputed else 'out'} gradient checkpointing",
     ]
-    return lines, most
+    return lines, max(most, *(gib for gib, _ in probed), 0.0)
 
 
 def _each_rank(
@@ -224,6 +234,8 @@ def _each_rank(
     where = "in the memory of its CPU" if offload else "float32"
     held = sum(memory.held.values()) / GIB
     moment = next(name for name, found in memory.moments.items() if found is memory.worst)
+    before = _gathered(config, model.config) + _probe(config, model)
+    resting = 0.0 if offload else _resting(memory.held) / GIB
     lines = [
         f"{ranks} ranks, each with 1/{shards} of the weights; micro-batches of {micro} tokens",
         *(f"{size / GIB:.4g} GiB {label}" for label, size in memory.held.items()),
@@ -231,111 +243,105 @@ def _each_rank(
         *(f"{size / GIB:.4g} GiB {label}" for label, size in memory.worst.items() if size),
         f"{most:.4g} GiB at most of a GPU while it trains ({otherwise:.4g} with{'out' if recomputed else ''} "
         f"gradient checkpointing)",
+        *(f"{resting + gib:.4g} GiB before, {words}" for gib, words in before),
     ]
-    return lines, most
+    return lines, max(most, *(resting + gib for gib, _ in before), 0.0)
 
 
-def _before(config: TrainConfig, shape: Any, weights: int) -> list[str]:
-    """What a rank's GPU holds besides its shards before it trains: of the largest parameter, and of the probe."""
-    text, engine = shape.get_text_config(), config.engine
+def _resting(held: dict[str, float]) -> float:
+    """Memory that training keeps between two updates."""
+    return sum(size for label, size in held.items() if label in RESTING)
+
+
+def _gathered(config: TrainConfig | SFTConfig, shape: Any) -> list[tuple[float, str]]:
+    """GiB that a rank holds for a moment of the largest parameter, to make its weights of a draw."""
+    if not isinstance(config, TrainConfig):
+        return []
+    text = shape.get_text_config()
     # Mean, Hessian and the result, float32.
-    gathered = (3 if config.method.draws else 1) * 4 * text.vocab_size * text.hidden_size / GIB
-    lines = [f"{gathered:.4g} GiB before, while the weights of a draw are made"]
-    if engine.kind == "vllm":
-        probe = weights * _BYTES[engine.dtype] / GIB
-        lines.append(f"{probe:.4g} GiB after that, while the probe runs on all of them, {engine.dtype}")
-    return lines
+    size = (3 if config.method.draws else 1) * 4 * text.vocab_size * text.hidden_size
+    return [(size / GIB, "while the weights of a draw are made")]
 
 
-def _replica(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int, trains: float) -> list[str]:
-    """Memory of the engine of a rank that decodes so many rows of so many draws, beside training with `trains` GiB."""
-    if config.engine.kind != "vllm":
-        return _engine_memory(config, model, rows, draws, tokens)[0]
-    each = config.engine.vllm.tensor_parallel
-    copy = model.served(config.engine) * _BYTES[config.engine.dtype] / each / GIB
-    a_token = bytes_per_token(model.config, getattr(torch, config.engine.dtype)) / each
-    needed = min(rows, config.engine.max_batch_rows) * tokens * a_token / GIB
-    lines = [
-        f"{copy:.4g} GiB weights of a replica{f' on {each} GPUs' if each > 1 else ''}, {config.engine.dtype}",
-        f"{needed:.4g} GiB keys and values of {rows} rows of {tokens} tokens, if all were that long",
-    ]
-    for gpu, size in GPUS.items():
-        left = size - trains - copy
-        share = f"engine.vllm.gpu_memory_utilization at most {(size - trains) / size:.2f}"
-        said = f"{left:.4g} GiB left for keys and values; {share}" if left > 0 else f"{-left:.4g} GiB too much"
-        lines.append(f"{gpu} ({size} GiB): {said}")
-    return lines
+def _probe(config: TrainConfig | SFTConfig, model: Shape) -> list[tuple[float, str]]:
+    """GiB that the probe of a push holds on the trainer's GPU: weights of a draw (`rollout.probe`)."""
+    if not isinstance(config, TrainConfig) or config.engine.kind != "vllm":
+        return []
+    whole = not (model.adapters and model.pushed(config.engine))  # draws of adapters go through the trainer's weights
+    size = (model.weights if whole else model.adapters) * _BYTES[config.engine.dtype]
+    what = "all weights" if whole else "the adapters"
+    return [(size / GIB, f"while the probe runs with {what} of a draw in {config.engine.dtype}")]
 
 
-def _time(
-    config: TrainConfig, model: Shape, rows: int, prompt_tokens: int, response_tokens: int, ranks: int
-) -> list[str]:
-    """A step's time by a model."""
-    method, pushed = config.method, model.pushed(config.engine)
-    draws = 1 if pushed else max(config.method.draws, 1)  # adapters share a batch
-    passes = (2 if model.adapters else 3) + config.model.gradient_checkpointing + scored_first(config.objective)
-    work = Work(
-        weights=model.weights,
-        cache=bytes_per_token(model.config, torch.bfloat16),
-        prompts=config.data.prompts_per_step,
-        rows=rows,
-        draws=draws,
-        prompt=prompt_tokens,
-        response=response_tokens,
-        longest=config.sampling.max_new_tokens,
-        operations=2.0 * (passes * method.gradient_draws + (config.objective.reference_kl > 0)),
-        gpus=config.engine.vllm.tensor_parallel,
-    )
-    times = step_times(work, ranks)
-    grpo = times["GRPO"]
-    parts = (
-        f"generation {grpo.generation:.3g}, update {grpo.update:.3g}, weights {grpo.pushes:.2g}, other {grpo.rest:g}"
-    )
-    lines = ["by a model, not measured", f"{grpo.total:.3g} s a step with all rows at the mean (GRPO): {parts}"]
-    ways = {"own": "with a draw for every replica", "in turn": "with draws in turn on all replicas"}
-    for name, what in ways.items():
-        if draws > 1 and (name == "in turn" or ranks > work.gpus):
-            lines.append(f"{times[name].total:.3g} s, {times[name].total / grpo.total:.2f} times as long, {what}")
-    if pushed and method.draws > 1:
-        lines.append(f"about as long with {method.draws} draws as adapters in one batch")
-    spread = "all as long as the longest" if response_tokens >= work.longest else "spread as usual (log-normal)"
-    return [*lines, f"assumed: responses {spread}; {ASSUMED}"]
-
-
-def _cards(config: TrainConfig, trains: float, copy: float) -> list[str]:
-    """What GPUs of usual sizes have left beside training with `trains` GiB and `copy` GiB of an engine's weights."""
-    lines = []
-    for card, size in CARDS.items():
-        left = size - trains - copy
-        share = f"; engine.vllm.gpu_memory_utilization at most {(size - trains) / size:.2f}"
-        said = f"{left:.3g} GiB left for keys and values{share if config.engine.kind == 'vllm' else ''}"
+def _cards(config: TrainConfig, cards: dict[str, int], most: float, copy: float) -> list[str]:
+    """Memory that GPUs have left beside a trainer that takes `most` GiB, and `copy` GiB of an engine's weights."""
+    lines, shared = [], config.engine.kind == "vllm" and not config.engine.vllm.servers
+    for card, size in cards.items():
+        left, share = size - most - copy, math.floor(100 * (size - most) / size) / 100
+        most_share = f"; engine.vllm.gpu_memory_utilization at most {share:.2f}" if shared else ""
+        said = f"{left:.3g} GiB left for keys and values{most_share}"
         lines.append(f"{card}: {said if left > 0 else f'{-left:.3g} GiB too much'}")
     return lines
 
 
-def _engine_memory(config: TrainConfig, model: Shape, rows: int, draws: int, tokens: int) -> tuple[list[str], float]:
-    """Lines, and the GiB of weights in them."""
-    engine, shape = config.engine, model.config
-    copies, what, most = ENGINES[engine.kind].memory(engine, draws)
-    held, named = copies * model.served(engine), f"weights of {copies} {what}"
+def _engines(engine: EngineConfig, ranks: int) -> int:
+    """Number of engines, replicas or servers that share the draws of a step."""
+    each = engine.vllm.tensor_parallel
+    if ranks % each and ranks > 1:
+        raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
+    return len(engine.vllm.servers) or (ranks // each if ranks > 1 else engine.vllm.replicas)
+
+
+def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ranks: int) -> tuple[list[str], float]:
+    """Lines on the engine that has most to do, and the GiB of weights that it holds on the trainer's GPU."""
+    engine, draws, each = config.engine, max(config.method.draws, 1), config.engine.vllm.tensor_parallel
+    count = _engines(engine, ranks)
+    spread = ranks > 1 or bool(engine.vllm.servers)  # then engines that have no draw of their own share one
+    turns = -(-draws // count)
+    busiest = turns * -(-rows // (draws * (max(count // draws, 1) if spread else 1)))
+    copies, what, most = ENGINES[engine.kind].memory(engine, turns)
+    held, named = copies * model.served(engine), f"weights of {copies} {what}{'s' if copies > 1 else ''}"
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
-        named = f"frozen weights and adapters of {copies} {what}"
+        named = f"frozen weights and adapters of {copies} {what}s"
         if config.model.lora.base_dtype in (engine.dtype, "nf4") and model.rounded:
             held -= model.rounded
             named += ", without those of the trainer"
-    elif model.pushed(engine):
-        held = copies * (model.served(engine) + engine.vllm.adapters * model.pushed(engine))
-        what_of = "frozen weights" if model.adapters else "the mean"
-        named = f"{what_of} of {copies} {what}, and for each up to {engine.vllm.adapters} adapters"
-    together = min(rows, most)
-    cache = together * tokens * bytes_per_token(shape, getattr(torch, engine.dtype)) / GIB
-    gib = held * _BYTES[engine.dtype] / GIB
+    elif pushed := model.pushed(engine):
+        held += copies * engine.vllm.adapters * pushed
+        beside = "frozen weights" if model.adapters else "the mean"
+        named = f"{beside} of {copies} {what}, and up to {engine.vllm.adapters} adapters"
+    together = min(busiest, most)
+    gib = held * _BYTES[engine.dtype] / each / GIB
+    cache = together * tokens * bytes_per_token(model.config, getattr(torch, engine.dtype)) / each / GIB
     lines = [
-        f"{gib:.4g} GiB {named}, {engine.dtype}",
+        f"{gib:.4g} GiB {named}{f' on {each} GPUs' if each > 1 else ''}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
-    return lines, gib
+    if engine.kind == "vllm" and draws > 1:
+        rounds = -(-turns // engine.vllm.adapters) if model.pushed(engine) else turns
+        longer = max(rounds, busiest / -(-rows // count) if spread else 1)
+        how = "in turn" if rounds > 1 else "in one batch" if turns > 1 else "at the same time"
+        ratio = f"up to {longer:.3g} times as long as" if longer > 1 else "about as long as"
+        plural = "s" if count > 1 else ""
+        lines.append(f"{draws} draws {how} on {count} {what}{plural}: decoding takes {ratio} with one draw")
+    return lines, 0.0 if engine.vllm.servers else gib
+
+
+def _push(config: TrainConfig, model: Shape, copy: float, ranks: int) -> str:
+    """The weights that a step hands to the engine, or each rank to its own, which holds `copy` GiB."""
+    engine, draws = config.engine, max(config.method.draws, 1)
+    if engine.kind == "local":
+        return f"{copy:.4g} GiB of weights written into the engine"  # every load writes all that it has
+    if engine.vllm.servers:
+        size = model.weights * (8 if config.method.draws and config.optimizer.kind == "ivon" else 4)
+        return f"{size / GIB:.4g} GiB of mean and Hessian written to engine.vllm.weights_folder"
+    served, pushed = model.served(engine), model.pushed(engine)
+    mean = served if pushed and not model.adapters else 0  # the frozen weights of adapters were pushed at the start
+    turns = -(-draws // _engines(engine, ranks)) if ranks > 1 else draws
+    size = (turns * (pushed or served) + mean) * _BYTES[engine.dtype]
+    path = "copied to the CPU, summed, read by the probe and by vLLM, and summed again"
+    return f"{size / GIB:.4g} GiB of weights pushed into vLLM{' by each rank' if ranks > 1 else ''}: {path}"
 
 
 def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int) -> list[str]:

@@ -26,6 +26,7 @@ from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.checkpoint import Files, TrainState
+from threepo.training.flops import step_flops
 from threepo.training.metrics import (
     Clock,
     Embed,
@@ -37,7 +38,6 @@ from threepo.training.metrics import (
     update_metrics,
     watch,
 )
-from threepo.training.plan import step_flops
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early

@@ -1,0 +1,28 @@
+"""What torchrun runs for test_dealing.py: ranks prepare their engines, which note when.
+
+turns_program.py NOTES
+"""
+
+import os
+import sys
+import time
+
+from threepo.ranks.dealing import RankedEngine
+from threepo.ranks.group import joined
+from threepo.rollout.engines import RolloutEngine
+
+
+class Noting(RolloutEngine):
+    """Takes its time to prepare."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def prepare(self, draws: int, tokens: int) -> None:
+        os.write(self._file, f"{os.environ['RANK']} begins {draws}\n".encode())
+        time.sleep(0.5)
+        os.write(self._file, f"{os.environ['RANK']} ends\n".encode())
+
+
+with joined(60) as ranks:
+    RankedEngine(Noting(sys.argv[1]), ranks, 1).prepare(4, 100)
