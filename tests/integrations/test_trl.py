@@ -18,6 +18,7 @@ if find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
 
 from datasets import Dataset
+from hub_folder import HubFolder
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
@@ -460,6 +461,16 @@ def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tm
     (group,) = other.policy_optimizer.param_groups
     assert (group["ess"], group["hess_init"], group["clip_radius"], group["step"]) == (1e7, 0.1, 1.0, 2)
     assert Posterior.from_pretrained(tmp_path / "other" / "checkpoint-2").groups[0].ess == 1e7
+
+
+def test_uploads_during_training_have_the_posterior_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HubFolder(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_token": "none"}
+    make(ThreepoTrainer, tmp_path / "run", method=threepo.B3PO, ivon=STRAIGHT, **settings).train()
+    assert [Posterior.from_pretrained(upload).step for upload in hub.uploads] == [1, 2]
 
 
 def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
