@@ -32,8 +32,8 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     path: str
     """The file of posterior/pushed.py."""
-    draw: tuple[int, ...] | None = None
-    """The fields of a `Draw` in order; null: the mean."""
+    draw: tuple[int, int, int] | None = None
+    """Seed, step and index; null: the mean."""
 
 
 class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
