@@ -19,9 +19,11 @@ def check_hooks(package: str, tested: str, hooks: str, needed: str = "") -> Call
         plugin._tested = f"{package} {version(package)} is installed, {plugin.__name__} was tested with {tested}"
         plugin._needed = {name: _counting(vars(plugin)[name]) for name in needed.split()}
         for name in [*hooks.split(), *plugin._needed]:
-            theirs, ours = getattr(super(plugin, plugin), name, None), inspect.signature(vars(plugin)[name])
-            named = [x for x, p in ours.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
-            if theirs is None or list(inspect.signature(theirs).parameters)[: len(named)] != named:
+            theirs, ours = getattr(super(plugin, plugin), name, None), inspect.signature(vars(plugin)[name]).parameters
+            named = [x for x, p in ours.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+            required = [x for x in named if ours[x].default is inspect.Parameter.empty]  # others may be new there
+            found = list(inspect.signature(theirs).parameters) if theirs else []
+            if found[: len(named)] != named[: len(found)] or len(found) < len(required):
                 lacks = f"{plugin.__mro__[1].__name__} has no {name}({', '.join(named)})"
                 raise UserError(f"{plugin._tested}: {lacks}; install {package}=={tested}")
         for name, hook in plugin._needed.items():
