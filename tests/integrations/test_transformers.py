@@ -1,12 +1,16 @@
 """IVON in the Hugging Face Trainer: the same numbers as a loop by hand, and the Trainer's promises kept."""
 
+import inspect
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub_folder import HubFolder
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from threepo.config import ModelConfig, TinyConfig
 from threepo.errors import ThreepoWarning, UserError
@@ -227,6 +231,48 @@ def test_every_saved_model_has_its_posterior(tmp_path: Path) -> None:
     assert Posterior.from_pretrained(tmp_path / "checkpoint-2").step == 2
 
 
+def test_uploads_during_training_have_the_posterior_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HubFolder(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer = make_trainer(tmp_path / "run", save_strategy="steps", save_steps=2, push_to_hub=True, hub_token="none")
+    trainer.train()
+    assert [Posterior.from_pretrained(upload).step for upload in hub.uploads] == [2, 4, 6]
+    for step, upload in zip((2, 4, 6), hub.uploads, strict=True):
+        for name in (FILE_NAME, "model.safetensors"):
+            saved = tmp_path / "run" / f"checkpoint-{step}" / name
+            assert (upload / name).read_bytes() == saved.read_bytes()
+    trainer.push_to_hub()
+    assert Posterior.from_pretrained(hub.uploads[-1]).step == 6
+
+
+def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3).train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    ivon = {"ess": 1e6, "hess_init": 0.2, "clip_radius": 0.1, "betas": [0.9, 0.9999]}  # the last two as before
+    other = make_trainer(tmp_path / "other", ivon=ivon)
+    said = r"ess = 1000000\.0 \(the checkpoint: 100000\.0\), hess_init = 0\.2 \(the checkpoint: 0\.1\)"
+    with pytest.warns(ThreepoWarning, match=said):
+        other.train(resume_from_checkpoint=checkpoint)
+    (group,) = other.ivon.param_groups
+    assert (group["ess"], group["hess_init"], group["step"]) == (1e6, 0.1, STEPS)
+    kept = make_trainer(tmp_path / "kept", ivon={})  # the defaults were not asked for
+    kept.train(resume_from_checkpoint=checkpoint)
+    assert (kept.ivon.param_groups[0]["ess"], kept.ivon.param_groups[0]["hess_init"]) == (1e5, 0.1)
+
+
+def test_a_trainer_that_does_not_call_a_hook_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "step_of_training", Trainer.training_step, raising=False)
+    source = textwrap.dedent(inspect.getsource(Trainer._run_epoch)).replace(
+        "self.training_step", "self.step_of_training"
+    )
+    exec(source, vars(sys.modules[Trainer.__module__]), renamed := {})
+    monkeypatch.setattr(Trainer, "_run_epoch", renamed["_run_epoch"])
+    with pytest.raises(UserError, match=r"IVONTrainer was tested with 5\.23\.0: .* without training_step"):
+        make_trainer(tmp_path).train()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_best_model_has_the_best_models_posterior(tmp_path: Path, dtype: torch.dtype) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -296,6 +342,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
         ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0.*set max_grad_norm=0.0"),
         ({"weight_decay": 0.1}, "precision of the prior"),
         ({"fp16": True}, "bf16=True"),
+        ({"optim": "adamw_torch"}, "TrainingArguments optim = 'adamw_torch': threepo's IVON ignores it; leave it out"),
+        ({"optim_args": "a=1"}, "optim_args = 'a=1'"),
+        ({"adam_beta2": 0.95}, "adam_beta2 = 0.95: threepo's IVON ignores it"),
         ({"fsdp": True}, "does not shard"),
         ({"ivon": {"lr": 1.0}}, "learning_rate"),
         ({"ivon": {"params": []}}, "leave it to the Trainer"),

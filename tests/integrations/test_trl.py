@@ -1,6 +1,9 @@
 """threepo inside TRL: without noise it is TRL, with noise threepo; where gradients are taken; learning; resuming."""
 
+import inspect
 import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,6 +18,7 @@ if find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
 
 from datasets import Dataset
+from hub_folder import HubFolder
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
@@ -23,8 +27,9 @@ import threepo
 from threepo import api
 from threepo.analysis.completions import read_completions
 from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
-from threepo.errors import UserError
-from threepo.integrations.trl import ThreepoTrainer, _check
+from threepo.errors import ThreepoWarning, UserError
+from threepo.integrations.trl import ThreepoTrainer
+from threepo.integrations.trl_settings import check
 from threepo.methods.method import group_by_prompt, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, Scorer, load_policy
@@ -36,6 +41,7 @@ from threepo.training.update import update_policy
 from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
 
 LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
+ADAMW = {"method": replace(threepo.B3PO, optimizer="adamw"), "ivon": {}, "noise": {"unit": "rms", "size": 0.05}}
 QUIET = {"size": 0.0}
 SEED = 1
 
@@ -276,6 +282,56 @@ def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("engine", [None, {"kind": "local"}], ids=["generate", "engine"])
+@pytest.mark.parametrize("noisy", ["neftune", "dropout"])
+def test_rollouts_and_ratios_are_without_dropout_and_neftune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noisy: str, engine: dict[str, str] | None
+) -> None:
+    """With noise 0, weights that write and weights that learn are the same, so that nothing is masked."""
+    policy = new_policy()
+    for layer in policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5 if noisy == "dropout" else 0.0
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 2, "engine": engine, "temperature": 0.7}
+    settings |= {"neftune_noise_alpha": 50.0} if noisy == "neftune" else {}
+    trainer = make(Kept, tmp_path, method=threepo.C3PO, **settings)
+    modes: dict[bool, set[bool]] = {True: set(), False: set()}
+    embedding = trainer.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, *_: modes[torch.is_grad_enabled()].add(module.training))
+    trainer.train()
+    assert modes == {True: {True}, False: {False}}, "gradients are taken in training mode, all else is not"
+    steps = [entry for entry in trainer.state.log_history if "correction/kl" in entry]
+    assert len(steps) == 2
+    assert all(step["correction/kept_share"] == 1 and step["correction/kl"] < 1e-9 for step in steps)
+
+
+def test_adamw_around_draws_decays_what_trls_does(tmp_path: Path) -> None:
+    """Noise that is lost to rounding leaves TRL's own trainer: norms and biases do not decay."""
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.5, "max_grad_norm": 1.0}
+    settings["adam_epsilon"] = 1e-3  # or gradients that are 0 but for rounding would be scaled up
+    method = replace(threepo.B3PO, optimizer="adamw")
+    ours = make(ToldThreepo, tmp_path, method=method, noise={"unit": "rms", "size": 1e-30}, **settings)
+    ours.train()
+    theirs = make(ToldTRL, tmp_path, **settings)
+    theirs.train()
+    for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), name
+    assert {group["weight_decay"] for group in ours.policy_optimizer.param_groups} == {0.0, 0.5}
+
+
+def test_a_trl_that_calls_a_hook_by_another_name_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPOTrainer, "_generate_turn", GRPOTrainer._generate_single_turn, raising=False)
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate)).replace(
+        "_generate_single_turn", "_generate_turn"
+    )
+    exec(source, vars(sys.modules[GRPOTrainer.__module__]), renamed := {})
+    monkeypatch.setattr(GRPOTrainer, "_generate", renamed["_generate"])
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY)
+    with pytest.raises(UserError, match=r"trl 1\.16.* tested with 1\.16\.0: .* without _generate_single_turn"):
+        trainer.train()
+    assert same(trainer.model, new_policy().model)
+
+
 def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": ["Say 9: "]})
     settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
@@ -392,6 +448,31 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")
 
 
+def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tmp_path: Path) -> None:
+    settings = {"method": threepo.B3PO, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    first = make(ThreepoTrainer, tmp_path, ivon=STRAIGHT, **settings)
+    first.train()
+    other = make(
+        ThreepoTrainer, tmp_path / "other", ivon={"ess": 1e7, "hess_init": 0.2, "clip_radius": 1.0}, **settings
+    )
+    said = r"ess = 10000000\.0 \(the checkpoint: 1000000\.0\), hess_init = 0\.2 \(the checkpoint: 0\.1\)"
+    with pytest.warns(ThreepoWarning, match=said):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    (group,) = other.policy_optimizer.param_groups
+    assert (group["ess"], group["hess_init"], group["clip_radius"], group["step"]) == (1e7, 0.1, 1.0, 2)
+    assert Posterior.from_pretrained(tmp_path / "other" / "checkpoint-2").groups[0].ess == 1e7
+
+
+def test_uploads_during_training_have_the_posterior_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HubFolder(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_token": "none"}
+    make(ThreepoTrainer, tmp_path / "run", method=threepo.B3PO, ivon=STRAIGHT, **settings).train()
+    assert [Posterior.from_pretrained(upload).step for upload in hub.uploads] == [1, 2]
+
+
 def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / 4 for text in completions]
 
@@ -437,6 +518,13 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
         ({"top_p": 0.9}, "ratios to it have no meaning"),
         ({"top_k": 5}, "ratios to it have no meaning"),
+        ({"generation_kwargs": {"top_p": 0.5}}, "generation_kwargs['top_p'] = 0.5: it changes the rollouts'"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature'] = 0.5: it changes"),
+        ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample'] = False: it changes"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs['no_repeat_ngram_size'] = 2"),
+        ({"optim": "adafactor"}, "GRPOConfig optim = 'adafactor': threepo's IVON ignores it"),
+        ({"adam_beta1": 0.8}, "GRPOConfig adam_beta1 = 0.8: threepo's IVON ignores it"),
+        ({**ADAMW, "optim": "sgd"}, "GRPOConfig optim = 'sgd': threepo's AdamW ignores it"),
         ({"use_vllm": True}, "pass engine={'kind': 'vllm'} to ThreepoTrainer instead"),
         ({"engine": {"kind": "vlm"}}, "vlm"),
         ({"engine": "vllm"}, "engine = 'vllm': is a table"),
@@ -460,8 +548,19 @@ def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message.replace("(", r"\(").replace("{", r"\{")):
+    with pytest.raises(UserError, match=re.sub(r"([(\[{])", r"\\\1", message)):
         make(ThreepoTrainer, tmp_path, **{"method": threepo.C3PO, "ivon": {"ess": 1e6}, **settings})
+
+
+def test_settings_of_the_model_that_trl_leaves_to_it_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = new_policy()
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    settings = {"method": threepo.C3PO, "ivon": STRAIGHT}
+    policy.model.generation_config.update(top_p=0.8, top_k=20, repetition_penalty=1.1, temperature=0.7)  # TRL sets them
+    make(ThreepoTrainer, tmp_path, **settings, generation_kwargs={"use_cache": False})
+    policy.model.generation_config.min_p = 0.1
+    with pytest.raises(UserError, match=r"model\.generation_config\['min_p'\] = 0\.1: it changes the rollouts'"):
+        make(ThreepoTrainer, tmp_path, **settings)
 
 
 def test_an_engine_wants_all_weights_to_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,4 +575,4 @@ def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
     """On one rank TRL sees to it; on two, a group could lie across them."""
     rows = PROMPTS * ROLLOUTS
     with pytest.raises(UserError, match=f"whole groups of num_generations = {2 * rows}"):
-        _check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())
+        check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())

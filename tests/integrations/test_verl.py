@@ -44,7 +44,7 @@ from threepo.analysis.completions import read_completions
 from threepo.config import ModelConfig, ObjectiveConfig, SamplingConfig, TinyConfig
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
-from threepo.integrations.verl import IVONEngine, check_config
+from threepo.integrations.verl import DrawTrainer, IVONEngine, check_config
 from threepo.methods.method import group_by_prompt, training_batch
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -217,6 +217,19 @@ def test_settings_of_adamw_are_refused(setting: dict[str, Any]) -> None:
     engine.optimizer_config = FSDPOptimizerConfig(override_optimizer_config={"method": "b3po"}, **setting)
     with pytest.raises(UserError, match=next(iter(setting))):
         engine._build_optimizer(torch.nn.Linear(2, 2))
+
+
+def test_a_verl_that_does_not_call_the_hooks_is_stopped() -> None:
+    """The trainer at the end of its first step; an engine that sends draws after its first update."""
+    with pytest.raises(UserError, match=r"verl 0\.9\.1 is installed.* step without _init_resource_pool_mgr"):
+        DrawTrainer.__new__(DrawTrainer).on_step_end()
+    engine = IVONEngine.__new__(IVONEngine)
+    engine.replica = 0
+    with (
+        patch("verl.workers.engine.FSDPEngineWithLMHead.train_batch", lambda *_: {}),
+        pytest.raises(UserError, match="step without forward_backward_batch"),
+    ):
+        engine.train_batch({}, max)
 
 
 PROMPTS, ROLLOUTS, DRAWS, MOST_TOKENS = 2, 4, 2, 24

@@ -55,5 +55,13 @@ def test_fsdp2_shards_and_leaves_no_state_behind(found: dict[str, Any]) -> None:
     assert all(run["stale states"] == 0 for run in found["fsdp2"].values())
 
 
+@pytest.mark.parametrize("how", ["alone", "ddp", "fsdp2"])
+def test_neftune_is_in_no_ratio(found: dict[str, Any], how: str) -> None:
+    """Without the noise of draws, the weights that generate and those that learn are the same."""
+    steps = found[how]["neftune"]["log"]
+    assert len(steps) == 2
+    assert all(step["correction/kept_share"] == 1 and step["correction/kl"] < 1e-9 for step in steps)
+
+
 def test_sharded_ranks_generate_what_others_do(found: dict[str, Any]) -> None:
     assert_close(found["fsdp2"]["generated"], found["ddp"]["generated"])

@@ -100,6 +100,9 @@ if __name__ == "__main__":
             "m3po": trained(folder / "m3po", threepo.M3PO, **more),
             "resumed": trained(folder / "resumed", threepo.C3PO, folder / "checkpoint-1", **more),
             "generated": trained(folder / "generated", threepo.C3PO, told=False, **more),
+            "neftune": trained(
+                folder / "neftune", threepo.C3PO, told=False, noise={"size": 0.0}, neftune_noise_alpha=50.0, **more
+            ),
             "by an engine": trained(folder / "engine", threepo.C3PO, told=False, engine={"kind": "local"}, **more),
         }
     if os.environ.get("RANK", "0") == "0":

@@ -11,21 +11,37 @@ Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from threepo.errors import UserError
+from threepo.errors import ThreepoWarning, UserError
+from threepo.integrations.hooks import check_called, check_hooks
 from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.types import Draw
 
-_LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+_HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"
 
 
+class PushPosterior(TrainerCallback):  # type: ignore[misc]
+    """Adds the posterior to an upload of a checkpoint, for which the Trainer copies the files that it knows."""
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Copy it from the checkpoint to where the model's files are copied."""
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
+        if state.is_world_process_zero and saved.is_file():
+            shutil.copyfile(saved, Path(args.output_dir) / FILE_NAME)
+
+
+@check_hooks("transformers", "5.23.0", _HOOKS, needed="training_step")
 class IVONTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
 
@@ -58,6 +74,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
+        self.add_callback(PushPosterior)
 
     @property
     def ivon(self) -> IVON:
@@ -91,6 +108,10 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self._draw = None
         return super()._inner_training_loop(*args, **settings)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with passed_settings_kept(self.optimizer, self._settings):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch at the weights of this optimizer step's draw."""
         if self._draw is None:
@@ -100,6 +121,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
     def _observe(self, *_: Any) -> None:
         """Before a step: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
+        check_called(self)
         if self._draw is not None:
             draw, self._draw = self._draw, None
             self.ivon.observe(draw)
@@ -119,7 +141,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         """As in Trainer, with IVON's metrics next to every training loss."""
         if "loss" in logs and self.optimizer is not None:
             metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
-            logs = {**logs, **{name: metrics[name] for name in _LOGGED}}
+            logs = {**logs, **{name: metrics[name] for name in LOGGED}}
         super().log(logs, *args, **settings)
 
     def _check_optimizer(self) -> None:
@@ -141,7 +163,32 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         self.ivon.register_step_pre_hook(self._observe)
 
 
+@contextmanager
+def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
+    """While a checkpoint is loaded: what was passed as `ivon` holds, but for what the loaded Hessian began with."""
+    own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
+    yield
+    saved = {name: optimizer.param_groups[0][name] for name in own}
+    other = [name for name in own if own[name] != saved[name]]
+    for group in optimizer.param_groups:
+        group.update({name: own[name] for name in other if name != "hess_init"})
+    if other:
+        values = ", ".join(f"{name} = {own[name]!r} (the checkpoint: {saved[name]!r})" for name in other)
+        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what shall not change"
+        warnings.warn(f"resuming with other settings in ivon, {values}: {fate}", ThreepoWarning, stacklevel=3)
+
+
+def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], also: str = "") -> None:
+    """`UserError` for settings of the Trainer's own optimizers that would be ignored; `also` is a value that is not."""
+    for field in fields(TrainingArguments):
+        value = getattr(args, field.name)
+        if field.name.startswith(starts) and value not in (field.default, also):
+            shown = repr(getattr(value, "value", value))
+            raise UserError(f"{type(args).__name__} {field.name} = {shown}: threepo's {kind} ignores it; leave it out")
+
+
 def _check_arguments(args: TrainingArguments) -> None:
+    check_optimizer_arguments(args, "IVON", ("optim", "adam_"))
     reasons = {
         "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
         "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",

@@ -10,7 +10,8 @@ With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with th
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,18 +21,12 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import (
-    AdamWConfig,
-    EngineConfig,
-    IVONConfig,
-    Method,
-    ModelConfig,
-    NoiseConfig,
-    OptimizerConfig,
-    SamplingConfig,
-)
+from threepo.config import EngineConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
 from threepo.config.records import build
 from threepo.errors import UserError
+from threepo.integrations.hooks import check_called, check_hooks
+from threepo.integrations.transformers import LOGGED, PushPosterior, passed_settings_kept
+from threepo.integrations.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
 from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.policy import Policy, Scorer, without_weights
@@ -45,9 +40,12 @@ from threepo.types import Draw, Problem, Request
 
 Batch = dict[str, torch.Tensor]
 """What TRL keeps of generated rows: tensors whose first dimension is that of the rows, and numbers."""
-_LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+_HOOKS = "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler evaluation_loop save_model log"
+_NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
+"""Hooks without which a step would have no draws."""
 
 
+@check_hooks("trl", "1.16.0", _HOOKS, _NEEDED)
 class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     """A `trl.GRPOTrainer` that explores in weight space.
 
@@ -88,14 +86,15 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             raise UserError(f"ThreepoTrainer method = {method!r}: must be a Method, such as threepo.C3PO")
         self.method = replace(method, rollouts_per_prompt=args.num_generations)
         self._ready: Batch | None = None  # prepared for a training step that has not begun
+        self._passed = ivon or {}
         self._checkpoint: Path | None = None  # what training goes on from
         self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
         self._engine_settings: EngineConfig | None = None
         self._engine: RolloutEngine | None = None  # made for the first rollouts
         self._holds_mean = False  # whether the engine has the weights that are being evaluated
         if method.draws or method.optimizer != "adamw" or ivon or noise:
-            self._settings, self._noise = _optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
-            _check(self.method, args, self._noise, engine is not None)
+            self._settings, self._noise = optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
+            check(self.method, args, self._noise, engine is not None)
             for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
                 if settings.get(name):
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
@@ -114,6 +113,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(model, reward_funcs, args, *rest, **settings)
         if self._settings:
             self._check_made()
+            self.add_callback(PushPosterior)
         if self._engine_settings:
             self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
 
@@ -134,6 +134,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self.optimizer = build_optimizer(self._settings, self._noise, model, self.args.seed, self._checkpoint)
         for p in later:
             p.requires_grad_(True)
+        if not isinstance(self._settings, IVONConfig):
+            split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
+        self.optimizer.register_step_pre_hook(lambda *_: check_called(self))
         if isinstance(self._settings, IVONConfig) and self._settings.load_hessian:
             begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
         return self.optimizer
@@ -145,7 +148,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint and isinstance(self.policy_optimizer, IVON):
             self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with passed_settings_kept(self.optimizer, self._passed):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
@@ -227,7 +231,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             return self._generate_by_engine(prompt_ids, draws, draw_of.tolist())
         for index, draw in enumerate(draws):
             rows = (draw_of == index).nonzero()[:, 0].tolist()
-            with self.policy_optimizer.at(draw):
+            with self.policy_optimizer.at(draw), self._as_in_evaluations():
                 ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
             for row, completion in zip(rows, ids, strict=True):
                 found[row] = completion
@@ -304,12 +308,23 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
             self._metrics["train"]["correction/kl"].append(kl / all_tokens)
 
+    @contextmanager
+    def _as_in_evaluations(self) -> Iterator[None]:
+        """Without dropout and NEFTune, whose noise would enter rollouts and ratios."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
     @torch.no_grad()
     def _score(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """Log-probs [chosen rows, tokens] of completions at the weights that the model holds now."""
         parts = [(batch[f"prompt_{what}"][rows], batch[f"completion_{what}"][rows]) for what in ("ids", "mask")]
         read = (*(torch.cat(pair, dim=1) for pair in parts), parts[0][1].size(1), self.args.per_device_train_batch_size)
-        return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
+        with self._as_in_evaluations():
+            return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in GRPOTrainer, with `posterior.safetensors` next to the model once there is an optimizer."""
@@ -323,72 +338,18 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         """As in GRPOTrainer, with the optimizer's metrics next to every training loss."""
         if "loss" in logs and self._settings is not None:
             found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
-            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in _LOGGED if x in found}
+            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in LOGGED if x in found}
         super().log(logs, *args, **settings)
 
     def _check_made(self) -> None:
         """`UserError` for what is known only once GRPOTrainer is made."""
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
             raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
+        if self.method.correction.kind != "none" and not self._engine_settings:
+            check_decoding(self.args.generation_kwargs, self.generation_config, self.model.generation_config)
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         if self._engine_settings and frozen:
             fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
             raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
         if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
             raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")
-
-
-def _optimizer_settings(method: Method, args: GRPOConfig, ivon: Mapping[str, Any]) -> OptimizerConfig:
-    if "lr" in ivon:
-        raise UserError(f"ThreepoTrainer ivon: lr = {ivon['lr']!r}: leave it out, and set GRPOConfig learning_rate")
-    if method.optimizer == "ivon":
-        return IVONConfig(lr=args.learning_rate, **ivon)
-    if ivon or method.optimizer != "adamw":
-        fix = "pass a method with 'ivon', such as threepo.C3PO, or dataclasses.replace(method, optimizer='ivon')"
-        raise UserError(f"ThreepoTrainer method: {method.name!r} has the optimizer {method.optimizer!r}; {fix}")
-    own = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
-    return AdamWConfig(lr=args.learning_rate, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, **own)
-
-
-def _check(method: Method, args: GRPOConfig, noise: NoiseConfig, has_engine: bool = False) -> None:
-    """`UserError` for settings with which a method cannot be had inside TRL."""
-    ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
-    draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
-    if not draws:
-        raise UserError("ThreepoTrainer method.gradient_at = 'evolution': TRL trains by gradients; use another method")
-    plain = Method(rollouts_per_prompt=group)
-    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
-        if (value := getattr(method, axis)) != getattr(plain, axis):
-            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
-    if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
-        fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
-        raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
-    off = {
-        "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
-        "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
-        "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
-        "load_best_model_at_end": "it would leave the posterior behind; leave it out",
-    }
-    if ivon:
-        off["max_grad_norm"] = "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0"
-        off["weight_decay"] = "in IVON it is the precision of the prior; set ivon={'weight_decay': ...} instead"
-    if method.correction.kind != "none":
-        filtered = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
-        off |= dict.fromkeys(("top_k", "min_p"), filtered)
-        off |= {name: filtered for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
-    if has_engine:
-        off |= dict.fromkeys(("min_p", "generation_kwargs"), "an engine of threepo's does not know it; leave it out")
-        off |= {"repetition_penalty": off["min_p"]} if args.repetition_penalty != 1 else {}
-    off = {name: reason for name, reason in off.items() if getattr(args, name)}
-    if args.num_iterations != 1:
-        off["num_iterations"] = "draws are of one step; leave it out"
-    if args.steps_per_generation != accumulated:
-        off["steps_per_generation"] = f"a step generates once; leave it at gradient_accumulation_steps = {accumulated}"
-    if rows % group:
-        whole = f"a process must hold whole groups of num_generations = {group}"
-        off["per_device_train_batch_size"] = f"{whole}; set it so that {accumulated} of it are a multiple of {group}"
-    if accumulated % draws:
-        fix = f"set a multiple of the {draws} draws, and divide per_device_train_batch_size"
-        off["gradient_accumulation_steps"] = f"a micro-batch has its gradient at one draw; {fix}"
-    for name, reason in off.items():
-        raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")

@@ -20,6 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, Method
 from threepo.errors import UserError
+from threepo.integrations.hooks import check_called, check_hooks
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
@@ -51,6 +53,7 @@ _METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPL
 """Those that can be had inside verl; its own trainer has the other rows' losses and credit rules."""
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.integrations.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
+_check_hooks = partial(check_hooks, "verl", "0.9.1")
 _LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
 
 
@@ -64,6 +67,7 @@ def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str,
     return dataclasses.replace(_METHODS[name], draws=draws, rollouts_per_prompt=2 * max(draws, 1)), settings
 
 
+@_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
 @EngineRegistry.register("language_model", "fsdp2", device=["cuda", "cpu"], vendor="threepo")
 class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """verl's FSDP2 engine with IVON; verl takes it where VERL_ENGINE_VENDOR=threepo.
@@ -132,6 +136,8 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
         """As in verl, with IVON's metrics."""
         outputs = super().train_batch(data, loss_function)
+        if self.replica is not None:
+            check_called(self)
         metrics = self.optimizer.step_metrics() | posterior_metrics(self.optimizer)
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"] |= {name: [metrics[name]] for name in _LOGGED}
@@ -204,6 +210,7 @@ def _joined(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str
     return {"model_output": model_output, "loss": losses, "metrics": metrics}
 
 
+@_check_hooks("init_model")
 class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
     """verl's worker of trainer and rollout, with an IVONEngine."""
 
@@ -221,6 +228,9 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         self.actor.engine.replica = self.rank // ranks_of_replica(self.config.rollout) if draws else None
 
 
+@_check_hooks(
+    "on_validate_begin on_validate_end on_step_end", "_init_resource_pool_mgr _setup get_llm_client _compute_advantage"
+)
 @register_trainer("threepo")
 class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
     """verl's synchronous trainer, with rollouts from draws of the weights."""
@@ -242,6 +252,11 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         by_address = dict(zip(servers.server_addresses, servers.server_handles, strict=True))
         servers.global_load_balancer = ray.remote(DrawRouter).remote(by_address, max(self._method.draws, 1))
         self.actor_rollout_wg.send_draws(True)
+
+    def on_step_end(self) -> None:
+        """As in verl; a step has called all that makes its rollouts come from draws."""
+        check_called(self)
+        super().on_step_end()
 
     def on_validate_begin(self) -> None:
         """Evaluate the mean."""
@@ -272,6 +287,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         return super()._compute_advantage(batch, metrics)
 
 
+@_check_hooks("_acquire_server generate")
 class DrawClient(LLMServerClient):  # type: ignore[misc]
     """verl's client of rollout servers; `extra_fields["draw"]` of a completion is the index of its draw."""
 
@@ -293,6 +309,7 @@ class DrawClient(LLMServerClient):  # type: ignore[misc]
         return output
 
 
+@_check_hooks("require_acquire_fields acquire_server")
 class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
     """Sends the requests of a prompt to the draws in turn; replica r has draw r modulo N."""
 
@@ -305,10 +322,10 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
         """What a request is routed by."""
         return ["prompt_ids"]
 
-    def acquire_server(self, request_id: str, prompt_ids: list[int]) -> tuple[str, Any]:
+    def acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:
         """The server for a request: later turns of a conversation stay where its first one went."""
         if request_id not in self._request_id_to_server:
-            prompt = hash(tuple(prompt_ids))
+            prompt = hash(tuple(fields["prompt_ids"]))
             replicas = list(self._servers)[self._asked[prompt] % self._draws :: self._draws]
             self._asked[prompt] += 1
             self._request_id_to_server[request_id] = min(replicas, key=self.get_inflight_count)

@@ -1,0 +1,49 @@
+"""Hooks: methods of another library that a plug-in overrides. Renamed there, they would silently never run."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import version
+from typing import Any
+
+from threepo.errors import UserError
+
+
+def check_hooks(package: str, tested: str, hooks: str, needed: str = "") -> Callable[[type], Any]:
+    """Class decorator: `UserError` unless the base class has these hooks, with the same first parameters.
+
+    `check_called` asks later for the calls of those that are `needed`. Both are names with spaces between.
+    """
+
+    def check(plugin: Any) -> Any:
+        plugin._tested = f"{package} {version(package)} is installed, {plugin.__name__} was tested with {tested}"
+        plugin._needed = {name: _counting(vars(plugin)[name]) for name in needed.split()}
+        for name in [*hooks.split(), *plugin._needed]:
+            theirs, ours = getattr(super(plugin, plugin), name, None), inspect.signature(vars(plugin)[name]).parameters
+            named = [x for x, p in ours.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+            required = [x for x in named if ours[x].default is inspect.Parameter.empty]  # others may be new there
+            found = list(inspect.signature(theirs).parameters) if theirs else []
+            if found[: len(named)] != named[: len(found)] or len(found) < len(required):
+                lacks = f"{plugin.__mro__[1].__name__} has no {name}({', '.join(named)})"
+                raise UserError(f"{plugin._tested}: {lacks}; install {package}=={tested}")
+        for name, hook in plugin._needed.items():
+            setattr(plugin, name, hook)
+        return plugin
+
+    return check
+
+
+def _counting(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    def counting(self: Any, *args: Any, **settings: Any) -> Any:
+        vars(self).setdefault("_called", set()).add(hook.__name__)
+        return hook(self, *args, **settings)
+
+    return counting
+
+
+def check_called(plugin: Any) -> None:
+    """`UserError` at a step for which the library has not called a needed hook that no subclass has replaced."""
+    for name, hook in plugin._needed.items():
+        if getattr(type(plugin), name) is hook and name not in vars(plugin).get("_called", ()):
+            raise UserError(f"{plugin._tested}: it takes a step without {name}, so threepo's draws would not be used")
