@@ -235,7 +235,8 @@ class ParallelConfig(Settings, table="parallel"):
     offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPUs, which then also compute the updates."""
     timeout_s: Positive = 3600.0
-    """Seconds that a rank waits for the others until the run ends; the slowest has a rollout or its grading ahead."""
+    """Seconds that a rank waits for the others until the run ends; the slowest has a rollout, its grading or the start
+    of its engine ahead."""
 
     def shards(self, ranks: int) -> int:
         """Among how many of `ranks` ranks a copy of the weights is spread; `UserError` if they cannot be divided so."""
