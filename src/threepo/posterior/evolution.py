@@ -74,7 +74,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         for draw, weight in weights.items():
             z = _zeros(entry)
             _add_noise(z, draw, entry, 1.0)
-            add(draw, entry.p, z, _multiplied(grad, entry))
+            add(draw, entry.p, z, local(grad) * _sigma(entry))
             total.add_(z, alpha=-weight)
         evolved = _divide(total, entry)
         for key, a, b in (("both", evolved, grad), ("evolved", evolved, evolved), ("observed", grad, grad)):
@@ -120,10 +120,6 @@ def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:
     """By sigma, in place."""
     local(total).div_(_sigma(entry))
     return total
-
-
-def _multiplied(grad: torch.Tensor, entry: Noisy) -> torch.Tensor:
-    return local(grad) * _sigma(entry)
 
 
 def _sigma(entry: Noisy) -> torch.Tensor | float:
