@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from threepo.config import Method, ObjectiveConfig, SamplingConfig
-from threepo.methods.method import group_by_prompt, requests, rollout_draws, training_batch
+from threepo.methods.method import credit_groups, group_by_prompt, requests, rollout_draws, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -79,7 +79,7 @@ def gradient_of(
     optimizer = Spy(policy.model.named_parameters(), noise_scale=noise_scale, ess=ess, lr=lr)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     groups = groups or rollouts(policy, method, optimizer)
-    batch = training_batch(method, sampling, groups, 0, step)
+    batch = training_batch(method, sampling, credit_groups(method, groups), 0, step)
     record = update_policy(policy, optimizer, batch, objective, token_budget, reference=reference)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():

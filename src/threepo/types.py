@@ -202,6 +202,8 @@ class Group:
 
     problem: Problem
     completions: tuple[Completion, ...]
+    advantages: tuple[float, ...] = ()
+    """One for each completion; empty before `methods.method.credit_groups`."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ class TrainingRow:
     index: int
     """Position among all rows of the step, prompt-major."""
     advantage: float
+    counts: bool = True
+    """Whether its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
 
     @property
     def input_tokens(self) -> tuple[int, ...]:

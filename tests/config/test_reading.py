@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from threepo.config import AdamWConfig, IVONConfig, Method, SFTConfig, TrainConfig
+from threepo.config import AdamWConfig, DataConfig, IVONConfig, Method, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.method import C3PO
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
@@ -37,6 +37,30 @@ def test_presets_fill_the_method_and_choose_the_optimizer(preset: str) -> None:
     config = load(TrainConfig, "", [*BASE, f"method.preset={preset}"])
     assert config.method == PRESETS[preset].method
     assert config.optimizer.kind == config.method.optimizer
+
+
+@pytest.mark.parametrize("said", [["method.optimizer=sgd"], ["optimizer.kind=sgd"]])
+def test_method_and_optimizer_name_the_same(said: list[str]) -> None:
+    config = load(TrainConfig, "", [*BASE, *said])
+    assert (config.method.optimizer, config.optimizer.kind) == ("sgd", "sgd")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "method.optimizer = 'ivon': optimizer.kind = 'adamw' says otherwise; set both alike, or only one of them"),
+        (
+            "demo/grpo",
+            "method.optimizer = 'ivon': method.preset = 'grpo' is trained by adamw; set optimizer.kind = ",
+        ),
+    ],
+)
+def test_a_recipe_that_names_two_optimizers_is_refused(recipe: str, message: str) -> None:
+    noise = ["method.draws=4", "noise.unit=rms", "noise.size=0.05"]
+    with pytest.raises(UserError, match=message):
+        load(TrainConfig, recipe, [*BASE, *noise, "method.optimizer=ivon", "optimizer.kind=adamw"])
+    with pytest.raises(UserError, match="method.optimizer = 'adamw': optimizer.kind = 'ivon' says otherwise"):
+        TrainConfig(model=ModelConfig(path="m"), data=DataConfig(train="sorting"), optimizer=IVONConfig())
 
 
 def test_a_preset_is_not_trained_by_another_optimizer_under_its_name(tmp_path: Path) -> None:
@@ -187,6 +211,7 @@ def test_a_step_may_be_left_unclipped() -> None:
         (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no noise"),
         (["method.draws=2", "method.gradient_at=generator"], "method.draws = 2: needs noise to draw"),
         (["eval.draws=2"], "eval.draws = 2: needs noise to draw"),
+        (["sampling.raise_below=0.5"], "sampling.raise_below = 0.5: is read only with a raised temperature; set"),
         (["method.preset=es", "ess_schedule.kind=entropy_switch"], "scores no rollouts, so there is no entropy or KL"),
         (
             ["method.preset=es", "objective.entropy_coefficient=0.1"],

@@ -30,7 +30,7 @@ from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseCo
 from threepo.errors import ThreepoWarning, UserError
 from threepo.integrations.trl import ThreepoTrainer
 from threepo.integrations.trl_settings import check
-from threepo.methods.method import group_by_prompt, training_batch
+from threepo.methods.method import credit_groups, group_by_prompt, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, Scorer, load_policy
 from threepo.posterior.gaussian import Posterior
@@ -199,7 +199,7 @@ def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engin
     for step in range(3):
         groups = group_by_prompt(rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
-        batch = training_batch(method, SamplingConfig(), groups, SEED, step)
+        batch = training_batch(method, SamplingConfig(), credit_groups(method, groups), SEED, step)
         record = update_policy(policy, optimizer, batch, ObjectiveConfig())
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)

@@ -15,7 +15,7 @@ from threepo.config import Advantage, SamplingConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import UserError
 from threepo.methods.credit import RULES, group_advantages, unlikely_first
-from threepo.methods.method import advantages, group_by_prompt, rollout_draws, training_batch
+from threepo.methods.method import credit_groups, flat_groups, group_by_prompt, rollout_draws, training_batch
 from threepo.training.metrics import rollout_metrics
 from threepo.types import Group
 
@@ -90,6 +90,19 @@ def test_equal_rewards_give_exactly_nothing(rule: str, value: float) -> None:
         assert group_advantages(torch.full((3, 7), value), Advantage(rule=rule)).eq(0).all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-20, -1e15])
+@pytest.mark.parametrize("rule", ["grpo", "dr_grpo", "rloo"])
+def test_rewards_that_differ_by_a_rounding_are_equal(rule: str, scale: float) -> None:
+    assert 0.1 + 0.2 != 0.3
+    assert credited([(0.1 + 0.2) * scale, 0.3 * scale], rule=rule).eq(0).all()
+    assert credited([0.3 * scale, 0.3000001 * scale], rule=rule).ne(0).all(), "this is no rounding"
+
+
+@pytest.mark.parametrize("rule", ["dr_grpo", "rloo", "maxrl"])
+def test_a_completion_on_its_own_has_no_advantage(rule: str) -> None:
+    assert credited([[1.0], [0.5]], rule=rule).tolist() == [[0.0], [0.0]]
+
+
 def test_groups_are_independent() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [5.0, 0.0, 0.0]])
     together = group_advantages(rewards, Advantage())
@@ -97,7 +110,10 @@ def test_groups_are_independent() -> None:
         assert torch.equal(together[i], group_advantages(rewards[i], Advantage()))
 
 
-@pytest.mark.parametrize(("rule", "reward"), [("maxrl", -1.0), ("pass_at_k", 0.5)])
+@pytest.mark.parametrize(
+    ("rule", "reward"),
+    [("maxrl", -1.0), ("pass_at_k", 0.5), *((rule, bad) for rule in RULES for bad in (math.inf, -math.inf, math.nan))],
+)
 def test_a_reward_that_a_rule_is_not_defined_for_is_refused(rule: str, reward: float) -> None:
     with pytest.raises(UserError, match=f"method.advantage.rule = '{rule}'.* has earned {reward:g};"):
         credited([1.0, reward, 0.0, 0.0, 0.0], rule=rule)
@@ -143,13 +159,12 @@ def test_a_group_is_silent_where_all_advantages_are_0(
 ) -> None:
     """In the advantages, in the rows that are dropped, and in what is logged."""
     method = replace(GRPO, rollouts_per_prompt=4, advantage=Advantage(zero_variance="drop", **settings))
-    groups = one_group(rewards)
-    values, flat = advantages(method, groups)
-    assert flat.tolist() == [[silent]]
-    assert values.eq(0).all() == silent
-    (part,) = training_batch(method, SamplingConfig(), groups, 0, 0).parts
-    assert len(part.rows) == (0 if silent else 4)
-    assert rollout_metrics(method, groups)["groups/zero_advantage_share"] == silent
+    (group,) = credit_groups(method, one_group(rewards))
+    assert flat_groups(method, group) == [silent]
+    assert any(group.advantages) != silent
+    (part,) = training_batch(method, SamplingConfig(), [group], 0, 0).parts
+    assert [row.counts for row in part.rows] == [not silent] * 4
+    assert rollout_metrics(method, [group])["groups/zero_advantage_share"] == silent
 
 
 def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
@@ -159,5 +174,5 @@ def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
     (group,) = one_group([1.0, 1.0, 1.0, 1.0])
     draws = (first, first, second, second)
     group = replace(group, completions=tuple(replace(c, draw=d) for c, d in zip(group.completions, draws, strict=True)))
-    values, _ = advantages(method, [group])
-    assert values.tolist() == [[-0.125, 0.125, -0.125, 0.125]]  # rewards 0.5 and 0.75
+    (group,) = credit_groups(method, [group])
+    assert group.advantages == (-0.125, 0.125, -0.125, 0.125)  # rewards 0.5 and 0.75

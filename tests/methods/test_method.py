@@ -10,7 +10,8 @@ from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.methods.method import (
-    advantages,
+    credit_groups,
+    flat_groups,
     gradient_draws,
     group_by_prompt,
     requests,
@@ -25,7 +26,7 @@ PROBLEMS = [(Problem(id=f"p{i}", prompt=f"p{i}"), (1, 2, i)) for i in range(3)]
 
 
 def groups_of(method: Method, rewards: dict[tuple[int, int], float] | None = None) -> list[Group]:
-    """Completions as an engine would return them for three prompts, with these rewards by (prompt, rollout)."""
+    """Credited completions as an engine would return them for three prompts; rewards by (prompt, rollout)."""
     made = requests(method, PROBLEMS, rollout_draws(method, 1, 2))
     rows = [
         completion(
@@ -36,7 +37,7 @@ def groups_of(method: Method, rewards: dict[tuple[int, int], float] | None = Non
         )
         for request in made
     ]
-    return group_by_prompt(rows[::-1])[::-1]  # the order of arrival must not matter
+    return credit_groups(method, group_by_prompt(rows[::-1])[::-1])  # the order of arrival must not matter
 
 
 def test_the_table_of_the_design() -> None:
@@ -91,14 +92,12 @@ def test_groups_are_put_back_in_order() -> None:
 def test_pooled_advantages_compare_across_draws_and_separate_ones_do_not() -> None:
     """Draw 0 solves everything and the others nothing: pooled, that is signal; per draw, there is none."""
     rewards = {(0, i): 1.0 for i in range(4)}
-    pooled, flat = advantages(C3PO, groups_of(C3PO, rewards))
-    assert pooled[0, :4].gt(0).all()
-    assert pooled[0, 4:].lt(0).all()
-    assert flat.tolist() == [[False], [True], [True]]
-    separate, flat = advantages(M3PO, groups_of(M3PO, rewards))
-    assert separate.eq(0).all()
-    assert flat.all()
-    assert flat.shape == (3, 4)
+    pooled = groups_of(C3PO, rewards)
+    assert min(pooled[0].advantages[:4]) > 0 > max(pooled[0].advantages[4:])
+    assert [flat_groups(C3PO, group) for group in pooled] == [[False], [True], [True]]
+    separate = groups_of(M3PO, rewards)
+    assert not any(value for group in separate for value in group.advantages)
+    assert [flat_groups(M3PO, group) for group in separate] == [[True] * 4] * 3
 
 
 def test_where_the_gradient_is_taken() -> None:
@@ -149,8 +148,6 @@ def test_rows_are_numbered_prompt_major() -> None:
 def test_fewer_prompts_than_mini_batches_make_a_mini_batch_each() -> None:
     batch = training_batch(GRPO, SAMPLING, groups_of(GRPO), seed=0, step=0)
     assert [len(piece.parts[0].rows) for piece in split_batch(batch, 8)] == [GRPO.rollouts_per_prompt] * 3
-    nothing = replace(batch, parts=(replace(batch.parts[0], rows=()),))
-    assert split_batch(nothing, 8) == [nothing]
 
 
 def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
@@ -166,7 +163,8 @@ def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
     assert sum(row.advantage != 0 for row in kept.parts[0].rows) == 16
     method = replace(GRPO, advantage=Advantage(zero_variance="drop"))
     dropped = training_batch(method, SAMPLING, groups_of(method, rewards), 1, 2)
-    assert {row.completion.problem.id for row in dropped.parts[0].rows} == {"p1"}
+    assert len(dropped.parts[0].rows) == 48, "other terms of the loss than the policy's read them"
+    assert {row.completion.problem.id for row in dropped.parts[0].rows if row.counts} == {"p1"}
 
 
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
@@ -192,6 +190,15 @@ def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pie
         ({"advantages": "draw"}, r"method.advantages = 'draw': needs draws"),
         ({"draws": 4, "gradient_draws": 2}, r"gradient_draws = 2: only gradient_at = 'fresh'"),
         ({"draws": 4, "greedy": True}, r"greedy = true: .* draws = rollouts_per_prompt \(now 4 and 16\)"),
+        (
+            {"normalize": "part"},
+            r"method.normalize = 'part': only gradient_at = 'generator' has parts .* set normalize",
+        ),
+        ({"draws": 4, "gradient_at": "fresh", "normalize": "part"}, r"method.normalize = 'part': only"),
+        (
+            {"draws": 4, "gradient_at": "evolution", "advantage": Advantage(zero_variance="drop")},
+            r"method.advantage.zero_variance = 'drop': is of no use with gradient_at = 'evolution'",
+        ),
         ({"rollouts_per_prompt": 0}, r"rollouts_per_prompt = 0: must be greater than 0"),
     ],
 )

@@ -1,5 +1,6 @@
 """Choices of tokens, by hand."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,13 @@ def test_kl_cov_chooses_the_largest_covariances() -> None:
     some = scores(4, advantages=[2, 1, -3, 0], logprobs=[1, 1, 1, -3])
     assert largest_covariance(some, ObjectiveConfig(kl_cov_share=0.5)).tolist() == [True, True, False, False]
     assert largest_covariance(some, ObjectiveConfig(kl_cov_share=0.001)).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("advantage", [0.0, 0.1])
+def test_kl_cov_chooses_nothing_where_every_covariance_is_0(advantage: float) -> None:
+    """Advantages of what a correction masks do not matter."""
+    some = scores(4, advantages=[*[advantage] * 3, 2], logprobs=[-1, -2, -3, -4], kept=[1, 1, 1, 0])
+    assert not largest_covariance(some, ObjectiveConfig(kl_cov_share=1.0)).any()
 
 
 def test_the_entropy_mask_keeps_the_highest() -> None:

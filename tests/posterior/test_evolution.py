@@ -1,9 +1,12 @@
 """Evolution strategies: the gradient by hand and of a smooth fitness, in place, in pairs, and beside another one."""
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posterior.test_sizes import normals
 from threepo.config import AdamWConfig, IVONConfig, NoiseConfig, SGDConfig
@@ -85,6 +88,30 @@ def test_es_at_scale_adds_half_of_sigma_times_fitness_times_noise(policy: Policy
     metrics = optimizer.step_metrics()
     total = math.sqrt(sum(((p - before[n]) / 5e-7).square().sum().item() for n, p in policy.model.named_parameters()))
     assert metrics["optimizer/grad_norm"] == pytest.approx(total, rel=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Counts how many of the tensors that `zeros_like` makes are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros_like.default:
+            self.made = [*(ref for ref in self.made if ref() is not None), weakref.ref(out)]
+            self.most = max(self.most, len(self.made))
+        return out
+
+
+def test_a_step_holds_the_gradient_of_one_parameter_at_a_time(policy: Policy) -> None:
+    optimizer = build_optimizer(SGDConfig(), NoiseConfig(unit="absolute", size=1e-3), policy.model, 0)
+    with Largest() as seen:
+        evolve(optimizer, FITNESS)
+    assert len(optimizer.noisy()) > 1
+    assert seen.most == 1
 
 
 @pytest.mark.parametrize("settings", [AdamWConfig(lr=1e-3), IVONConfig(lr=1e3)], ids=lambda s: s.kind)

@@ -72,6 +72,14 @@ def test_rewards_that_are_all_equal(reward: float) -> None:
     assert f"have earned the same reward (now {reward:g}), so every advantage is 0" in text
 
 
+def test_a_loss_that_never_chooses_a_token() -> None:
+    steps = [[WRONG, RIGHT]] * 3 * CONSTANT_STEPS
+    assert not warned(steps, UpdateRecord(None, chose=[True, False]))
+    ((step, text),) = warned(steps, UpdateRecord(None, chose=[False, False]))
+    assert step == CONSTANT_STEPS - 1
+    assert "objective.loss = 'ppo' has chosen no token" in text
+
+
 def test_a_correction_that_does_nothing_is_warned_of_once_and_where_it_is_asked_for() -> None:
     untouched = RowRecord(
         0, 4, logprob_sum=-1.0, self_certainty=1.0, rho=1.0, weight=1.0, kept_tokens=4, untouched=True

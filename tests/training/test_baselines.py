@@ -33,7 +33,7 @@ SMALL = (
 REWARD = "def reward(completions, **_):\n    return [float(bool(c) and c[0] < 'P') for c in completions]\n"
 BASELINES = {
     "entreg": ([], ["objective.entropy_coefficient=0"]),
-    "polaris": (["sampling.raise_below=1"], ["sampling.raised_temperature=0"]),
+    "polaris": (["sampling.raise_below=1"], ["sampling.raised_temperature=0", "sampling.raise_below=0.85"]),
     "kl_cov": ([], ["objective.loss=ppo"]),
     "clip_cov": (["objective.clip_cov_bounds=[0.01, 5]"], ["objective.loss=ppo"]),  # covariances are small at random
     "clip_higher": (["optimizer.lr=0.1", "data.prompts_per_step=8"], ["objective.clip_high=0.2"]),

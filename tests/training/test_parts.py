@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion, row
-from threepo.config import Correction, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from threepo.config import (
+    Correction,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import UserError
+from threepo.methods.method import credit_groups
 from threepo.models.packing import pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -22,7 +32,7 @@ from threepo.posterior.point import PointAdamW
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
-from threepo.training.metrics import rollout_metrics, update_metrics
+from threepo.training.metrics import Metrics, rollout_metrics, update_metrics
 from threepo.training.optimizers import OPTIMIZERS, begin_ivon, build_optimizer
 from threepo.training.run import factor
 from threepo.training.update import RowRecord, UpdateRecord, collate
@@ -103,6 +113,10 @@ def group(prompt: str, rewards: list[float], **fields: object) -> Group:
     return Group(rows[0].problem, rows)
 
 
+def counted(method: Method, groups: list[Group]) -> Metrics:
+    return rollout_metrics(method, credit_groups(method, groups))
+
+
 def test_zero_advantage_shares_by_hand() -> None:
     groups = [
         group("mixed", [1, 0, 0, 0] * 4),
@@ -110,11 +124,11 @@ def test_zero_advantage_shares_by_hand() -> None:
         group("hopeless", [0] * 16),
         group("by draw", [1] * 4 + [0] * 12),
     ]
-    pooled = rollout_metrics(GRPO, groups)
+    pooled = counted(GRPO, groups)
     assert pooled["groups/zero_advantage_share"] == 0.5
     assert pooled["groups/all_right_share"] == 0.25
     assert pooled["reward/mean"] == pytest.approx((4 + 16 + 4) / 64)
-    by_draw = rollout_metrics(M3PO, groups)
+    by_draw = counted(M3PO, groups)
     assert by_draw["groups/zero_advantage_share"] == 0.75
     assert by_draw["groups/flat_share"] == pytest.approx(12 / 16)
 
@@ -122,7 +136,7 @@ def test_zero_advantage_shares_by_hand() -> None:
 def test_outcomes_and_lengths_by_hand() -> None:
     unanswered = completion("a", 0, tokens=(1,) * 7, status="no_answer")
     cut = replace(completion("a", 1, tokens=(1,) * 3, reward=1), finish_reason="length")
-    metrics = rollout_metrics(replace(GRPO, rollouts_per_prompt=2), [Group(cut.problem, (unanswered, cut))])
+    metrics = counted(replace(GRPO, rollouts_per_prompt=2), [Group(cut.problem, (unanswered, cut))])
     assert (metrics["reward/no_answer_share"], metrics["reward/correct_share"]) == (0.5, 0.5)
     assert (metrics["completions/length_mean"], metrics["completions/length_max"]) == (5, 7)
     assert metrics["completions/cut_share"] == 0.5
@@ -135,12 +149,12 @@ def test_outcomes_of_programs_are_counted_apart() -> None:
         row = completion("a", i, reward=float(detail == "passed"))
         assert row.verdict is not None
         rows.append(replace(row, verdict=replace(row.verdict, detail=detail, format_ok=bool(detail))))
-    metrics = rollout_metrics(replace(GRPO, rollouts_per_prompt=4), [Group(rows[0].problem, tuple(rows))])
+    metrics = counted(replace(GRPO, rollouts_per_prompt=4), [Group(rows[0].problem, tuple(rows))])
     assert metrics["reward/time_out_share"] == 0.5
     assert metrics["reward/passed_share"] == 0.25
     assert metrics["reward/format_ok_share"] == 0.75
     assert "reward/wrong_share" not in metrics
-    assert "reward/format_ok_share" not in rollout_metrics(GRPO, [group("a", [1] * 16)])
+    assert "reward/format_ok_share" not in counted(GRPO, [group("a", [1] * 16)])
 
 
 def record_of(rows: list[RowRecord]) -> UpdateRecord:

@@ -6,23 +6,26 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import completion
 from runs import outcome, train_config
 from threepo import api
-from threepo.config import DataConfig, IVONConfig, Method, ModelConfig, SamplingConfig, TrainConfig
+from threepo.config import Advantage, DataConfig, IVONConfig, Method, ModelConfig, SamplingConfig, TrainConfig
 from threepo.config.method import M3PO
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
+from threepo.methods.credit import RULES
+from threepo.methods.method import credit_groups
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training.checkpoint import load_train_state
 from threepo.training.metrics import dynamic_metrics
 from threepo.training.rollouts import until_full
 from threepo.types import Group, Problem
 
-PAIR = Method(rollouts_per_prompt=2)
+PAIR = Method(rollouts_per_prompt=2, optimizer="ivon")
 
 
 def source(count: int, seed: int = 0) -> FiniteProblems:
@@ -49,10 +52,11 @@ def answers(with_spread: Sequence[str]) -> Callable[[Sequence[Problem]], list[Gr
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
         rewards = [(float(problem.id in with_spread), 0.0) for problem in problems]
-        return [
+        groups = [
             Group(problem, tuple(completion(problem.id, i, reward=reward) for i, reward in enumerate(pair)))
             for problem, pair in zip(problems, rewards, strict=True)
         ]
+        return credit_groups(PAIR, groups)
 
     return answer
 
@@ -108,7 +112,8 @@ def test_a_prompt_is_kept_if_any_of_its_advantage_groups_has_spread() -> None:
     problems = FiniteProblems("two", tuple(Problem(id=name, prompt="?") for name in rewards), 0, 2)
 
     def answer(asked: Sequence[Problem]) -> list[Group]:
-        return [Group(p, tuple(completion(p.id, i, reward=r) for i, r in enumerate(rewards[p.id]))) for p in asked]
+        groups = [Group(p, tuple(completion(p.id, i, reward=r) for i, r in enumerate(rewards[p.id]))) for p in asked]
+        return credit_groups(method, groups)
 
     found = until_full(config(2, method, dynamic_rounds=2), problems, 0, answer)
     assert ids(found.groups) == ["b", "a"]
@@ -162,6 +167,23 @@ def test_where_every_prompt_has_spread_the_run_is_that_without_dynamic_sampling(
     for ours, theirs in zip(dynamic["metrics"], plain["metrics"], strict=True):
         assert {name: ours[name] for name in theirs} == theirs
         assert ours.keys() - theirs.keys() == {*more, "completions/discarded_tokens"}
+
+
+def test_advantages_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round of generation, and neither for the metrics nor for the update again."""
+    seen: list[int] = []
+
+    def counted(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
+        seen.append(len(rewards))
+        return grpo.advantages(rewards, settings)
+
+    grpo = RULES["grpo"]
+    monkeypatch.setitem(RULES, "grpo", replace(grpo, advantages=counted))
+    settings = ["reward.function=first_letter:reward", "model.tiny.tied=false", "method.rollouts_per_prompt=2"]
+    api.train(train_config(folder / "run", *settings, "run.steps=3", "sampling.dynamic_rounds=3"))
+    rows = read_metrics(folder / "run")
+    assert len(seen) == sum(row["sampling/rounds"] for row in rows) > 3
+    assert sum(seen) == sum(row["groups/generated"] for row in rows)
 
 
 def test_costs_and_completions_are_those_of_all_rounds(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
-from threepo.methods.method import rollout_draws, training_batch
+from threepo.methods.method import credit_groups, rollout_draws, training_batch
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -23,6 +23,13 @@ every_aggregation = pytest.mark.parametrize(
     [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
     ids=lambda o: o.aggregation,
 )
+
+every_objective_of_rows = pytest.mark.parametrize(
+    "objective",
+    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence", "constant")],
+    ids=lambda o: o.aggregation,
+)
+DROP = replace(GRPO, advantage=Advantage(zero_variance="drop"))
 
 
 def assert_bitwise(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -221,7 +228,7 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
     method = replace(C3PO, correction=Correction(kind="seq_mis", low=1e6, high=1e7))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, PLAIN)
     assert record.normalizer == 0
     assert optimizer.skipped_steps == 1
@@ -241,7 +248,7 @@ def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None
         replace(g, completions=tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in g.completions))
         for g in groups
     ]
-    batch = training_batch(method, SAMPLING, groups, 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     p = next(policy.model.parameters())
     if zero_variance == "keep":
@@ -257,9 +264,54 @@ def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: 
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+
+
+@every_objective_of_rows
+def test_dropped_groups_leave_the_mean_of_the_policy_loss(policy: Policy, objective: ObjectiveConfig) -> None:
+    """One prompt of three has signal: the gradient is that of its rows alone; divided by a constant, of all rows."""
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    some = [groups[0], *map(solved, groups[1:])]
+    record, dropped, _ = gradient_of(policy, DROP, some, objective=objective)
+    constant = objective.aggregation == "constant"
+    _, expected, _ = gradient_of(policy, GRPO, some if constant else some[:1], objective=objective)
+    _, kept, _ = gradient_of(policy, GRPO, some, objective=objective)
+    assert len(record.rows) == PROMPTS * 16
+    for name in kept:
+        torch.testing.assert_close(dropped[name], expected[name], rtol=1e-4, atol=1e-7)
+        assert torch.equal(dropped[name], kept[name]) == (constant or not kept[name].any())
+
+
+@pytest.mark.parametrize("live", [0, 1])
+def test_other_terms_keep_the_rows_of_dropped_groups(policy: Policy, live: int) -> None:
+    """An entropy bonus adds the same gradient, the mean over all tokens, whether flat groups are dropped or kept."""
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = [*groups[:live], *map(solved, groups[live:])]
+    bonus = ObjectiveConfig(entropy_coefficient=0.5)
+    added = []
+    for method in (GRPO, DROP):
+        _, with_it, _ = gradient_of(policy, method, groups, objective=bonus)
+        without = gradient_of(policy, method, groups)[1] if live else dict.fromkeys(with_it, 0)
+        added.append({name: grad - without[name] for name, grad in with_it.items()})
+    assert any(grad.any() for grad in added[0].values())
+    for name, grad in added[0].items():
+        torch.testing.assert_close(added[1][name], grad, rtol=1e-3, atol=1e-7)
+
+
+def test_a_draw_without_signal_is_one_of_the_draws_that_are_averaged(policy: Policy) -> None:
+    """M3PO: of four draws, three have only flat groups, and the fourth only groups with signal."""
+    groups = []
+    for group in rollouts(policy, M3PO, IVON(policy.model.named_parameters())):
+        right = [c.draw == rollout_draws(M3PO, 0, 0)[1] and c.rollout % 2 == 0 for c in group.completions]
+        verdicts = [Verdict(r, "right" if r else "wrong", "x") for r in right]
+        rows = (replace(c, verdict=v) for c, v in zip(group.completions, verdicts, strict=True))
+        groups.append(replace(group, completions=tuple(rows)))
+    dropping = replace(M3PO, advantage=Advantage(zero_variance="drop"))
+    (_, kept, _), (_, dropped, _) = (gradient_of(policy, method, groups) for method in (M3PO, dropping))
+    assert any(grad.any() for grad in kept.values())
+    assert_bitwise(kept, dropped)
 
 
 # Several updates a batch
@@ -268,7 +320,7 @@ def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: 
 @pytest.mark.parametrize("method", [GRPO, C3PO, M3PO], ids=lambda m: m.name)
 def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy, method: Method) -> None:
     optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e6)  # large steps, so that ratios move
-    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert optimizer.param_groups[0]["step"] == 3
     assert len(record.rows) == PROMPTS * 16
@@ -281,7 +333,7 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
     """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
     assert record.policy["clipped_low_share"] + record.policy["clipped_high_share"] == 0
@@ -293,7 +345,7 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
     groups = rollouts(policy, C3PO, optimizer)
     once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
     expected = {row.index: row for row in once.rows}
-    batch = training_batch(C3PO, SAMPLING, groups, 0, 0)
+    batch = training_batch(C3PO, SAMPLING, credit_groups(C3PO, groups), 0, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert {row.kept_tokens > 0 for row in record.rows} == {True, False}
     assert abs(record.policy["ratio_mean"] / record.tokens - 1) > 0.01
@@ -309,7 +361,7 @@ def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: 
     method = replace(method, cumulative=True)
     groups = rollouts(policy, method, IVON(policy.model.named_parameters(), ess=1e6))
     record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
-    batch = training_batch(method, SAMPLING, groups, 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
     for times, part in zip((4, 3, 2, 1), batch.parts, strict=True):
         spy = Spy(policy.model.named_parameters(), ess=1e6)
@@ -327,7 +379,7 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
     optimizer = Spy(policy.model.named_parameters(), noise_scale=0.0)
     optimizer.param_groups[0]["lr"] = 0.0
     groups = rollouts(policy, GRPO, optimizer)
-    batch = training_batch(GRPO, SAMPLING, groups, 0, 0)
+    batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
     update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     last = dict(optimizer.mean_grad)
     _, alone, _ = gradient_of(policy, GRPO, groups[2:])
@@ -341,7 +393,7 @@ def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     groups = rollouts(policy, two, optimizer)
     _, together, _ = gradient_of(policy, two, groups, noise_scale=1.0)
-    batch = training_batch(two, SAMPLING, groups, 0, 0)
+    batch = training_batch(two, SAMPLING, credit_groups(two, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
     for part in batch.parts:
         spy = Spy(policy.model.named_parameters(), ess=1e6)
@@ -360,7 +412,7 @@ def test_a_plain_step_is_along_the_gradient_that_ivon_is_given(policy: Policy, m
     plain = PointSGD([{"params": named, "noise_scale": 1 / math.sqrt(1e6 * (1e-3 + 1e-8))}], max_grad_norm=0.0, lr=1.0)
     groups, before = rollouts(policy, method, plain), {name: p.detach().clone() for name, p in named}
     _, expected, _ = gradient_of(policy, method, groups, noise_scale=1.0)
-    update_policy(policy, plain, training_batch(method, SAMPLING, groups, 0, 0), PLAIN, 10_000)
+    update_policy(policy, plain, training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0), PLAIN, 10_000)
     for name, p in named:
         torch.testing.assert_close(before[name] - p.detach(), expected[name], rtol=1e-3, atol=3e-6)
 
@@ -370,7 +422,7 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
         optimizer = IVON(policy.model.named_parameters(), lr=100.0, noise_scale=0.0)
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         groups = rollouts(policy, GRPO, optimizer)
-        batch = training_batch(GRPO, SAMPLING, groups, 0, 0)
+        batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
         for _ in range(3):
             record = update_policy(policy, optimizer, batch, ObjectiveConfig(entropy_coefficient=coefficient))
         with torch.no_grad():

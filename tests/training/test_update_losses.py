@@ -13,10 +13,11 @@ from threepo import api
 from threepo.config import Advantage, Method, ObjectiveConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.credit import RULES
-from threepo.methods.method import training_batch
+from threepo.methods.method import credit_groups, training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import read_metrics
+from threepo.training.metrics import update_metrics
 from threepo.training.reference import Reference
 from threepo.training.update import update_policy
 from threepo.types import Completion, Group
@@ -127,7 +128,7 @@ def by_hand(
 
     `weights`: [K], detached, of the advantages, log-probs and entropies of all tokens.
     """
-    values = training_batch(GRPO, SAMPLING, groups, 0, 0).parts[0].rows
+    values = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0).parts[0].rows
     found = [scored(policy, row.completion) for row in values]
     logprobs, entropy = map(torch.cat, zip(*found, strict=True))
     a = torch.cat([torch.full_like(own, row.advantage) for (own, _), row in zip(found, values, strict=True)]).detach()
@@ -190,9 +191,10 @@ def test_a_constant_divisor_is_completions_times_the_longest(policy: Policy, gro
 
 
 def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups: list[Group]) -> None:
-    """The last mini-batch has a prompt whose completions are all right: its gradient is the penalty's alone."""
-    groups, found = [*groups[:2], solved(groups[2])], []
-    for objective in (ObjectiveConfig(**SEVERAL), ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)):
+    """Of every mini-batch's two prompts, the completions of one are all right: only the penalty reads their rows."""
+    groups, found = [*groups[:1], *map(solved, groups[1:]), renamed(groups[1])], []
+    two: dict[str, Any] = {"mini_batches": 2}
+    for objective in (ObjectiveConfig(**two), ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **two)):
         passed = []
 
         def count(_: object, __: object, settings: dict[str, Any], passed: list[int] = passed) -> None:
@@ -201,8 +203,30 @@ def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups
         hook = policy.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
         _, grads, _ = gradient_of(policy, GRPO, groups, objective=objective, lr=3e3, noise_scale=0.0)
         hook.remove()
-        found.append((sum(passed), all(grad.any() for grad in grads.values())))
-    assert found == [(16 + 16 + 1, False), (16 + 16 + 16, True)]
+        assert all(grad.any() for grad in grads.values())
+        found.append(sum(passed))
+    assert found == [2 * 16, 4 * 16]
+
+
+def renamed(group: Group) -> Group:
+    """The group as that of another prompt."""
+    problem = replace(group.problem, id="another")
+    return Group(problem, tuple(replace(c, problem=problem) for c in group.completions))
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop"])
+def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal(
+    policy: Policy, groups: list[Group], zero_variance: str
+) -> None:
+    """The last one: every covariance is 0. It is counted, and its gradient is 0."""
+    method = replace(GRPO, advantage=Advantage(zero_variance=zero_variance))
+    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)
+    some = [*groups[:2], solved(groups[2])]
+    record, grads, _ = gradient_of(policy, method, some, objective=objective, lr=3e3, noise_scale=0.0)
+    assert record.chose == [True, True, False]
+    assert update_metrics(record)["policy/no_choice_share"] == pytest.approx(1 / 3)
+    assert record.policy["chosen_share"] == sum(len(c.tokens) for group in some[:2] for c in group.completions)
+    assert zero_variance == "drop" or not any(grad.any() for grad in grads.values())
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "entropy mask"])
@@ -215,7 +239,8 @@ def test_tokens_are_chosen_among_those_of_all_draws(policy: Policy, name: str) -
 
 def test_what_a_correction_masks_is_never_chosen(policy: Policy) -> None:
     objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)
-    record, _ = gradient(policy, C3PO, objective, ess=1e4, lr=1.0)
+    record, _ = gradient(policy, C3PO, objective, ess=1e8)
+    assert all(record.chose)
     kept = sum(row.kept_tokens for row in record.rows)
     assert 0 < kept < record.tokens
     assert record.policy["chosen_share"] == kept
@@ -237,7 +262,7 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
     """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
     optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, SAMPLING, rollouts(policy, method, optimizer), 0, 0)
+    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, OBJECTIVES[name])
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
 

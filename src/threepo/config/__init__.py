@@ -131,11 +131,9 @@ class ModelConfig(Settings, table="model"):
     def __post_init__(self) -> None:
         rounded = self.lora.base_dtype == "bfloat16"
         fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
-        self.lora.check("base_dtype", self.lora.base_dtype == "float32" or self.lora.rank > 0, fix)
+        self.lora.only_if(self.lora.rank > 0, fix, "base_dtype")
         fix = "without adapters nothing reads it; set model.lora.rank, or remove it"
-        for name in ("alpha", "targets", "init"):
-            unset = getattr(self.lora, name) == getattr(LoRAConfig(), name)
-            self.lora.check(name, unset or self.lora.rank > 0, fix)
+        self.lora.only_if(self.lora.rank > 0, fix, "alpha", "targets", "init")
         fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
         self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
 
@@ -267,6 +265,8 @@ class TrainConfig(Settings, table=""):
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
         kind, noisy = self.optimizer.kind, self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
+        fix = f"optimizer.kind = {kind!r} says otherwise; set both alike, or only one of them"
+        self.check("method.optimizer", self.method.optimizer == kind, fix)
         fix = (
             f"needs noise to draw; set optimizer.kind = 'ivon' (now {kind!r}), noise.unit = 'absolute' or 'rms' "
             f"(now 'posterior'), or"
@@ -275,9 +275,7 @@ class TrainConfig(Settings, table=""):
         self.check("eval.draws", noisy or not self.eval.draws, f"{fix} eval.draws = 0")
         fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
         evolves = self.method.gradient_at == "evolution"
-        for f in fields(ObjectiveConfig):
-            unread = evolves and getattr(self.objective, f.name) != getattr(ObjectiveConfig(), f.name)
-            self.check(f"objective.{f.name}", not unread, fix)
+        self.objective.only_if(not evolves, fix, *(f.name for f in fields(ObjectiveConfig)))
         fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
         unmeasured = self.ess_schedule.kind not in ("constant", "cosine", "linear", "stages")
         self.check("ess_schedule.kind", not (evolves and unmeasured), fix)

@@ -35,10 +35,12 @@ class SamplingConfig(Settings, table="sampling"):
     discarded. 0: as many as the batch still lacks."""
 
     def __post_init__(self) -> None:
+        fix = "is read only with a raised temperature; set sampling.raised_temperature, or remove it"
+        self.only_if(self.raised_temperature > 0, fix, "raise_below")
         fix = "one round replaces nothing; set 2 or more, or set sampling.prompts_per_round to generate more at once"
         self.check("dynamic_rounds", self.dynamic_rounds != 1 or self.prompts_per_round > 0, fix)
         fix = "is read by dynamic sampling only; set sampling.dynamic_rounds = 10, or remove it"
-        self.check("prompts_per_round", self.dynamic_rounds > 0 or not self.prompts_per_round, fix)
+        self.only_if(self.dynamic_rounds > 0, fix, "prompts_per_round")
 
 
 _WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
@@ -89,11 +91,9 @@ class VLLMConfig(Settings, table="engine.vllm"):
         self.check("gpus", len(self.gpus) in (0, count), fix)
         fix = "must be named exactly if engine.vllm.servers are"
         self.check("weights_folder", bool(self.weights_folder) == bool(self.servers), fix)
-        if self.servers:
-            self.check("servers", len(set(self.servers)) == len(self.servers), "names a server twice; remove one")
-            for name in (f.name for f in fields(self) if f.name not in _WITH_SERVERS):
-                fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
-                self.check(name, getattr(self, name) == getattr(VLLMConfig(), name), fix)
+        self.check("servers", len(set(self.servers)) == len(self.servers), "names a server twice; remove one")
+        fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
+        self.only_if(not self.servers, fix, *(f.name for f in fields(self) if f.name not in _WITH_SERVERS))
 
 
 class EngineConfig(Settings, table="engine"):
@@ -115,7 +115,7 @@ class EngineConfig(Settings, table="engine"):
         fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
         self.check("kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
         fix = "engine.kind = 'vllm' does not read it; set engine.vllm's gpu_memory_utilization or kv_cache_memory_bytes"
-        self.check("memory_gib", self.kind != "vllm" or not self.memory_gib, fix)
+        self.only_if(self.kind != "vllm", fix, "memory_gib")
 
     def check_temperature(self, config: Settings, key: str) -> None:
         """`UserError` for a temperature that vLLM raises (above 0) or refuses (sampling_params.py of 0.32)."""

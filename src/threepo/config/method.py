@@ -30,7 +30,8 @@ class Advantage(Settings, table="method.advantage"):
     """The reward of a right completion is cut by up to this share, the more, the more probable it is among those of its
     group (method.md 2.2; 0.25 in the paper); 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups in which all advantages are 0: `keep` their rows (tokens counted) or `drop` them."""
+    """Groups in which all advantages are 0: the policy loss is a mean over the tokens of all rows (`keep`), or `drop`s
+    these groups from its mean, as DAPO does. Other terms keep them (method.md 2.6)."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
@@ -100,7 +101,7 @@ class Method(Settings, table="method"):
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
     optimizer: Literal["adamw", "ivon", "sgd"] = "adamw"
-    """Optimizer of the preset, used when [optimizer] names no kind."""
+    """What trains: always the same as optimizer.kind. A recipe sets either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
 
@@ -110,9 +111,8 @@ class Method(Settings, table="method"):
             divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
             fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
             self.check("draws", False, fix)
-        for axis, without in (("gradient_at", "mean"), ("advantages", "prompt"), ("cumulative", False)):
-            fix = "needs draws of the weights; set method.draws to 1 or more"
-            self.check(axis, n > 0 or getattr(self, axis) == without, fix)
+        fix = "needs draws of the weights; set method.draws to 1 or more"
+        self.only_if(n > 0, fix, "gradient_at", "advantages", "cumulative")
         fix = (
             f"leaves one completion in each advantage group (draws = {n}, advantages = {self.advantages!r}), with "
             f"nothing to compare it to; set at least {2 * g}"
@@ -124,7 +124,7 @@ class Method(Settings, table="method"):
         )
         self.check("advantage.k", self.advantage.rule != "pass_at_k" or self.advantage.k < self.group_size, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
-        self.check("gradient_draws", self.gradient_at == "fresh" or self.gradient_draws == 1, fix)
+        self.only_if(self.gradient_at == "fresh", fix, "gradient_draws")
         fix = (
             f"rollouts of one draw would be identical and have no ratio to correct by; set draws = rollouts_per_prompt "
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
@@ -138,12 +138,10 @@ class Method(Settings, table="method"):
         self.check("gradient_at", not evolves or n > 1, fix)
         self.check("log_evolution", not self.log_evolution or n > 1, fix)
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
-        self.check("correction.kind", not evolves or self.correction.kind == "none", fix)
-        self.check("advantages", not evolves or self.advantages == "prompt", fix)
-        self.check("normalize", not evolves or self.normalize == "step", fix)
-        self.check("cumulative", not (evolves and self.cumulative), fix)
-        self.check("log_evolution", not (evolves and self.log_evolution), fix)
-        self.check("advantage.unlikeliness", not (evolves and self.advantage.unlikeliness), fix)
+        self.only_if(not evolves, fix, "correction.kind", "advantages", "normalize", "cumulative", "log_evolution")
+        self.only_if(not evolves, fix, "advantage.unlikeliness", "advantage.zero_variance")
+        fix = "only gradient_at = 'generator' has parts with tokens of their own; set normalize = 'step'"
+        self.only_if(self.gradient_at == "generator", fix, "normalize")
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"
         by_means = evolves or self.log_evolution
         self.check("advantage.rule", not (by_means and self.advantage.rule == "pass_at_k"), fix)

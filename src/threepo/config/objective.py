@@ -60,4 +60,4 @@ class ObjectiveConfig(Settings, table="objective"):
             fix = f"the ratio of a sequence, a geometric mean, would never be clipped; set {value:g}, as in the paper"
             self.check(key, name != "gspo" or getattr(self, key) <= WIDEST_GSPO, fix)
         fix = "there is no reference to reset; set objective.reference_kl above 0"
-        self.check("reference_reset_every", self.reference_kl > 0 or not self.reference_reset_every, fix)
+        self.only_if(self.reference_kl > 0, fix, "reference_reset_every")

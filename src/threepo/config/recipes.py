@@ -155,26 +155,25 @@ def with_preset(table: Table) -> Table:
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
-    method = dict(method)
+    method, kinds = dict(method), field_names("optimizer")
     if name := method.pop("preset", None):
         known = isinstance(name, str) and name in PRESETS
         require(known, "method.preset", name, f"must be one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
-        kinds, kind, own = field_names("optimizer"), optimizer.get("kind"), preset.method.optimizer
+        kind, own = optimizer.get("kind"), preset.method.optimizer
         trained = f"method.preset = {name!r} is trained by {own}"
         fix = f"{trained}; set optimizer.kind = {own!r}, or choose axes of [method]"
-        require(kind in (None, own) or kind not in list(kinds), "optimizer.kind", kind, fix)
+        for key, said in (("optimizer.kind", kind), ("method.optimizer", method.get("optimizer"))):
+            require(said in (None, own) or said not in list(kinds), key, said, fix)
         foreign = {key for names in kinds.values() for key in names} - set(kinds[own]) if kind is None else ()
         for key in (key for key in optimizer if key in foreign):
             fix = f"{trained}, which does not have it; start from a recipe for {own}"
             require(False, f"optimizer.{key}", optimizer[key], fix)
         method = merge(to_dict(preset.method), method)
         table = merge(preset.tables, table)
-    return {
-        **table,
-        "method": method,
-        "optimizer": {"kind": method.get("optimizer", "adamw"), **table.get("optimizer", {})},
-    }
+    kind = optimizer.get("kind", method.get("optimizer", "adamw"))
+    same = {"optimizer": kind} if kind in list(kinds) else {}
+    return {**table, "method": {**same, **method}, "optimizer": {"kind": kind, **table.get("optimizer", {})}}
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:

@@ -71,6 +71,13 @@ class Settings:
         """`require` about the field `key` of this record, or of a record in it, such as `eval.draws`."""
         require(holds, f"{self._table}.{key}".lstrip("."), attrgetter(key)(self), fix)
 
+    def only_if(self, read: bool, fix: str, *keys: str) -> None:
+        """Refuse values other than the defaults of fields, as in `check`, unless something reads them."""
+        for key in keys:
+            *records, name = key.split(".")
+            record = attrgetter(*records)(self) if records else self
+            self.check(key, read or getattr(record, name) == getattr(type(record), name), fix)
+
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
     """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""

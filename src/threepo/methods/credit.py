@@ -18,11 +18,11 @@ class Rule:
     """How a group is credited."""
 
     advantages: Callable[[torch.Tensor, Advantage], torch.Tensor]
-    """Of rewards [..., G], G > 1; groups of equal rewards need no care."""
+    """Computes them from rewards [..., G]; groups of equal rewards need no care."""
     takes: Callable[[torch.Tensor], torch.Tensor] = torch.isfinite
     """Which rewards it is defined for: bool of their shape."""
     needs: str = "finite rewards"
-    """That in words."""
+    """The same in words."""
 
 
 def _centred(rewards: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _dr_grpo(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
 def _rloo(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
     """r - mean of the other rewards, which is G / (G - 1) (r - mean) (arXiv 2402.14740)."""
     size = rewards.shape[-1]
-    return _centred(rewards) * (size / (size - 1))
+    return _centred(rewards) * (size / max(size - 1, 1))
 
 
 def _maxrl(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
@@ -72,14 +72,17 @@ RULES = {
     "grpo": Rule(_grpo),
     "dr_grpo": Rule(_dr_grpo),
     "rloo": Rule(_rloo),
-    "maxrl": Rule(_maxrl, lambda rewards: rewards >= 0, "rewards of 0 or more"),
+    "maxrl": Rule(_maxrl, lambda rewards: rewards.isfinite() & (rewards >= 0), "finite rewards of 0 or more"),
     "pass_at_k": Rule(_pass_at_k, lambda rewards: (rewards == 0) | (rewards == 1), "rewards of 0 and 1"),
 }
 """By `method.advantage.rule`."""
 
+ROUNDING = 1e-12
+"""Rewards that differ by less, relative to the largest, are equal: 0.1 + 0.2 is no better than 0.3."""
+
 
 def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
-    """Advantages [..., G] of groups with these rewards, of the same dtype; equal rewards give exactly 0.
+    """Advantages [..., G] of groups with these rewards, of the same dtype; exactly 0 for rewards equal up to ROUNDING.
 
     `UserError` for a reward that the rule is not defined for.
     """
@@ -89,8 +92,8 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
             f"method.advantage.rule = {settings.rule!r}: needs {rule.needs}, and a completion has earned "
             f"{rewards[~taken][0].item():g}; choose another rule, or change reward.function"
         )
-    # A float mean of equal numbers may be off by a rounding.
-    equal = (rewards == rewards[..., :1]).all(dim=-1, keepdim=True)
+    low, high = rewards.aminmax(dim=-1, keepdim=True)
+    equal = high - low <= ROUNDING * torch.maximum(high.abs(), low.abs())
     return rule.advantages(rewards, settings).masked_fill(equal, 0.0)
 
 

@@ -60,15 +60,15 @@ def group_by_prompt(completions: Sequence[Completion]) -> list[Group]:
     return [Group(rows[0].problem, tuple(sorted(rows, key=lambda row: row.rollout))) for rows in by_prompt.values()]
 
 
-def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages [P, rollouts_per_prompt] in float64, and which advantage groups [P, groups per prompt] have only 0.
+def credit_groups(method: Method, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the advantages of their graded completions, computed in float64.
 
-    Under `advantages = "draw"` the completions of one draw form a group: they stand together, draws in order.
-    `UserError` for rewards that the rule is not defined for.
+    Under `advantages = "draw"` the completions of one draw compete: they stand together, draws in order. `UserError`
+    for rewards that the rule is not defined for.
     """
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
-    assert len(verdicts) == len(completions), "training_batch needs graded completions"
+    assert len(verdicts) == len(completions), "only graded completions have rewards"
     assert len({len(group.completions) for group in groups}) == 1, "groups of one size"
 
     def shaped(values: Sequence[float]) -> torch.Tensor:
@@ -79,8 +79,14 @@ def advantages(method: Method, groups: Sequence[Group]) -> tuple[torch.Tensor, t
         right = shaped([verdict.correct for verdict in verdicts]).bool()
         logprobs = shaped([math.fsum(completion.logprobs) for completion in completions])
         rewards = unlikely_first(rewards, right, logprobs, method.advantage)
-    values = group_advantages(rewards, method.advantage)
-    return values.flatten(1), values.eq(0).all(dim=-1)
+    values = group_advantages(rewards, method.advantage).flatten(1).tolist()
+    return [replace(group, advantages=tuple(own)) for group, own in zip(groups, values, strict=True)]
+
+
+def flat_groups(method: Method, group: Group) -> list[bool]:
+    """For each advantage group of the prompt, whether all its advantages are 0."""
+    size = method.group_size
+    return [not any(group.advantages[i : i + size]) for i in range(0, len(group.advantages), size)]
 
 
 def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
@@ -97,18 +103,15 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
 def training_batch(
     method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int
 ) -> TrainingBatch:
-    """Rows with their advantages, sorted by the weights where their gradient is to be taken (method.md 3).
+    """Rows of the credited groups, sorted by the weights where their gradient is to be taken (method.md 3).
 
     `sampling`: how the rollouts were decoded.
     """
-    values, flat_groups = advantages(method, groups)
-    dropped = flat_groups.repeat_interleave(method.group_size, dim=1)
-    rows = [
-        TrainingRow(completion, p * method.rollouts_per_prompt + i, float(values[p, i]))
-        for p, group in enumerate(groups)
-        for i, completion in enumerate(group.completions)
-        if not (method.advantage.zero_variance == "drop" and dropped[p, i])
-    ]
+    keeps, rows = method.advantage.zero_variance == "keep", list[TrainingRow]()
+    for group in groups:
+        flat = flat_groups(method, group)
+        for i, (completion, value) in enumerate(zip(group.completions, group.advantages, strict=True)):
+            rows.append(TrainingRow(completion, len(rows), value, keeps or not flat[i // method.group_size]))
     own = method.gradient_at == "generator"  # the gradient of a row is taken at its own draw only
     parts = tuple(
         GradientPart(draw, tuple(row for row in rows if not own or row.completion.draw == draw))
@@ -138,7 +141,7 @@ def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
     """The batch as `pieces` mini-batches, or one per prompt if there are fewer; rows of a prompt stay together."""
     rows = (row for part in batch.parts for row in sorted(part.rows, key=lambda row: row.index))
     order = dict.fromkeys(row.completion.problem.id for row in rows)
-    pieces = max(1, min(pieces, len(order)))
+    pieces = min(pieces, len(order))
     piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
 
     def cut(part: GradientPart, piece: int) -> GradientPart:

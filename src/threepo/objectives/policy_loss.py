@@ -5,8 +5,9 @@ the update. Token losses become one number by the weights of their rows: a sum o
 number. So the result does not depend on how rows are batched or dealt to ranks. Legend: K tokens of a micro-batch.
 """
 
+import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from threepo.config import ObjectiveConfig
 from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
 from threepo.objectives.selection import Select, highest_entropy
 from threepo.objectives.token_losses import LOSSES
-from threepo.types import TrainingRow
+from threepo.types import GradientPart, TrainingRow
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
@@ -81,6 +82,25 @@ def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, floa
         tokens[unit(row)] += len(row.completion.tokens)
     weighted = aggregation in ("group", "sequence")
     return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
+
+
+def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], aggregation: str) -> float:
+    """The factor of all advantages with which the policy loss is a mean over the rows that count, not over all `rows`.
+
+    It is the sum of the row weights of all tokens over that of the rows that count: 1 if all rows do. Other terms of
+    the loss do not see it. With `constant` it is 1.
+    """
+
+    def total(some: Iterable[TrainingRow]) -> float:
+        return math.fsum(weights[row.index] * len(row.completion.tokens) for row in some)
+
+    counted = total(row for row in rows if row.counts)
+    return total(rows) / counted if counted and aggregation != "constant" else 1.0
+
+
+def teaches(parts: Iterable[GradientPart], settings: ObjectiveConfig) -> bool:
+    """Whether an update has anything to learn from: a row that counts, or a term that reads all rows."""
+    return len(terms_of(settings)) > 1 or any(row.counts for part in parts for row in part.rows)
 
 
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:

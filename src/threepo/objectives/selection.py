@@ -47,8 +47,13 @@ def highest_entropy(scores: TokenScores, settings: ObjectiveConfig) -> torch.Ten
 
 
 def largest_covariance(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:
-    """The share of tokens of the largest covariance (KL-Cov)."""
-    return _first(scores.covariance(), scores.kept, _number(scores, settings.kl_cov_share))
+    """The share of tokens of the largest covariance (KL-Cov); none where all advantages are the same, such as 0.
+
+    There every covariance is 0, and the authors' code takes the first tokens of the first rows.
+    """
+    advantages = scores.advantages[scores.kept]
+    among = scores.kept & (advantages != advantages[:1]).any()
+    return _first(scores.covariance(), among, _number(scores, settings.kl_cov_share))
 
 
 def random_in_bounds(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:

@@ -34,7 +34,7 @@ def evolve(optimizer: Any, fitness: Fitness) -> None:
         return
     found = gradients(optimizer.noisy(), fitness)
     if isinstance(optimizer, PointSGD):
-        optimizer.move((entry.p, grad) for entry, grad in found)
+        optimizer.move(found)
         return
     for entry, grad in found:
         entry.p.grad = grad.to(entry.p.dtype)
@@ -42,15 +42,18 @@ def evolve(optimizer: Any, fitness: Fitness) -> None:
     optimizer.step()
 
 
-@torch.no_grad()
 def gradients(noisy: Sequence[Noisy], fitness: Fitness) -> Iterator[tuple[Noisy, torch.Tensor]]:
     """Minus the mean over draws of fitness times z / sigma: float32, in each parameter's shape and on its shards."""
-    weights = _by_noise(fitness)
-    for entry in noisy:
-        total = _zeros(entry)
-        for draw, weight in weights.items():
-            _add_noise(total, draw, entry, -weight / len(fitness))
-        yield entry, _divide(total, entry)
+    weights = {draw: -weight / len(fitness) for draw, weight in _by_noise(fitness).items()}
+    return ((entry, _gradient(entry, weights)) for entry in noisy)
+
+
+@torch.no_grad()
+def _gradient(entry: Noisy, weights: Mapping[Draw, float]) -> torch.Tensor:
+    total = _zeros(entry)
+    for draw, weight in weights.items():
+        _add_noise(total, draw, entry, weight)
+    return _divide(total, entry)
 
 
 def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
@@ -71,7 +74,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         for draw, weight in weights.items():
             z = _zeros(entry)
             _add_noise(z, draw, entry, 1.0)
-            add(draw, entry.p, z, _multiplied(grad, entry))
+            add(draw, entry.p, z, local(grad) * _sigma(entry))
             total.add_(z, alpha=-weight)
         evolved = _divide(total, entry)
         for key, a, b in (("both", evolved, grad), ("evolved", evolved, evolved), ("observed", grad, grad)):
@@ -117,10 +120,6 @@ def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:
     """By sigma, in place."""
     local(total).div_(_sigma(entry))
     return total
-
-
-def _multiplied(grad: torch.Tensor, entry: Noisy) -> torch.Tensor:
-    return local(grad) * _sigma(entry)
 
 
 def _sigma(entry: Noisy) -> torch.Tensor | float:

@@ -153,14 +153,15 @@ class PointSGD(Point, torch.optim.SGD):
     """Plain steps: learning rate times gradient."""
 
     @torch.no_grad()
-    def move(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Step along gradients that come one at a time, each with its parameter."""
+    def move(self, gradients: Iterable[tuple[Noisy, torch.Tensor]]) -> None:
+        """Step along gradients that come one at a time, each with its parameter, and keep none of them."""
         self._refuse_while_perturbed("the mean is updated")
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         squares = []
-        for p, grad in gradients:
-            p.add_(grad, alpha=-rates[p])
-            squares.append((p, torch.linalg.vector_norm(local(grad))))
+        for entry, grad in gradients:
+            entry.p.add_(grad, alpha=-rates[entry.p])
+            squares.append((entry.p, torch.linalg.vector_norm(local(grad))))
+            del grad
         self._reshard()
         self._norm = math.sqrt(sum_over_shards(squares, squared=True))
         for group in self.param_groups:

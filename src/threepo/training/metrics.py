@@ -16,7 +16,7 @@ import torch
 from threepo.config import Method, TrainConfig
 from threepo.errors import ThreepoWarning
 from threepo.methods.corrections import effective_sample_share
-from threepo.methods.method import advantages
+from threepo.methods.method import flat_groups
 from threepo.ranks.group import ALONE, Ranks
 from threepo.training.rollouts import Rollouts
 from threepo.training.update import UpdateRecord
@@ -42,10 +42,10 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     """Rewards, lengths, and how many prompts give no gradient, of these groups."""
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
-    _, flat = advantages(method, groups)
-    # A prompt gives no gradient when all rewards are equal in each of its advantage groups.
-    silent = flat.all(dim=1)
-    solved = torch.tensor([all(c.verdict and c.verdict.correct for c in group.completions) for group in groups])
+    flat = [flat_groups(method, group) for group in groups]
+    # A prompt gives no gradient when all advantages are 0 in each of its advantage groups.
+    silent = [all(own) for own in flat]
+    solved = [all(c.verdict and c.verdict.correct for c in group.completions) for group in groups]
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
     details = sorted({verdict.detail for verdict in verdicts if verdict.detail})
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
@@ -59,9 +59,9 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
         "reward/correct_share": _mean([v.correct for v in verdicts]),
         "reward/no_answer_share": _mean([v.status == "no_answer" for v in verdicts]),
         "reward/error_share": _mean([v.status == "error" for v in verdicts]),
-        "groups/zero_advantage_share": float(silent.double().mean()),
-        "groups/all_right_share": float((silent & solved).double().mean()),
-        "groups/flat_share": float(flat.double().mean()),
+        "groups/zero_advantage_share": _mean(silent),
+        "groups/all_right_share": _mean([a and b for a, b in zip(silent, solved, strict=True)]),
+        "groups/flat_share": _mean([one for own in flat for one in own]),
         "completions/length_mean": float(lengths.mean()),
         "completions/length_max": float(lengths.max()),
         "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
@@ -120,6 +120,8 @@ def update_metrics(record: UpdateRecord) -> Metrics:
         return {}
     metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
     metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
+    if record.chose:
+        metrics["policy/no_choice_share"] = 1 - _mean(record.chose)
     certainties = [row.self_certainty for row in record.rows]
     metrics |= {
         "policy/self_certainty": _mean(certainties),
@@ -180,6 +182,10 @@ _NOT_FULL = (
     "prompts without a learning signal have filled the batch: the problems are too hard or too easy for this policy; "
     "change them, or raise sampling.dynamic_rounds or sampling.prompts_per_round"
 )
+_UNCHOSEN = (
+    "objective.loss = {!r} has chosen no token, so it does nothing: advantages are all 0, or no covariance "
+    "is within objective.clip_cov_bounds (clip_cov); change the problems or the bounds, or set objective.loss = 'ppo'"
+)
 _UNCHANGED = (
     "the {} correction has masked or truncated nothing: the draws may be too close together to matter (lower "
     "optimizer.ess), or the log-probs of the rollouts are wrong"
@@ -209,6 +215,8 @@ def watch(
     ]
     if rounds := config.sampling.dynamic_rounds:
         alarms.append(("dynamic", rollouts.missing > 0, FAILED_STEPS, _NOT_FULL.format(rounds)))
+    if record.chose:
+        alarms.append(("choice", not any(record.chose), CONSTANT_STEPS, _UNCHOSEN.format(config.objective.loss)))
     if correction:
         unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
         alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))

@@ -114,9 +114,7 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         clock.lap("time/rollout")
         completions = graded(run.grader, completions)
         clock.lap("time/reward")
-        groups = lattice.group_by_prompt(completions)
-        lattice.advantages(method, groups)  # refuses rewards that the credit rule is not defined for
-        return groups
+        return lattice.credit_groups(method, lattice.group_by_prompt(completions))
 
     if sampling.dynamic_rounds:
         return until_full(config, run.source, run.state.drawn, answer)

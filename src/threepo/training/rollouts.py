@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from threepo.config import TrainConfig
 from threepo.data.source import ProblemSource
-from threepo.methods.method import advantages
+from threepo.methods.method import flat_groups
 from threepo.types import Group, Problem
 
 
@@ -51,8 +51,7 @@ def until_full(
         tried.update(problem.id for problem in problems)
         rounds += 1
         # A prompt gives no gradient when all advantages are 0 in each of its advantage groups.
-        silent = advantages(config.method, groups)[1].all(dim=1).tolist()
-        kept += [group for group, is_silent in zip(groups, silent, strict=True) if not is_silent]
-        flat += [group for group, is_silent in zip(groups, silent, strict=True) if is_silent]
+        for group in groups:
+            (flat if all(flat_groups(config.method, group)) else kept).append(group)
     missing = max(wanted - len(kept), 0)
     return Rollouts(kept[:wanted] + flat[:missing], kept[wanted:] + flat[missing:], rounds, missing, drawn)

@@ -82,6 +82,8 @@ class UpdateRecord:
     policy: dict[str, float] = field(default_factory=dict)
     """Metrics `policy/<name>`, as sums over tokens."""
     rows: list[RowRecord] = field(default_factory=list)
+    chose: list[bool] = field(default_factory=list)
+    """For each choice of tokens by the loss, whether it chose any."""
     compared: dict[str, float] = field(default_factory=dict)
     """Metrics of the comparison with an evolution strategy."""
 
@@ -137,11 +139,12 @@ def update_policy(
     if reference:
         update.score_reference(reference)
     for mini_batch in split_batch(batch, objective.mini_batches):
-        parts = [part for part in mini_batch.parts if part.rows]
-        sums = []
+        parts, sums = mini_batch.parts, []
         for sharing in [parts] if batch.normalize == "step" else [[part] for part in parts]:
             update.choose(sharing)
-            weights = policy_loss.row_weights([row for p in sharing for row in p.rows], objective.aggregation)
+            rows = [row for part in sharing for row in part.rows]
+            weights = policy_loss.row_weights(rows, objective.aggregation)
+            update.factor = policy_loss.signal_factor(rows, weights, objective.aggregation)
             for part in sharing:
                 with optimizer.at(part.draw):
                     loss, count = update.backward(part, weights)
@@ -150,13 +153,13 @@ def update_policy(
                     optimizer.observe(part.draw, cumulative=batch.cumulative)
                 elif count > 0:
                     optimizer.observe(part.draw, count, cumulative=batch.cumulative)
-        losses, counts = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0)
+        losses, counts = (math.fsum(column) for column in zip(*sums, strict=True))
         if batch.fitness and counts:
             record.compared = compare(optimizer, batch.fitness)
         record.loss += losses
         record.normalizer += counts
-        if counts == 0:
-            optimizer.discard()  # nothing to learn from: every row was masked
+        if counts == 0 or not policy_loss.teaches(parts, objective):
+            optimizer.discard()  # nothing to learn from: every row was masked or dropped
         elif batch.normalize == "step":
             record.minimised.append(losses / counts)
             optimizer.step(divisor=counts)
@@ -196,6 +199,8 @@ class _Update:
     """By row index; empty without a reference."""
     choices: dict[str, dict[Address, torch.Tensor]] = field(default_factory=dict)
     """By the field of `LossInputs`: which tokens were chosen."""
+    factor: float = 1.0
+    """Multiplies the advantages of the rows that share a divisor (`policy_loss.signal_factor`)."""
     moved: bool = False
     """Whether the policy may not be the old policy any more."""
 
@@ -232,7 +237,7 @@ class _Update:
         """Fill `choices` for these parts, from the scores of all their tokens."""
         selects = policy_loss.selections(self.objective)
         entries = sorted(((part.draw, row) for part in parts for row in part.rows), key=lambda entry: entry[1].index)
-        if not selects or not entries:
+        if not selects:
             return
         rows = [row for _, row in entries]
         lengths = [len(row.completion.tokens) for row in rows]
@@ -248,9 +253,11 @@ class _Update:
         advantages = torch.tensor([row.advantage for row in rows])[row_of]
         scores = TokenScores(logprobs, entropy, advantages, corrected.kept, torch.cat(random))
         for name, select in selects.items():
-            chosen = torch.split(select(scores, self.objective), lengths)
-            found = self.choices.setdefault(name, {})
-            found |= {(draw, row.index): own for (draw, row), own in zip(entries, chosen, strict=True)}
+            chosen = select(scores, self.objective)
+            if name == "chosen":
+                self.record.chose.append(bool(chosen.any()))
+            by_row, found = torch.split(chosen, lengths), self.choices.setdefault(name, {})
+            found |= {(draw, row.index): own for (draw, row), own in zip(entries, by_row, strict=True)}
 
     def backward(self, part: GradientPart, weights: Mapping[int, float]) -> tuple[float, float]:
         """Accumulate the gradient of the part's summed loss at the weights that the model holds now.
@@ -304,7 +311,7 @@ class _Update:
             logprobs=logprobs,
             old_logprobs=first,
             entropy=entropy,
-            advantages=micro.advantages,
+            advantages=micro.advantages * self.factor,
             correction_weights=corrected.weights,
             counted=corrected.kept if correction.normalizer == "kept" else everywhere,
             row_of=micro.row_of,
