@@ -5,6 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program, parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
-from threepo.rewards.sandbox import bubblewrap
+from threepo.rewards.sandbox import Outcome, bubblewrap
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -53,6 +56,8 @@ def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
         ("```\na = 1\n```", "\na = 1\n"),
         ("```a = 1```", "a = 1"),
         ("  ```python\n  if a:\n    b\n  ```", "if a:\n  b\n"),
+        ("```python\n    # a\n  if a:\n\n    b\n```", "  # a\nif a:\n\n  b\n"),
+        ("```python\n\ta\n    b\n```", "\ta\n    b\n"),
         ("```python\ncut off", "cut off"),
         ("no code", None),
         ("```python\n\n```", None),
@@ -151,6 +156,103 @@ def test_where_an_integer_is_expected_only_its_own_value_is_right(value: float, 
 )
 def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: bool) -> None:
     assert same_value(value, expected) is same
+
+
+# What a completion or the output of its program may cost in this process, which has no limits
+
+MIB = 1 << 20
+COMPLETIONS = (
+    "`",
+    "```",
+    "```python",
+    "```python\n",
+    "```python\n```",
+    "```a\n```python3",
+    "```python" + "1." * 8,
+    "\n",
+    " ",
+    " \n",
+    "\t\n",
+    "```\n    x\n",
+    "x",
+    "1 ",
+)
+PARTS = ("\n", " ", "\t\n", "x", "1", "1 ", "1\n", "1.0 ", "9", "1e9", ".", "-", "[", "[]", "[],", '{"a":', "\x1c", "é")
+
+
+def spent_s(work: Callable[[], object]) -> float:
+    """Processor time of this thread and not the clock's, and the least of three: other processes must not matter."""
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def assert_linear(work: Callable[[int], object]) -> None:
+    """Work on 1 MiB takes some milliseconds if it is linear in its size, and an hour if it is quadratic.
+
+    So 0.2 s is far from both. What is quadratic is seen on the first sizes, before it takes that hour.
+    """
+    for size in (MIB >> 6, MIB >> 3, MIB):
+        assert spent_s(lambda size=size: work(size)) < 0.2, size  # type: ignore[misc]
+
+
+def repeated(part: str, size: int) -> str:
+    return part * (size // len(part.encode()))
+
+
+@pytest.mark.parametrize("start", ["", "```python\n", "```1 a"])
+@pytest.mark.parametrize("part", COMPLETIONS)
+def test_the_program_is_found_in_linear_time(part: str, start: str) -> None:
+    for end in ("", "x"):
+        assert_linear(lambda size, end=end: extract_program(start + repeated(part, size) + end))  # type: ignore[misc]
+
+
+FORMS_COMPARED = {
+    "text": ({"inputs": [""], "outputs": ["1 2\n3.5 4"]}, "1"),
+    "value": ({"fn_name": "f", "inputs": [[1]], "outputs": [[[1.5, 2], {"a": "b"}]]}, "[1.5"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_COMPARED)
+@pytest.mark.parametrize("part", PARTS)
+def test_outputs_are_judged_in_linear_time(part: str, form: str) -> None:
+    tests, right = FORMS_COMPARED[form]
+    parsed = parse_tests(tests)
+    for start in ("", right):
+        assert_linear(lambda size, start=start: parsed.judged(0, Outcome("ok", start + repeated(part, size) + "x")))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_long_outputs_that_are_right_are_judged_in_linear_time(part: str) -> None:
+    def judged(size: int) -> None:
+        text = repeated(part, size // 4)
+        assert parse_tests({"inputs": [""], "outputs": [text + "1"]}).judged(0, Outcome("ok", text + " 1")) in DETAILS
+
+    assert_linear(judged)
+
+
+@pytest.mark.parametrize("form", FORMS_COMPARED)
+@pytest.mark.parametrize("part", ["\n", "1 ", " ", "[],", "1\n"])
+def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None:
+    """An output of the most that a program may write is a few copies of itself, and not a million lists."""
+    parsed = parse_tests(FORMS_COMPARED[form][0])
+    start, end = ("[", "1]") if form == "value" else ("1", "1")
+    output = Outcome("ok", start + repeated(part, 16 * MIB - 4) + end)
+    tracemalloc.start()
+    try:
+        assert parsed.judged(0, output) in ("wrong", "runtime error")
+        assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
+    parsed = parse_tests({"fn_name": "f", "inputs": [[1], [1]], "outputs": [1e300, ["é", 0.1]]})
+    assert parsed.judged(0, Outcome("ok", json.dumps(10**300))) == "passed"
+    assert parsed.judged(1, Outcome("ok", json.dumps(["é", 0.1 + 1e-17]))) == "passed"
 
 
 # Forms of tests

@@ -28,6 +28,8 @@ MARGIN_S = 10.0
 """What a request may take beyond the time to compile and to run."""
 ANSWER = "threepo-answer"
 """The file with what the program wrote or returned."""
+ANSWER_LIMIT = 2 * harness.OUTPUT_LIMIT
+"""Bytes that are read of the server's answer: the output in base64, which takes 4/3, and what else it says."""
 ATTEMPTS = 6
 LONGEST_WAIT_S = 30.0
 UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -69,7 +71,7 @@ class ServerSandbox:
         while True:
             try:
                 with self._free, urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
-                    answer = json.load(response)
+                    answer = json.loads(response.read(ANSWER_LIMIT))
                 self._seen = True
                 return dict(answer)
             except (OSError, HTTPException) as error:
