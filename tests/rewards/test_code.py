@@ -1,6 +1,8 @@
 """Verdicts on programs: what is taken from a completion, how tests are read, what an output is compared with."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,9 +10,11 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sortedcontainers  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,6 +188,7 @@ def spent_s(work: Callable[[], object]) -> float:
     """Processor time of this thread and not the clock's, and the least of three: other processes must not matter."""
     times = []
     for _ in range(3):
+        re.purge()  # else only the first of them makes its regular expressions
         start = time.thread_time()
         work()
         times.append(time.thread_time() - start)
@@ -629,6 +634,41 @@ def test_where_the_kernel_refuses_code_rewards_do_not_start(tmp_path: Any, monke
         UserError, match=r"'bubblewrap': bwrap: .*the kernel must let this process make user namespaces"
     ):
         load_grader(RewardConfig(function="code"), None, [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_import_the_packages_of_the_folder_and_no_others(backend: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    shutil.copytree(Path(sortedcontainers.__file__).parent, tmp_path / "sortedcontainers")
+    program = "from sortedcontainers import SortedList\nprint(*SortedList(input().split()))"
+    tests = {"inputs": ["3 1 2"], "outputs": ["1 2 3"]}
+    for packages, detail in ((str(tmp_path), "passed"), ("", "runtime error")):
+        sandbox = SandboxConfig(backend=backend, packages=packages)
+        grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
+        assert verdict(grader, program, tests).detail == detail
+        absent = "try: import numpy\nexcept ImportError: print('none')"
+        assert verdict(grader, absent, {"inputs": [""], "outputs": ["none"]}).detail == "passed"
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_the_folder_of_packages_can_be_read_and_not_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    settings = RewardConfig(function="code", sandbox=SandboxConfig(packages=str(tmp_path)))
+    program = "import os\nos.listdir('/packages')\ntry: open('/packages/x', 'w')\nexcept OSError as e: print(e.errno)"
+    read_only = {"inputs": [""], "outputs": [str(errno.EROFS)]}
+    assert verdict(CodeGrader(settings), program, read_only).detail == "passed"
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o700)
+        with pytest.raises(UserError, match=r"packages = .*programs run as nobody.*chmod -R o\+rX"):
+            CodeGrader(settings)
+
+
+def test_a_folder_of_packages_must_be_there_and_is_not_for_a_server(tmp_path: Path) -> None:
+    settings = RewardConfig(function="code", sandbox=SandboxConfig(backend="unconfined", packages="/nowhere"))
+    with pytest.raises(UserError, match=r"packages = '/nowhere': there is no such folder; make it with pip install"):
+        load_grader(settings, None, [])
+    with pytest.raises(UserError, match=r"reward.sandbox.packages = '/nowhere': a server has packages of its own"):
+        SandboxConfig(backend="sandbox_fusion", url="http://x", packages="/nowhere")
 
 
 def test_a_limit_in_which_nothing_runs_is_said_at_the_start() -> None:

@@ -19,8 +19,8 @@ import ast
 import functools
 import json
 import math
+import os.path
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -111,7 +111,15 @@ def extract_program(completion: str) -> str | None:
     inside = inside.partition("```")[0]
     rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
     program = inside[rest_of_line.end() :] if rest_of_line else inside
-    return textwrap.dedent(program) if program.strip() else None
+    return _dedented(program) if program.strip() else None
+
+
+def _dedented(program: str) -> str:
+    """The program without the blanks that begin all its lines; `textwrap` makes a regular expression of all of them."""
+    lines = program.split("\n")
+    shared = os.path.commonprefix([line for line in lines if line.strip()])  # noqa: RUF071 - of letters, as meant
+    margin = shared[: len(shared) - len(shared.lstrip(" \t"))]
+    return "\n".join(line.removeprefix(margin) for line in lines) if margin else program
 
 
 def grade(completion: str, tests: Any) -> Verdict:

@@ -22,6 +22,7 @@ from types import CodeType
 from typing import Any, cast
 
 from threepo.config import SandboxConfig
+from threepo.errors import UserError
 from threepo.rewards.sandbox import Ending, Outcome, Submission, harness, with_exits
 from threepo.workers import cores
 
@@ -60,10 +61,14 @@ class LocalSandbox:
         self.workers = settings.workers or cores()
         self._cpu_s, self._wall_s = settings.timeout_s, WALL_FACTOR * settings.timeout_s
         self._memory = settings.memory_mib << 20
+        self.packages = os.path.abspath(settings.packages) if settings.packages else ""
+        if self.packages and not os.path.isdir(self.packages):
+            fix = "make it with pip install --target FOLDER NAME ..."
+            raise UserError(f"reward.sandbox.packages = {settings.packages!r}: there is no such folder; {fix}")
 
     def start(self, link: int, folder: str, room: int) -> Process:
         """Start Python by `spawn`. Its files may take `room` bytes; `folder` is empty, and removed at the end."""
-        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=ENVIRONMENT)
+        return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=environment(self.packages))
 
     def run(self, submission: Submission) -> Generator[Outcome, None, None]:
         """See `Sandbox.run`."""
@@ -106,6 +111,11 @@ class LocalSandbox:
                 return link.recv_bytes()
         _kill(process)
         return b""
+
+
+def environment(packages: str) -> dict[str, str]:
+    """All environment variables of a program whose packages are in this folder, if it has any."""
+    return ENVIRONMENT | ({"PYTHONPATH": packages, "OPENBLAS_NUM_THREADS": "1"} if packages else {})
 
 
 def spawn(command: Sequence[str], link: int, **options: Any) -> Process:
