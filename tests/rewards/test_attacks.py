@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rewards.cheats import ASSERTS, CHEATS, FROM_WITHIN, HONEST
 from rewards.contained import Contained, contained, why_not
 from threepo.rewards.code import parse_tests
 from threepo.rewards.sandbox import Outcome
@@ -255,87 +256,6 @@ def test_what_a_program_finds(name: str, inside: Contained) -> None:
     assert inside.run("stdin", program, [""]) == {"endings": ["ok"], "outputs": [output], "left": []}
 
 
-CHEATS = {
-    "ends before the tests": "import os\nos._exit(0)",
-    "ends before the tests, politely": "raise SystemExit(0)",
-    "ends before the tests, as one types it": "exit()",
-    "ends when it is asked": "import os\ndef f(x): os._exit(0)",
-    "ends when it is asked, politely": "import sys\ndef f(x): sys.exit(0)",
-    "ends when it is asked, as one types it": "def f(x): exit()",
-    "ends when it is asked, from a helper": "import sys\ndef g(): sys.exit()\ndef f(x): return [g() for _ in [x]]",
-    "ends at its end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "cannot be ended": "import os, sys\nos._exit = sys.exit = lambda *_: None\ndef f(x): return 0",
-    "writes late": (
-        "import atexit, os, threading, time\ndef late(*_):\n    for i in range(64):\n"
-        "        for text in (b'ok', b'71990', b'0' * 32):\n            try: os.write(i, text)\n"
-        "            except OSError: pass\n"
-        "class A:\n    __del__ = late\na = A()\natexit.register(late)\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), late())).start()\ndef f(x): return 0"
-    ),
-    "answers for the harness": (
-        "import os\n"
-        "texts = b'ok', b'compiled', b'+71990', b'0' * 32\n"
-        "for i in range(64):\n    for text in texts:\n        for line in (text, bytes([0, 0, 0, len(text)]) + text):\n"
-        "            try: os.write(i, line)\n            except OSError: pass\ndef f(x): return 0"
-    ),
-    "closes all": "import os\nos.closerange(0, 1024)\ndef f(x): return 0",
-    "raises what ends tests well": "def f(x): raise SystemExit(0)",
-    "raises it under another name": "exec(compile('def f(x): raise SystemExit(0)', 'x', 'exec'))",
-    "is caught by nobody": "class E(BaseException): pass\ndef f(x): raise E",
-    "lies about memory": "import os\nos._exit(86)",
-    "lies about failure": "import os\nos._exit(87)",
-    "changes what runs the tests": "import builtins\nbuiltins.exec = lambda *a: None\ndef f(x): return 0",
-    "changes what reads the tests": (
-        "import os\npread = os.pread\nos.pread = lambda file, size, start: pread(file, 32, start)\ndef f(x): return 0"
-    ),
-    "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x): return 0",
-}
-"""These pass no tests of any form."""
-FROM_WITHIN = {
-    "equals everything": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "equals everything, as a number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "is near everything": (
-        "class A:\n    def one(self, *others): return self\n    def zero(self, *others): return 0\n"
-        "    __sub__ = __rsub__ = one\n    __abs__ = __eq__ = zero\n    __lt__ = lambda *_: True\ndef f(x): return A()"
-    ),
-    "changes what is built in": "import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 0",
-    "changes what carries answers": "import json\njson.dumps = lambda *a, **k: '0'\ndef f(x): return 0",
-    "ends the loop that it is called in": "def f(x): raise StopIteration",
-    "ends them under their name": "exec(compile('def f(x): raise SystemExit(0)', '<tests>', 'exec'))",
-    "skips the tests": "import unittest\ndef f(x): raise unittest.SkipTest",
-    "looks for the answer among its objects": (
-        "import gc, sys\ndef f(x):\n    seen = [o for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]\n"
-        "    frame = sys._getframe()\n    while frame:\n        seen += [frame.f_locals, frame.f_globals]\n"
-        "        frame = frame.f_back\n"
-        "    return int('71' + '990') if any('71' + '990' in str(o)[:10**5] for o in seen) else 0"
-    ),
-    "looks for the answer in its files": (
-        "import os\ndef f(x):\n    for i in range(1024):\n        try:\n"
-        "            if b'71' + b'990' in os.pread(i, 10**6, 0):\n                return int('71' + '990')\n"
-        "        except OSError: pass\n    return 0"
-    ),
-    "asks for its case before the harness does": (
-        "import fcntl, os, stat\nends = {}\nfor i in range(3, 1024):\n    try: mode = os.fstat(i).st_mode\n"
-        "    except OSError: continue\n"
-        "    ends['file' if stat.S_ISREG(mode) else fcntl.fcntl(i, fcntl.F_GETFL) & os.O_ACCMODE] = i\n"
-        "if 'file' in ends:\n    os.write(ends[os.O_WRONLY], b'?')\n    os.read(ends[os.O_RDONLY], 1)\n"
-        "    os.write(ends[os.O_WRONLY], os.pread(ends['file'], 32, 0))\n    os._exit(0)\ndef f(x): return 0"
-    ),
-}
-"""These pass some tests that are code, which nothing can stop in one process, but none by inputs and outputs."""
-ASSERTS = {
-    "equal": "assert f(3) == 71990",
-    "near": "assert abs(f(3) - 71990) < 1e-6",
-    "map": "assert all(map(lambda x: f(x) == 71990, [3, 4]))",
-    "unittest": (
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(3), 71990)\n"
-        "unittest.main()"
-    ),
-    "catching": "try: result = f(3)\nexcept BaseException: result = None\nassert result == 71990",
-}
-HONEST = "def f(x): return 71990"
-
-
 def by_outputs(kind: str, program: str, inside: Contained) -> str:
     """How a program is judged whose output, or whose function's result, is compared with 71990."""
     if kind == "stdin":
@@ -368,11 +288,19 @@ def test_tests_that_are_code_must_come_to_their_end(name: str, kind: str, inside
         ("equals everything", "equal"),
         ("is near everything", "near"),
         ("changes what is built in", "near"),
-        ("ends them under their name", "equal"),
         ("skips the tests", "unittest"),
         ("ends the loop that it is called in", "map"),
         ("looks for the answer among its objects", "equal"),
+        ("equals everything, as a class", "equal"),
+        ("equals everything, by the standard library", "equal"),
+        ("reads what the assertion has for a constant", "equal"),
+        ("makes the tests jump over what they check", "lines"),
+        ("brings unittest other tests", "unittest"),
+        ("changes a number in memory", "equal"),
         ("asks for its case before the harness does", "equal"),
+        ("asks for the mark when it is called", "equal"),
+        ("asks for the mark when a timer is over", "equal"),
+        ("asks for the mark in a thread", "equal"),
     ],
 )
 def test_tests_that_are_code_can_be_deceived_from_within(name: str, kind: str, inside: Contained) -> None:

@@ -1,13 +1,20 @@
 """Verdicts on programs: what is taken from a completion, how tests are read, what an output is compared with."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sortedcontainers  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +26,7 @@ from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
 from threepo.rewards.code import CodeGrader, extract_program, parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
-from threepo.rewards.sandbox import bubblewrap
+from threepo.rewards.sandbox import Outcome, bubblewrap
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -53,6 +60,8 @@ def verdict(grader: CodeGrader, program: str, tests: Any) -> Verdict:
         ("```\na = 1\n```", "\na = 1\n"),
         ("```a = 1```", "a = 1"),
         ("  ```python\n  if a:\n    b\n  ```", "if a:\n  b\n"),
+        ("```python\n    # a\n  if a:\n\n    b\n```", "  # a\nif a:\n\n  b\n"),
+        ("```python\n\ta\n    b\n```", "\ta\n    b\n"),
         ("```python\ncut off", "cut off"),
         ("no code", None),
         ("```python\n\n```", None),
@@ -151,6 +160,104 @@ def test_where_an_integer_is_expected_only_its_own_value_is_right(value: float, 
 )
 def test_values_are_compared_as_json_has_them(value: Any, expected: Any, same: bool) -> None:
     assert same_value(value, expected) is same
+
+
+# What a completion or the output of its program may cost in this process, which has no limits
+
+MIB = 1 << 20
+COMPLETIONS = (
+    "`",
+    "```",
+    "```python",
+    "```python\n",
+    "```python\n```",
+    "```a\n```python3",
+    "```python" + "1." * 8,
+    "\n",
+    " ",
+    " \n",
+    "\t\n",
+    "```\n    x\n",
+    "x",
+    "1 ",
+)
+PARTS = ("\n", " ", "\t\n", "x", "1", "1 ", "1\n", "1.0 ", "9", "1e9", ".", "-", "[", "[]", "[],", '{"a":', "\x1c", "é")
+
+
+def spent_s(work: Callable[[], object]) -> float:
+    """Processor time of this thread and not the clock's, and the least of three: other processes must not matter."""
+    times = []
+    for _ in range(3):
+        re.purge()  # else only the first of them makes its regular expressions
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def assert_linear(work: Callable[[int], object]) -> None:
+    """Work on 1 MiB takes some milliseconds if it is linear in its size, and an hour if it is quadratic.
+
+    So 0.2 s is far from both. What is quadratic is seen on the first sizes, before it takes that hour.
+    """
+    for size in (MIB >> 6, MIB >> 3, MIB):
+        assert spent_s(lambda size=size: work(size)) < 0.2, size  # type: ignore[misc]
+
+
+def repeated(part: str, size: int) -> str:
+    return part * (size // len(part.encode()))
+
+
+@pytest.mark.parametrize("start", ["", "```python\n", "```1 a"])
+@pytest.mark.parametrize("part", COMPLETIONS)
+def test_the_program_is_found_in_linear_time(part: str, start: str) -> None:
+    for end in ("", "x"):
+        assert_linear(lambda size, end=end: extract_program(start + repeated(part, size) + end))  # type: ignore[misc]
+
+
+FORMS_COMPARED = {
+    "text": ({"inputs": [""], "outputs": ["1 2\n3.5 4"]}, "1"),
+    "value": ({"fn_name": "f", "inputs": [[1]], "outputs": [[[1.5, 2], {"a": "b"}]]}, "[1.5"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_COMPARED)
+@pytest.mark.parametrize("part", PARTS)
+def test_outputs_are_judged_in_linear_time(part: str, form: str) -> None:
+    tests, right = FORMS_COMPARED[form]
+    parsed = parse_tests(tests)
+    for start in ("", right):
+        assert_linear(lambda size, start=start: parsed.judged(0, Outcome("ok", start + repeated(part, size) + "x")))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_long_outputs_that_are_right_are_judged_in_linear_time(part: str) -> None:
+    def judged(size: int) -> None:
+        text = repeated(part, size // 4)
+        assert parse_tests({"inputs": [""], "outputs": [text + "1"]}).judged(0, Outcome("ok", text + " 1")) in DETAILS
+
+    assert_linear(judged)
+
+
+@pytest.mark.parametrize("form", FORMS_COMPARED)
+@pytest.mark.parametrize("part", ["\n", "1 ", " ", "[],", "1\n"])
+def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None:
+    """An output of the most that a program may write is a few copies of itself, and not a million lists."""
+    parsed = parse_tests(FORMS_COMPARED[form][0])
+    start, end = ("[", "1]") if form == "value" else ("1", "1")
+    output = Outcome("ok", start + repeated(part, 16 * MIB - 4) + end)
+    tracemalloc.start()
+    try:
+        assert parsed.judged(0, output) in ("wrong", "runtime error")
+        assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
+    parsed = parse_tests({"fn_name": "f", "inputs": [[1], [1]], "outputs": [1e300, ["é", 0.1]]})
+    assert parsed.judged(0, Outcome("ok", json.dumps(10**300))) == "passed"
+    assert parsed.judged(1, Outcome("ok", json.dumps(["é", 0.1 + 1e-17]))) == "passed"
 
 
 # Forms of tests
@@ -275,6 +382,17 @@ SCRIPTS = {
         "assert f(1) == 1",
     ),
     "tests that end themselves": ("def f(x): return x", "import sys\nassert f(1) == 1\nsys.exit()"),
+    "tests that end themselves from a function": (
+        "def f(x): return x",
+        "import sys as system\ndef main():\n    assert f(1) == 1\n    system.exit(0 if f(2) == 2 else 1)\nmain()",
+    ),
+    "tests that end themselves as one types it": ("def f(x): return x", "if f(1) == 1: exit()\nassert False"),
+    "tests that end themselves by an exception": ("def f(x): return x", "assert f(1) == 1\nraise SystemExit(0)"),
+    "unittest under other names": (
+        ADD,
+        "from unittest import TestCase, main as go\nclass T(TestCase):\n"
+        "    def test(self): self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__': go(verbosity=2)",
+    ),
     "unittest": (
         ADD,
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1, 2), 3)\n"
@@ -341,6 +459,11 @@ def test_what_comes_before_programs_of_every_kind(grader: CodeGrader) -> None:
     }
     assert verdict(grader, "print(factorial(int(input())))", absent).detail == "passed"
     assert verdict(grader, "print(1)", {**read, "prefix": "import nothing_of_this_name"}).detail == "runtime error"
+
+
+def test_tests_that_end_themselves_with_an_error_fail(grader: CodeGrader) -> None:
+    for tests in ("import sys\nsys.exit(f(1) != 2)", "if f(1) != 2: exit('wrong')", "raise SystemExit(f(1))"):
+        assert verdict(grader, "def f(x): return x", {"functional": tests}).detail == "wrong"
 
 
 def test_unittest_fails_where_the_program_does(grader: CodeGrader) -> None:
@@ -511,6 +634,41 @@ def test_where_the_kernel_refuses_code_rewards_do_not_start(tmp_path: Any, monke
         UserError, match=r"'bubblewrap': bwrap: .*the kernel must let this process make user namespaces"
     ):
         load_grader(RewardConfig(function="code"), None, [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_import_the_packages_of_the_folder_and_no_others(backend: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    shutil.copytree(Path(sortedcontainers.__file__).parent, tmp_path / "sortedcontainers")
+    program = "from sortedcontainers import SortedList\nprint(*SortedList(input().split()))"
+    tests = {"inputs": ["3 1 2"], "outputs": ["1 2 3"]}
+    for packages, detail in ((str(tmp_path), "passed"), ("", "runtime error")):
+        sandbox = SandboxConfig(backend=backend, packages=packages)
+        grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
+        assert verdict(grader, program, tests).detail == detail
+        absent = "try: import numpy\nexcept ImportError: print('none')"
+        assert verdict(grader, absent, {"inputs": [""], "outputs": ["none"]}).detail == "passed"
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_the_folder_of_packages_can_be_read_and_not_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    settings = RewardConfig(function="code", sandbox=SandboxConfig(packages=str(tmp_path)))
+    program = "import os\nos.listdir('/packages')\ntry: open('/packages/x', 'w')\nexcept OSError as e: print(e.errno)"
+    read_only = {"inputs": [""], "outputs": [str(errno.EROFS)]}
+    assert verdict(CodeGrader(settings), program, read_only).detail == "passed"
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o700)
+        with pytest.raises(UserError, match=r"packages = .*programs run as nobody.*chmod -R o\+rX"):
+            CodeGrader(settings)
+
+
+def test_a_folder_of_packages_must_be_there_and_is_not_for_a_server(tmp_path: Path) -> None:
+    settings = RewardConfig(function="code", sandbox=SandboxConfig(backend="unconfined", packages="/nowhere"))
+    with pytest.raises(UserError, match=r"packages = '/nowhere': there is no such folder; make it with pip install"):
+        load_grader(settings, None, [])
+    with pytest.raises(UserError, match=r"reward.sandbox.packages = '/nowhere': a server has packages of its own"):
+        SandboxConfig(backend="sandbox_fusion", url="http://x", packages="/nowhere")
 
 
 def test_a_limit_in_which_nothing_runs_is_said_at_the_start() -> None:

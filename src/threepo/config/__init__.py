@@ -152,9 +152,13 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     """Address space of a program in MiB; shared libraries and thread stacks count."""
     workers: CountOrZero = 0
     """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
+    packages: str = ""
+    """Folder of packages that programs may import besides the standard library, made by `pip install --target FOLDER
+    NAME ...` with the Python that runs threepo. Empty: none. A server offers those that are installed there."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
+        self.check("packages", not (server and self.packages), "a server has packages of its own; remove it")
         fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
         self.check("url", bool(self.url) == server, fix)
 

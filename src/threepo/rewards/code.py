@@ -19,14 +19,13 @@ import ast
 import functools
 import json
 import math
+import os.path
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from itertools import chain
 from typing import Any
 
 from threepo.config import RewardConfig
@@ -36,6 +35,8 @@ from threepo.types import Completion, Problem, Verdict
 COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
 TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
+LONGER = 100
+"""How many times as long as the expected value the JSON of a right one may be: 1e300 may be returned as an integer."""
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
@@ -55,12 +56,16 @@ class CodeTests:
             return outcome.ending
         if self.submission.kind == "script":
             return "passed"
+        expected = self.expected[index]
+        if self.submission.kind == "stdin":
+            return "passed" if same_text(outcome.output, expected) else "wrong"
+        if len(outcome.output) > LONGER * len(repr(expected)):
+            return "wrong"  # without reading millions of values
         try:
-            value = outcome.output if self.submission.kind == "stdin" else json.loads(outcome.output)
+            value = json.loads(outcome.output)
         except (ValueError, RecursionError):  # the program ended before its function returned, or wrote there itself
             return "runtime error"
-        same = same_text if self.submission.kind == "stdin" else same_value
-        return "passed" if same(value, self.expected[index]) else "wrong"
+        return "passed" if same_value(value, expected) else "wrong"
 
 
 class CodeGrader:
@@ -103,9 +108,18 @@ def extract_program(completion: str) -> str | None:
     """The last block marked as Python, or else the first of any kind; None if there is none, or nothing in it."""
     _, marked, inside = completion.rpartition("```python")
     inside = inside if marked else completion.partition("```")[2]
-    rest_of_line = r"\A[\d.]*[ \t]*\n" if marked else r"\A[ \t]*[A-Za-z]+[ \t]*\n"
-    program = re.sub(rest_of_line, "", inside.partition("```")[0])
-    return textwrap.dedent(program) if program.strip() else None
+    inside = inside.partition("```")[0]
+    rest_of_line = re.match(r"[\d.]*[ \t]*\n" if marked else r"[ \t]*[A-Za-z]+[ \t]*\n", inside)
+    program = inside[rest_of_line.end() :] if rest_of_line else inside
+    return _dedented(program) if program.strip() else None
+
+
+def _dedented(program: str) -> str:
+    """The program without the blanks that begin all its lines; `textwrap` makes a regular expression of all of them."""
+    lines = program.split("\n")
+    shared = os.path.commonprefix([line for line in lines if line.strip()])  # noqa: RUF071 - of letters, as meant
+    margin = shared[: len(shared) - len(shared.lstrip(" \t"))]
+    return "\n".join(line.removeprefix(margin) for line in lines) if margin else program
 
 
 def grade(completion: str, tests: Any) -> Verdict:
@@ -207,11 +221,15 @@ def _call(given: Any, result: Any) -> tuple[str, Any]:
 
 def same_text(output: str, expected: str) -> bool:
     """Whether an output is right: each line has the same words, and numbers are compared by value."""
-    given, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (output, expected))
-    return given == wanted or (
-        list(map(len, given)) == list(map(len, wanted))
-        and all(map(_same_word, chain.from_iterable(given), chain.from_iterable(wanted)))
-    )
+    wanted = expected.rstrip().split("\n")
+    given = output.rstrip().split("\n", len(wanted))  # one piece more than can be right, however many lines there are
+    return given == wanted or (len(given) == len(wanted) and all(map(_same_line, given, wanted)))
+
+
+def _same_line(line: str, expected: str) -> bool:
+    wanted = expected.split()
+    given = line.split(maxsplit=len(wanted))
+    return given == wanted or (len(given) == len(wanted) and all(map(_same_word, given, wanted)))
 
 
 def same_value(value: Any, expected: Any) -> bool:

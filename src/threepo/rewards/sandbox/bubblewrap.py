@@ -26,14 +26,14 @@ from pathlib import Path
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
 from threepo.rewards.sandbox.harness import NOBODY
-from threepo.rewards.sandbox.local import ENVIRONMENT, PYTHON_ARGUMENTS, LocalSandbox, Process, spawn
+from threepo.rewards.sandbox.local import PYTHON_ARGUMENTS, LocalSandbox, Process, environment, spawn
 
 HOME = "/python"
-"""The folder of the interpreter inside."""
+PACKAGES = "/packages"
+"""The folders of the interpreter and of reward.sandbox.packages inside."""
 NAMESPACES = (
     *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--clearenv", "--as-pid-1", "--cap-drop", "ALL"),
-    *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
 )
 OTHERS = (
     "or set reward.sandbox.backend to 'sandbox_fusion', or, where you trust every program that the policy may write, "
@@ -59,7 +59,10 @@ class Bubblewrap(LocalSandbox):
         user = ["--uid", str(NOBODY), "--gid", str(NOBODY)]
         if self.drop_root:
             user = ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        self._command = [_found("bwrap", "bubblewrap"), *NAMESPACES, *user, *_mounts()]
+            if self.packages and os.stat(self.packages).st_mode & 0o005 != 0o005:
+                fix = f"programs run as nobody, who must be able to read it: chmod -R o+rX {self.packages}"
+                raise UserError(f"reward.sandbox.packages = {settings.packages!r}: {fix}")
+        self._command = [_found("bwrap", "bubblewrap"), *NAMESPACES, *user, *_mounts(self.packages)]
         try:
             self.filters = filters()
         except OSError:
@@ -97,16 +100,19 @@ def _missing(what: str, package: str) -> UserError:
 
 
 @cache
-def _mounts() -> list[str]:
-    """The file system inside, but for /tmp."""
+def _mounts(packages: str) -> list[str]:
+    """The file system inside, but for /tmp, and the environment."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     own = sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})  # not of a virtual environment
     folders = dict.fromkeys((sysconfig.get_path("stdlib"), own))
     modules = Path(own, "lib-dynload").glob("*.so")
     loading = [python, *(str(path) for path in modules if "tkinter" not in path.name)]  # which would bring X11
+    loading += map(str, Path(packages).rglob("*.so")) if packages else ()
     listing = subprocess.run([_found("ldd", "libc-bin"), *loading], capture_output=True, text=True, check=False).stdout
     libraries = sorted(set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", listing, re.MULTILINE)))  # and their loader
+    libraries = [path for path in libraries if not (packages and path.startswith(f"{packages}/"))]
     binds = {f"{HOME}/bin/python": python} | {_inside(path): path for path in (*folders, *libraries)}
+    binds |= {PACKAGES: packages} if packages else {}
     words = ["--dir", "/dev", "--dev-bind", "/dev/null", "/dev/null"]
     for target, path in binds.items():
         words += ["--dir", os.path.dirname(target), "--ro-bind", path, target]  # what it would create, nobody may enter
@@ -114,7 +120,8 @@ def _mounts() -> list[str]:
         if os.path.isdir(path):
             words += ["--tmpfs", _inside(path), "--remount-ro", _inside(path)]  # hides its files
     searched = sorted({os.path.dirname(_inside(path)) for path in libraries})
-    return [*words, "--setenv", "LD_LIBRARY_PATH", ":".join(searched)]
+    variables = environment(packages and PACKAGES) | {"LD_LIBRARY_PATH": ":".join(searched)}
+    return [*words, *(word for name, value in variables.items() for word in ("--setenv", name, value))]
 
 
 def _inside(path: str) -> str:

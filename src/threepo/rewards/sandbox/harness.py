@@ -5,10 +5,15 @@ This module is sent as source or as compiled code, to a SandboxFusion server (`o
 
 The harness and its parent send messages with their length in front. The parent sends the order and the cases; the
 harness sends `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its ending.
-Each case runs in a process forked from the harness, which cannot reach the parent. The harness reads a case of a
-function or a script only after that fork, when the program's top level has run. A program that imitates the harness can
-ask for its case earlier, through the same pipes, and return the mark that proves the end of its tests: one process has
-no secrets from itself.
+Each case runs in a process forked from the harness, which cannot reach the parent. That process asks for the case of a
+function or a script when the program's top level has run. When a script has come to its end, it asks again; the harness
+makes a random mark, which must come back as the last thing that the process writes. So there is no mark in memory or
+files while the program runs, and nothing of the program runs after its tests.
+
+NOT covered: what a program does to tests that run in its own process. It can return objects that equal everything,
+replace what the tests use, read what they expect from the frames that called it, make them jump by a trace function,
+and imitate this file by asking for its case and for its mark itself, also from a thread, a signal handler or by ctypes.
+One process has no secrets from itself. docs/rewards.md lists these forgeries, and the forms of tests that have none.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import os
 import resource
 import select
 import sys
-from os import _exit, fstat, pread, read
+from os import _exit, close, fstat, pread, read
 from os import write as write_some
 from sys import exit as leave
 from types import CodeType, ModuleType
@@ -39,10 +44,10 @@ if TYPE_CHECKING:
 MEMORY, WRONG, NO_PYTHON = 86, 87, 88
 """Exit statuses: out of memory, a failed assertion of the tests, a program that does not compile. A program that ends
 with one of them on purpose only fails in another way."""
-OWN = ("<tests>", "<prefix>", "<frozen ", os.path.dirname(os.__file__))
-"""How the names of files begin whose code may end the tests: theirs and the standard library's, not the program's."""
+LIBRARY = os.path.dirname(os.__file__)
+ENDERS = ("<frozen _sitebuiltins>", f"{LIBRARY}/_sitebuiltins.py", f"{LIBRARY}/unittest/main.py")
+"""The files of `exit`, `quit` and `unittest.main`, by which tests may end themselves."""
 MARK_BYTES = 32
-"""A case of a script begins with a random mark, which is the answer if the case comes to its end."""
 NOBODY = 65534
 STACK = 64 << 20
 SET_FILTER = 22
@@ -69,23 +74,30 @@ def new_module(kind: str) -> Table:
     return vars(module)
 
 
-def run(order: Table, names: Table, codes: list[CodeType], take: Callable[[], bytes], answer: int) -> NoReturn:
+def run(
+    order: Table, names: Table, codes: list[CodeType], take: Callable[[], bytes], prove: Callable[[], None], answer: int
+) -> NoReturn:
     """Run the program, then the case that `take` returns, and end the process.
 
-    `answer` is the descriptor for what a function returns, or for a script's mark.
+    `prove` reports that a script has come to its end. `answer` is the descriptor for what a function returns.
     """
-    status: Any = 0
+    kind, status = order["kind"], 0
     try:
         for code in codes:
             exec(code, names)
-        if order["kind"] == "call":
+        if kind == "call":
             write(answer, _returned(names, order["entry"], take()))
-        elif order["kind"] == "script":
-            status = _tested(names, take(), answer)
+        elif kind == "script":
+            _test(names, take())
+            prove()
     except BaseException as error:
         status = MEMORY if isinstance(error, MemoryError) else 1
-        if isinstance(error, SystemExit) and order["kind"] == "stdin":
-            status = error.code
+        if kind != "stdin":
+            _exit(status)  # here, where the error still holds the program's objects, so no `__del__` of them runs
+        if isinstance(error, SystemExit):
+            status = error.code  # type: ignore[assignment]
+    if kind != "stdin":
+        _exit(0)
     for step in (  # what Python does at its end; the kernel frees the rest faster
         lambda: sys.modules["threading"]._shutdown(),  # waits for threads
         lambda: atexit._run_exitfuncs(),
@@ -110,24 +122,42 @@ def _returned(names: Table, entry: str, case: bytes) -> bytes:
     return json.dumps(function(*json.loads(case)), default=list).encode()
 
 
-def _tested(names: Table, case: bytes, answer: int) -> int:
-    """Run the tests after the program, with its names; returns the exit status."""
+def _test(names: Table, case: bytes) -> None:
+    """Run tests after the program, with its names; returns if they come to their end, or end themselves with 0."""
+    exits, _, text = case.partition(b"\n")
+    tests = compiled(text.decode(), "<tests>")
     names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
     sys.exit = leave  # by which unittest.main fails
     sys.set_int_max_str_digits(0)
     try:
-        exec(compiled(case[MARK_BYTES:].decode(), "<tests>"), names)
+        exec(tests, names)
     except AssertionError:
-        return WRONG
-    except SystemExit as end:  # unittest.main and some tests end so, but the program may not end its tests
-        frame = end.__traceback__
-        while frame := frame and frame.tb_next:
-            if not frame.tb_frame.f_code.co_filename.startswith(OWN):
-                return 1
+        _exit(WRONG)
+    except SystemExit as end:
+        if not _ended_by(tests, end, exits):
+            _exit(1)
         if end.code:
-            return WRONG
-    write(answer, case[:MARK_BYTES])
-    return 0
+            _exit(WRONG)
+
+
+def _ended_by(tests: CodeType, end: SystemExit, exits: bytes) -> bool:
+    """Whether the tests themselves ended: their own frames lead to one of the `exits` of their text, and no further."""
+    codes = [tests]
+    for code in codes:  # and those that are added meanwhile
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    own = set(map(id, codes))
+    trace: Any = end.__traceback__
+    while trace.tb_next and id(trace.tb_next.tb_frame.f_code) in own:
+        trace = trace.tb_next
+    last, deeper = trace, trace.tb_next
+    while deeper:
+        if deeper.tb_frame.f_code.co_filename not in ENDERS:
+            return False
+        deeper = deeper.tb_next
+    places = [tuple(map(int, place.split(b":"))) for place in exits.split()]
+    if hasattr(tests, "co_positions"):
+        return list(last.tb_frame.f_code.co_positions())[last.tb_lasti // 2] in places
+    return any(first <= last.tb_lineno <= final for first, final, *_ in places)  # Python 3.10, on a server
 
 
 def write(file: int, data: bytes) -> None:
@@ -149,7 +179,8 @@ def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
-        run(submission, new_module(submission["kind"]), codes, file.read, answer)
+        mark = file.read(MARK_BYTES if submission["kind"] == "script" else 0)
+        run(submission, new_module(submission["kind"]), codes, file.read, lambda: write(answer, mark), answer)
 
 
 class Harness:
@@ -232,26 +263,33 @@ class Harness:
             try:
                 for end in (self._link, up, go):
                     os.close(end)
-                run(self._order, names, [program], self._as_program(file, answer, down), answer)
+                run(self._order, names, [program], *self._as_program(file, answer, down), answer)
             finally:
                 _exit(1)
         self._pid, self._waited = pid, 0.0
         os.close(answer)
-        os.close(down)
         if self._kind != "stdin":
             os.read(up, 1)  # comes when the program's own code has run, or ends with the program
             self._receive(file)
-        os.close(go)
+            write(go, b"?")  # this process keeps the end `down` too, so it can write although the program has ended
+        mark, proof = b"", b""
+        if self._kind == "script":
+            os.read(up, 1)  # comes when the tests have run
+            mark = os.urandom(MARK_BYTES)
+            write(go, mark)
         written = 0
         while part := os.read(up, 1 << 16):
-            self._tell(b"+" + part)
+            if mark:
+                proof = part
+            else:
+                self._tell(b"+" + part)
             written += len(part)
             if written > OUTPUT_LIMIT:
                 os.kill(pid, _signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
         self._pid = 0
-        os.close(up)
-        os.close(file)
+        for end in (up, down, go, file):
+            os.close(end)
         if written > OUTPUT_LIMIT:
             return "wrong"
         code, limit_s = os.waitstatus_to_exitcode(status), self._order["cpu_s"]
@@ -259,10 +297,12 @@ class Harness:
         killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
         if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
             return "time-out"
+        if code == 0 and proof != mark:
+            return "runtime error"
         return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
 
-    def _as_program(self, file: int, answer: int, down: int) -> Callable[[], bytes]:
-        """Set the limits of the program's process; returns the function that reads its case."""
+    def _as_program(self, file: int, answer: int, down: int) -> tuple[Callable[[], bytes], Callable[[], None]]:
+        """Set the limits of the program's process; returns `take` and `prove` of `run`."""
         if self._kind == "stdin":
             os.dup2(file, 0)
             os.dup2(answer, 1)
@@ -274,10 +314,16 @@ class Harness:
 
         def take() -> bytes:
             write(answer, b"?")
-            read(down, 1)  # ends when the case is in the file
-            return pread(file, fstat(file).st_size, 0)
+            read(down, 1)  # comes when the case is in the file
+            case = pread(file, fstat(file).st_size, 0)
+            close(file)
+            return case
 
-        return take
+        def prove() -> None:
+            write(answer, b"!")
+            write(answer, read(down, MARK_BYTES))
+
+        return take, prove
 
 
 def _load_filter(instructions: bytes) -> None:

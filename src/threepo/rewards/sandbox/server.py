@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness, with_exits
 from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
 
 WORKERS = 32
@@ -28,8 +28,12 @@ MARGIN_S = 10.0
 """What a request may take beyond the time to compile and to run."""
 ANSWER = "threepo-answer"
 """The file with what the program wrote or returned."""
+ANSWER_LIMIT = 2 * harness.OUTPUT_LIMIT
+"""Bytes that are read of the server's answer: the output in base64, which takes 4/3, and what else it says."""
 ATTEMPTS = 6
 LONGEST_WAIT_S = 30.0
+UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What an answer raises that did not come, is not JSON, or has another layout than SandboxFusion's."""
 ENDINGS: dict[int, Ending] = {0: "ok", MEMORY: "memory", WRONG: "wrong", NO_PYTHON: "compile error"}
 
 
@@ -49,10 +53,11 @@ class ServerSandbox:
         order = vars(replace(submission, cases=()))
         code = f"{inspect.getsource(harness)}\n\non_server({order!r}, {ANSWER!r})\n"
         for case in submission.cases:
-            mark = secrets.token_hex(MARK_BYTES // 2) if submission.kind == "script" else ""
+            is_script = submission.kind == "script"
+            mark = secrets.token_hex(MARK_BYTES // 2) if is_script else ""
             try:
-                yield _outcome(self._ask(code, mark + case), mark)
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+                yield _outcome(self._ask(code, mark + with_exits(case) if is_script else case), mark)
+            except UNREADABLE as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 yield Outcome("sandbox error", message=f"{self._settings.url}: {reason}")
 
@@ -66,7 +71,7 @@ class ServerSandbox:
         while True:
             try:
                 with self._free, urlopen(request, timeout=2 * seconds + MARGIN_S) as response:
-                    answer = json.load(response)
+                    answer = json.loads(response.read(ANSWER_LIMIT))
                 self._seen = True
                 return dict(answer)
             except (OSError, HTTPException) as error:
