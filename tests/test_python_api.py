@@ -60,6 +60,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def test_no_bars_of_datasets_are_shown(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": f"{n}= ", "answer": str(n)} for n in range(8)])
+    threepo.train(model, rows, by_name, "grpo", folder=tmp_path / "run", **(SMALL | {"run.steps": 1}))
+    assert "it/s" not in (said := capfd.readouterr().err)
+    assert "examples" not in said
+    assert "parquet" not in said
+
+
 def test_it_is_the_command_line_bit_for_bit(tmp_path: Path) -> None:
     texts = [*RLVR, "run.steps=2", "method.preset=c3po", "eval.every=2"]
     assert main(["train", *texts, f"run.folder={tmp_path / 'shell'}"]) == 0

@@ -34,8 +34,8 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         model: as in Trainer, like all other arguments but `ivon`.
         args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
             `weight_decay` must be 0; other settings of optimizers are not used.
-        ivon: further settings of `threepo.IVON`; its clip_radius is the paper's 1e-3 unless set. For parameter groups, pass an IVON as `optimizers=(optimizer, None)`
-            instead.
+        ivon: further settings of `threepo.IVON`; clip_radius is the paper's 1e-3 unless set. For parameter groups, pass
+            an IVON as `optimizers=(optimizer, None)` instead.
 
     The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` next to the loss.
     """

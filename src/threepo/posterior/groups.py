@@ -102,8 +102,8 @@ def warn_of_clipping(param_groups: list[dict[str, Any]], share: float, stackleve
     group = min(param_groups, key=lambda group: group["clip_radius"])
     warnings.warn(
         f"IVON clip_radius = {group['clip_radius']:g}: {share:.0%} of the weights are at it, so each moves by "
-        f"{_step_size(group) * group['clip_radius']:.2g} a step, whatever its gradient; if the loss hardly falls, raise "
-        f"clip_radius (inf clips nothing) or lr",
+        f"{_step_size(group) * group['clip_radius']:.2g} a step, whatever its gradient; if the loss hardly falls, "
+        f"raise clip_radius (inf clips nothing) or lr",
         ThreepoWarning,
         stacklevel=stacklevel + 1,
     )
