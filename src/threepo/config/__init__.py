@@ -22,7 +22,18 @@ from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import SGDConfig as SGDConfig
 from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    Mebibytes,
+    NotNegative,
+    ParallelOrZero,
+    Positive,
+    PositiveShare,
+    Seconds,
+    Settings,
+    must,
+)
 from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
 from threepo.config.schedules import ScheduleConfig as ScheduleConfig
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
@@ -46,7 +57,7 @@ class RunConfig(Settings, table="run"):
     """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
     keep_checkpoints: CountOrZero = 2
     """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
-    threads: CountOrZero = 0
+    threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
     """Also send the metrics to these; each needs the extra of its name (docs/trackers.md)."""
@@ -148,11 +159,11 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     at `url`. `unconfined`: ordinary processes with your rights; a program of the policy can then do what you can."""
     url: str = ""
     """Address of the SandboxFusion server, such as http://localhost:8080."""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
-    memory_mib: Count = 1024
+    memory_mib: Mebibytes = 1024
     """Address space of a program in MiB; shared libraries and thread stacks count."""
-    workers: CountOrZero = 0
+    workers: ParallelOrZero = 0
     """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
 
     def __post_init__(self) -> None:
@@ -173,11 +184,11 @@ class RewardConfig(Settings, table="reward"):
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
     """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
     <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
-    timeout_s: Positive = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
-    memory_mib: Count = 1024
+    memory_mib: Mebibytes = 1024
     """MiB of memory for each process of the mathematics verifier."""
-    workers: CountOrZero = 0
+    workers: ParallelOrZero = 0
     """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
@@ -234,7 +245,7 @@ class ParallelConfig(Settings, table="parallel"):
     gradients travel between nodes, and a node holds all of the weights. 1: all ranks share one copy."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPUs, which then also compute the updates."""
-    timeout_s: Positive = 3600.0
+    timeout_s: Seconds = 3600.0
     """Seconds that a rank waits for the others until the run ends; the slowest has a rollout or its grading ahead."""
 
     def shards(self, ranks: int) -> int:

@@ -23,6 +23,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""A time limit of at most eleven days; the system's clocks count no more than 2^31 milliseconds."""
+Mebibytes = Annotated[int, Field(gt=0, le=2**30)]
+"""A limit of memory, of at most 2^50 bytes; the system's limits are 64-bit numbers of bytes."""
+ParallelOrZero = Annotated[int, Field(ge=0, le=1024)]
+"""Threads or processes; torch crashes where the system cannot start as many as it is told."""
 
 Record = TypeVar("Record")
 
