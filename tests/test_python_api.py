@@ -380,3 +380,17 @@ def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
     with pytest.raises(UserError, match="resume takes callbacks, run="):
         threepo.train(model, resume=run)
+
+
+def test_several_rewards_have_weights_and_a_curve_each(model: str, tmp_path: Path) -> None:
+    def brief(completions: Sequence[str], **_: Any) -> list[float | None]:
+        return [len(text) / 4 if index % 2 else None for index, text in enumerate(completions)]
+
+    weights = {"reward.weights": (1.0, 0.5)}
+    run = trained(model, tmp_path / "run", 1, [by_name, brief], **weights)
+    name = f"<python>.{brief.__qualname__}"
+    row = run.metrics.iloc[0]
+    first, second = row["reward/function/test_python_api.by_name"], row[f"reward/function/{name}"]
+    assert row["reward/mean"] == pytest.approx(first + 0.5 * second / 2), "the second judges every other completion"
+    resumed = threepo.train(resume=run, reward=[by_name, brief], run={"steps": 2})
+    assert len(resumed.metrics) == 2

@@ -148,6 +148,10 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("method.preset=[1]", r"method.preset = \[1\]: must be one of grpo"),
         ("optimizer.kind=[1]", r"optimizer.kind = \[1\]: must be one of 'adamw', 'ivon'"),
         ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be less than 9223372036854775808"),
+        ("reward.function=[]", r"reward.function = \[\]: name one or more"),
+        ("reward.function=3", "reward.function = 3: must be a valid string"),
+        ('reward.function=["math", "math"]', "names a function twice"),
+        ("reward.weights=[1.0]", r"reward.weights = \[1.0\]: must have one number for each of the 0 functions"),
         ("run.threads=5000", "run.threads = 5000: must be less than or equal to 1024"),
         ("reward.timeout_s=1e300", "reward.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         (

@@ -175,12 +175,15 @@ class SandboxConfig(Settings, table="reward.sandbox"):
 class RewardConfig(Settings, table="reward"):
     """[reward]: what a completion earns."""
 
-    function: str = "task"
+    function: str | tuple[str, ...] = "task"
     """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
     the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
-    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion."""
+    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion. A
+    list of these pays the sum of their rewards, times `weights`."""
+    weights: tuple[float, ...] = ()
+    """Factor of each function in a list; empty: 1 for all."""
     correct_from: float = 1.0
-    """A completion counts as correct if your own function, or an environment of verifiers, pays at least this."""
+    """A completion counts as correct if your own function, a list, or an environment of verifiers pays this or more."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
     """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
     <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
@@ -191,6 +194,18 @@ class RewardConfig(Settings, table="reward"):
     workers: ParallelOrZero = 0
     """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    def __post_init__(self) -> None:
+        self.check("function", bool(self.names), "name one or more")
+        count = 0 if isinstance(self.function, str) else len(self.names)
+        fix = f"must have one number for each of the {count} functions in the list reward.function, or be left out"
+        self.check("weights", len(self.weights) in (0, count), fix)
+        self.check("function", len(set(self.names)) == len(self.names), "names a function twice; remove one")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions, of which there is mostly one."""
+        return (self.function,) if isinstance(self.function, str) else self.function
 
 
 class EvalConfig(Settings, table="eval"):

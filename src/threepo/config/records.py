@@ -44,6 +44,8 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_ALTERNATIVES = ("str", "tuple[str, ...]")
+"""How pydantic names the types of a field that has several."""
 _adapter: Any = cache(TypeAdapter)
 RECORDS: dict[str, dict[str, Any]] = {}
 """The records of each table by kind; those of tables without a kind under ""."""
@@ -102,6 +104,8 @@ def _explain(error: ValidationError, table: str) -> str:
             name += f"[{key}]"
         elif len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]:
             chosen = key  # by pydantic, from `kind`
+        elif key in _ALTERNATIVES:
+            break  # of a field that is text or a list
         else:
             name = f"{name}.{key}" if name else key
     kind, value = first["type"], shown(first["input"])

@@ -114,7 +114,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
             "time": _time(config, model, rows, prompt_tokens, response_tokens, ranks),
         }
     return {
-        "data": [f"{data.train}, rewarded by {config.reward.function}"],
+        "data": [f"{data.train}, rewarded by {', '.join(config.reward.names)}"],
         "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
         "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows", *_dynamic(config)],
         **memory,
