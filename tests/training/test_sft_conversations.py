@@ -77,11 +77,11 @@ def test_plain_text_needs_no_chat_template(base: list[str], tmp_path: Path) -> N
     run = run_of([*base, f"conversations.source={rows}", "conversations.chat_template=", "run.steps=1"])
     for row in run.material.rows(0):
         [(first, end)] = row.loss_ranges
-        completion = run.policy.tokenizer.decode(row.tokens[first:end])
+        completion = run.policy.tokenizer.decode(row.input_tokens[first:end])
         problem = Problem(id="", prompt=f"{completion[0]} is ")
         assert completion == f"{completion[0]}.<|endoftext|>"
-        assert row.tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
-        assert end == len(row.tokens)
+        assert row.input_tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
+        assert end == len(row.input_tokens)
 
 
 def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str]) -> None:
