@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,6 +210,18 @@ def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path
     api.train(train_config(tmp_path / "whole", *settings))
     assert outcome(folder)["tensors"] == outcome(tmp_path / "whole")["tensors"]
     assert main(["train", "--resume", str(folder)]) == 0, "resuming a finished run has nothing to do, and says so"
+
+
+def test_a_stopped_demonstration_says_to_run_it_again(tmp_path: Path) -> None:
+    folder, said = tmp_path / "demo", tmp_path / "said"
+    process = forked("demo", "--folder", str(folder), said=str(said))
+    while len(read_metrics(folder / "warm_start")) < 2 and process.is_alive():
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGINT
+    last = said.read_text().splitlines()[-1]
+    assert re.fullmatch(r"threepo: SIGINT after step \d+ of \d+; run it again to go on: .*", last)
 
 
 def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

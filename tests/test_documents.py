@@ -141,7 +141,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
         ["run.steps=1", "eval.every=1"],
         ["model.tiny.tied=false", "method.log_evolution=true", "ess_schedule.kind=similarity"],
     )
-    compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1"]
+    compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1", 'reward.function=["exact", "task"]']
     for name, config in (
         ("grpo", train_config(tmp_path / "grpo", *settings, "sampling.dynamic_rounds=2")),
         ("c3po", train_config(tmp_path / "c3po", *settings, "method.preset=c3po", *compared)),

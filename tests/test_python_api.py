@@ -60,6 +60,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def test_no_bars_of_datasets_are_shown(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": f"{n}= ", "answer": str(n)} for n in range(8)])
+    threepo.train(model, rows, by_name, "grpo", folder=tmp_path / "run", **(SMALL | {"run.steps": 1}))
+    assert "it/s" not in (said := capfd.readouterr().err)
+    assert "examples" not in said
+    assert "parquet" not in said
+
+
 def test_it_is_the_command_line_bit_for_bit(tmp_path: Path) -> None:
     texts = [*RLVR, "run.steps=2", "method.preset=c3po", "eval.every=2"]
     assert main(["train", *texts, f"run.folder={tmp_path / 'shell'}"]) == 0
@@ -372,3 +380,17 @@ def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")
     with pytest.raises(UserError, match="resume takes callbacks, run="):
         threepo.train(model, resume=run)
+
+
+def test_several_rewards_have_weights_and_a_curve_each(model: str, tmp_path: Path) -> None:
+    def brief(completions: Sequence[str], **_: Any) -> list[float | None]:
+        return [len(text) / 4 if index % 2 else None for index, text in enumerate(completions)]
+
+    weights = {"reward.weights": (1.0, 0.5)}
+    run = trained(model, tmp_path / "run", 1, [by_name, brief], **weights)
+    name = f"<python>.{brief.__qualname__}"
+    row = run.metrics.iloc[0]
+    first, second = row["reward/function/test_python_api.by_name"], row[f"reward/function/{name}"]
+    assert row["reward/mean"] == pytest.approx(first + 0.5 * second / 2), "the second judges every other completion"
+    resumed = threepo.train(resume=run, reward=[by_name, brief], run={"steps": 2})
+    assert len(resumed.metrics) == 2

@@ -76,7 +76,7 @@ def gradient_of(
     reference: Reference | None = None,
 ) -> tuple[UpdateRecord, dict[str, torch.Tensor], IVON]:
     """Run one update; returns its record and the mean gradient that the optimizer was given, in its last step."""
-    optimizer = Spy(policy.model.named_parameters(), noise_scale=noise_scale, ess=ess, lr=lr)
+    optimizer = Spy(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=noise_scale, ess=ess, lr=lr)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     groups = groups or rollouts(policy, method, optimizer)
     batch = training_batch(method, sampling, credit_groups(method, groups), 0, step)

@@ -5,11 +5,12 @@ Nothing heavy is imported before a command needs it.
 
 import argparse
 import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
 
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
 from threepo.ranks.group import joined, started
 
@@ -277,7 +278,13 @@ def demo(options: argparse.Namespace) -> None:
 
     from threepo.demo import demonstrate
 
-    demonstrate(options.folder, Console())
+    again = "run it again to go on: finished stages are not repeated"
+    try:
+        demonstrate(options.folder, Console())
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, f"{str(stop).partition(';')[0]}; {again}") from None
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, f"interrupted; {again}") from None
 
 
 def doctor(options: argparse.Namespace) -> None:

@@ -75,15 +75,16 @@ class GivenObjects:
     @contextmanager
     def written(self, ranks: Ranks) -> Iterator[None]:
         """For the body; they are deleted again if a `UserError` ends it before anything has begun that reads them."""
-        with ranks.together():
-            if ranks.first:
-                self._write()
-        try:
-            yield
-        except UserError:
-            if ranks.first:
-                self._forget()
-            raise
+        with _without_bars():
+            with ranks.together():
+                if ranks.first:
+                    self._write()
+            try:
+                yield
+            except UserError:
+                if ranks.first:
+                    self._forget()
+                raise
 
     def _write(self) -> None:
         """Write all of them, over those that a run left which was refused."""
@@ -108,6 +109,20 @@ class GivenObjects:
                 shutil.rmtree(path.parent, ignore_errors=True)
                 with suppress(OSError):  # something else is in it
                     path.parents[1].rmdir()
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within the body, `datasets` shows no progress bars: a run has one, as on the command line."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def path_of(name: str, value: Any) -> Path:

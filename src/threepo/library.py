@@ -10,7 +10,7 @@ folder, from which the run reads them, so that it can be resumed.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,22 +132,24 @@ def train(
 
     `model`: a Hugging Face directory, hub id or `Run`; or a transformers model, with its `tokenizer`.
     `data`, and `heldout` to evaluate on: what a recipe can name; a list of dictionaries; or a `datasets.Dataset`.
-    `reward`: what a recipe can name, or a function that is called as TRL calls reward functions.
+    `reward`: what a recipe can name, a function that is called as TRL calls reward functions, or a list of these.
     `method`: `threepo.C3PO` or another `Method`, or the name of a preset.
     `settings`: tables of a recipe, `optimizer={"lr": 1.0}`, or dotted keys, `**{"optimizer.lr": 1.0}`; they lie over
     `recipe`, a file or a shipped name.
     `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
     returns. `resume`: a run to go on with; besides, only `callbacks`, `reward` and `run={"steps": ...}` are read.
     """
-    name, function = _reward(reward)
+    name, functions = _reward(reward)
     if resume is not None:
         others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
         run, steps = _resumed(resume, settings, others, TrainConfig)
         was = run.config["reward"]["function"]
-        known = was.startswith(f"{FROM_PYTHON}:")
-        if name and not known and name != was:
+        unnamed = [one for one in ([was] if isinstance(was, str) else was) if one.startswith(f"{FROM_PYTHON}:")]
+        if name and not unnamed and name != was:
             raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
-        with given(was, reward) if known and callable(reward) else nullcontext():
+        if len(unnamed) == 1 and callable(reward):  # a lambda may have another name now
+            functions = {unnamed[0]: reward}
+        with given(functions):
             return _run(build(TrainConfig, run.config), callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
     objects = GivenObjects(folder)
@@ -155,7 +157,7 @@ def train(
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
     config = _config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
-    with given(name, function) if function else nullcontext():
+    with given(functions):
         return _run(config, callbacks, objects)
 
 
@@ -206,7 +208,7 @@ def evaluate(
     from threepo.evaluation.records import default_folder
 
     objects = GivenObjects(folder)
-    name, function = _reward(reward)
+    name, functions = _reward(reward)
     tables = objects.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
     path = tables.get("model", {}).pop("path", "")
@@ -215,8 +217,7 @@ def evaluate(
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = path_of("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
-        if function:
-            opened.enter_context(given(name, function))
+        opened.enter_context(given(functions))
         ranks = opened.enter_context(joined(config.parallel.timeout_s))
         opened.enter_context(objects.written(ranks))
         return api.evaluate(config, output, ranks=ranks)
@@ -300,13 +301,16 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
     return {"preset": method} if isinstance(method, str) else method
 
 
-def _reward(reward: Any) -> tuple[str, Callable[..., Any] | None]:
-    """The name of a reward; with the function itself, if no name can import it."""
+def _reward(reward: Any) -> tuple[str | list[str], dict[str, Callable[..., Any]]]:
+    """The name of a reward, or of each in a list; with the functions that no name can import."""
+    if isinstance(reward, list | tuple):
+        found = [_reward(one) for one in reward]
+        return [str(name) for name, _ in found], {name: one for _, own in found for name, one in own.items()}
     if reward is None or isinstance(reward, str):
-        return reward or "", None
+        return reward or "", {}
     if not callable(reward):
         raise UserError(f"reward = {reward!r}: must be a name, 'module:function', or a function")
     module, name = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", type(reward).__name__)
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is reward:
-        return f"{module}:{name}", None
-    return f"{FROM_PYTHON}:{name}", reward
+        return f"{module}:{name}", {}
+    return f"{FROM_PYTHON}:{name}", {f"{FROM_PYTHON}:{name}": reward}

@@ -123,6 +123,8 @@ class Verdict:
     """The reason, if the verifier gives one: such as `time-out` or `runtime error` of a program."""
     format_ok: bool | None = None
     """Whether the completion has the layout that its prompt requires; None if it requires none."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """Of several reward functions, what each pays, by name; NaN where it could not judge."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.reward):

@@ -172,6 +172,18 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("method.preset=[1]", r"method.preset = \[1\]: must be one of grpo"),
         ("optimizer.kind=[1]", r"optimizer.kind = \[1\]: must be one of 'adamw', 'ivon'"),
         ("run.seed=9223372036854775808", "run.seed = 9223372036854775808: must be less than 9223372036854775808"),
+        ("reward.function=[]", r"reward.function = \[\]: name one or more"),
+        ("reward.function=3", "reward.function = 3: must be a valid string"),
+        ('reward.function=["math", "math"]', "names a function twice"),
+        ("reward.weights=[1.0]", r"reward.weights = \[1.0\]: must have one number for each of the 0 functions"),
+        ("run.threads=5000", "run.threads = 5000: must be less than or equal to 1024"),
+        ("reward.timeout_s=1e300", "reward.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
+        (
+            "reward.memory_mib=99999999999999",
+            "reward.memory_mib = 99999999999999: must be less than or equal to 1073741824",
+        ),
+        ("reward.sandbox.workers=1000000", "reward.sandbox.workers = 1000000: must be less than or equal to 1024"),
+        ("parallel.timeout_s=1e300", "parallel.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
         ("ess_schedule.lowest=2", "ess_schedule.lowest = 2: must be less than or equal to 1"),
@@ -349,8 +361,9 @@ def test_what_is_no_recipe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="is a run folder; continue the run with --resume run"):
         find_recipe("run")
     (tmp_path / "mine.toml").write_text("")
-    with pytest.raises(UserError, match=r"did you mean mine.toml\?"):
-        find_recipe("mine")
+    for mistyped in ("mine", "mime.toml", "./mime.toml"):
+        with pytest.raises(UserError, match=r"did you mean mine.toml\?"):
+            find_recipe(mistyped)
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:

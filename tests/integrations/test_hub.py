@@ -142,5 +142,14 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.Captur
         assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("threepo: no folder org/model here")
-    assert lines[1].startswith("threepo: model.path = 'org/model': cannot be loaded")
+    assert lines[1].startswith("threepo: model.path = 'org/model': no such folder, and the hub cannot")
     assert len(lines) == 2
+
+
+def test_a_hub_that_is_out_of_reach_is_asked_once() -> None:
+    """Not as often as its library asks again, which takes more than a minute."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    program = "import threepo.models.loading as loading; loading.load_tokenizer('org/model')"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert "UserError: model.path = 'org/model': no such folder, and the hub cannot be asked" in done.stderr

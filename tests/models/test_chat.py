@@ -113,8 +113,8 @@ def test_what_the_template_refuses() -> None:
 
 
 def test_tokenizers_that_do_not_serve() -> None:
-    with pytest.raises(UserError, match=r"no chat template; set model.tokenizer"):
-        encoder("")
+    with pytest.raises(UserError, match=r"row 1: is a conversation, .* no chat template; set model.tokenizer"):
+        encoder("").render([{"role": "user", "content": "hi"}], "row 1")
     slow = CanineTokenizer()
     slow.chat_template = CHATML
     with pytest.raises(UserError, match="use a fast tokenizer"):

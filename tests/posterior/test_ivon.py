@@ -445,8 +445,8 @@ def test_misuse_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "move"),
     [
-        ({"lr": 1e-5}, "1e-11"),  # AdamW's, with IVON's own defaults: 1e-5 * 1e-3 * 1e-3
-        ({"lr": 1e-3}, "1e-09"),
+        ({"lr": 1e-5, "clip_radius": 1e-3}, "1e-11"),  # AdamW's, with the paper's radius: 1e-5 * 1e-3 * 1e-3
+        ({"lr": 1e-3, "clip_radius": 1e-3}, "1e-09"),
         ({"lr": 5e-5, "hess_init": 0.1, "clip_radius": 0.1}, "5e-07"),
         ({"lr": 1e-6, "rescale_lr": False, "clip_radius": 0.5}, "5e-07"),
     ],
@@ -510,7 +510,7 @@ def test_closures_and_schedulers_work() -> None:
 def test_no_norm_clipping_and_elementwise_clip() -> None:
     """A huge gradient moves every weight by exactly lr * (h0 + delta) * xi, and its statistics stay unclipped."""
     p = torch.nn.Parameter(torch.zeros(10))
-    optimizer = IVON([("w", p)], lr=1.0, noise_scale=0.0)
+    optimizer = IVON([("w", p)], lr=1.0, noise_scale=0.0, clip_radius=1e-3)
     with optimizer.perturbed(Draw(0, 0, 0)):
         p.grad = torch.full((10,), 1e3)
     optimizer.observe(Draw(0, 0, 0))
@@ -518,3 +518,22 @@ def test_no_norm_clipping_and_elementwise_clip() -> None:
     torch.testing.assert_close(p.detach(), torch.full((10,), -(1e-3 + 1e-8) * 1e-3), rtol=1e-6, atol=0)
     torch.testing.assert_close(optimizer.state[p]["momentum"], torch.full((10,), 100.0), rtol=1e-6, atol=0)
     assert optimizer.step_metrics()["posterior/clipped_share"] == 1.0
+
+
+def far_away(optimizer: IVON, p: torch.nn.Parameter, steps: int) -> None:
+    """Steps with a gradient of 1 in every coordinate."""
+    for _ in range(steps):
+        with optimizer.sampled_params(train=True):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+def test_steps_are_clipped_only_if_asked_and_a_clip_of_all_is_told_once() -> None:
+    p = torch.nn.Parameter(torch.ones(1000))
+    far_away(IVON([("w", p)], lr=0.1, ess=1e3, hess_init=0.1), p, 10)
+    assert torch.allclose(p, torch.zeros(1000), atol=0.2)  # ten steps of lr * gradient
+    clipped = IVON([("w", p)], lr=0.1, ess=1e6, hess_init=0.1, clip_radius=1e-3)
+    far_away(clipped, p, 9)
+    with pytest.warns(ThreepoWarning, match=r"clip_radius = 0.001: 100% of the weights .* moves by 1e-05 a step"):
+        far_away(clipped, p, 1)
+    far_away(clipped, p, 10)  # once: the suite turns warnings into errors

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,17 @@ def test_code_written_for_ivon_opt_runs() -> None:
             loss_of(sampled).backward()
         b.step()
     assert same(by_hand, sampled)
+
+
+def test_the_example_of_the_guide_learns() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "optimizer.md").read_text()
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(page.split("```python\n")[1].split("```")[0], found)
+    x, y = (torch.cat(parts) for parts in zip(*found["data"], strict=True))
+    with torch.no_grad():
+        before, after = (nn.functional.mse_loss(predicted, y) for predicted in (torch.zeros_like(y), found["model"](x)))
+    assert after < 0.05 * before
 
 
 def test_a_scheduler_drives_the_learning_rate() -> None:

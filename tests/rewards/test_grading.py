@@ -1,6 +1,7 @@
 """Reward functions of one's own, called the way TRL calls them."""
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_exact_and_task() -> None:
         ({"function": "a:b", "scoring": "passed_share"}, "knows 'binary' only"),
         (
             {"function": "code", "correct_from": 0.5},
-            "= 0.5: is read for reward functions of your own and for environments only",
+            "= 0.5: is read for reward functions of your own, lists and environments only",
         ),
     ],
 )
@@ -193,3 +194,19 @@ def test_settings_that_a_grader_ignores_are_refused(settings: dict[str, Any], me
         refuse_ignored(RewardConfig(**settings), None)
     refuse_ignored(RewardConfig(function="code", scoring="passed_share"), None)
     refuse_ignored(RewardConfig(function="a:b", correct_from=0.5), None)
+
+
+def test_several_functions_pay_their_weighted_sum(module: str) -> None:
+    write(module, "def length(completions): return [None if c == 'none' else float(len(c)) for c in completions]")
+    names = ("exact", f"{module}:length")
+    settings = RewardConfig(function=names, weights=(2.0, 0.5), correct_from=2.0)
+    texts = [answered(PROBLEMS[0], text, (7,)) for text in ("2", "xyz", "none")]
+    verdicts = load_grader(settings, None, PROBLEMS)(texts)
+    assert [v.reward for v in verdicts] == [2.5, 1.5, 0.0]
+    assert [v.status for v in verdicts] == ["right", "wrong", "wrong"]
+    assert verdicts[1].parts == (("exact", 0.0), (f"{module}:length", 3.0))
+    assert math.isnan(verdicts[2].parts[1][1])
+    alone = load_grader(RewardConfig(function=(f"{module}:length",)), None, PROBLEMS)(texts[2:])
+    assert alone[0].status == "error"
+    with pytest.raises(UserError, match=r"has no answer"):
+        load_grader(settings, None, [Problem(id="a", prompt="?")])

@@ -13,7 +13,8 @@ from runs import outcome, train_config
 from threepo import api
 from threepo.config import Correction
 from threepo.errors import ThreepoWarning
-from threepo.run_folder import RunFolder, checkpoints
+from threepo.models.policy import load_policy
+from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training.checkpoint import TrainState, load_train_state
 from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.rollouts import Rollouts
@@ -132,3 +133,25 @@ def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({**old, "quiet_steps": 4, "ess": ess}))
     schedules = ScheduleState(ess_factor=0.5, first_entropy=2.0, highest_entropy=3.0)
     assert load_train_state(checkpoint) == TrainState(1, {"correction": 4}, schedules)
+
+
+def test_noise_that_leaves_nothing_of_the_weights(tmp_path: Path) -> None:
+    config = train_config(tmp_path / "run", "method.preset=b3po", "optimizer.ess=1", "run.steps=1")
+    with pytest.warns(
+        ThreepoWarning, match=r"optimizer.ess = 1: sigma is \d+ times the root .* optimizer.ess = "
+    ) as told:
+        api.train(config)
+    assert len(told) == 1
+    usual = float(str(told[0].message).split("optimizer.ess = ")[2].split()[0])
+    run = api.train(train_config(tmp_path / "usual", "method.preset=b3po", f"optimizer.ess={usual}", "run.steps=1"))
+    assert read_metrics(run)[0]["posterior/sigma_to_rms"] == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_model_without_an_end_token(tmp_path: Path) -> None:
+    policy = load_policy(CONFIG.model)
+    policy.model.generation_config.eos_token_id = policy.model.config.eos_token_id = None
+    policy.tokenizer.eos_token = None
+    policy.save(tmp_path / "endless")
+    settings = [f"model.path={tmp_path / 'endless'}", "run.steps=1", "sampling.max_new_tokens=3"]
+    with pytest.warns(ThreepoWarning, match=r"endless': has no end token, .* at sampling.max_new_tokens = 3"):
+        api.train(train_config(tmp_path / "run", *settings))

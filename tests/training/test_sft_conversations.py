@@ -71,6 +71,19 @@ def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path
     assert record["source"]["digest"] == record["eval"]["digest"]
 
 
+def test_plain_text_needs_no_chat_template(base: list[str], tmp_path: Path) -> None:
+    """The prompt has the tokens that it has in reinforcement learning, and the answer ends with the end token."""
+    rows = write(tmp_path / "plain.jsonl", [{"prompt": f"{n} is ", "completion": f"{n}."} for n in range(6)])
+    run = run_of([*base, f"conversations.source={rows}", "conversations.chat_template=", "run.steps=1"])
+    for row in run.material.rows(0):
+        [(first, end)] = row.loss_ranges
+        completion = run.policy.tokenizer.decode(row.input_tokens[first:end])
+        problem = Problem(id="", prompt=f"{completion[0]} is ")
+        assert completion == f"{completion[0]}.<|endoftext|>"
+        assert row.input_tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
+        assert end == len(row.input_tokens)
+
+
 def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str]) -> None:
     run = run_of([*base, "run.steps=1"])
     run.folder.close()

@@ -57,7 +57,7 @@ def relabelled(groups: list[Group], method: Method) -> list[Group]:
 def test_without_noise_every_pooled_method_is_grpo_bitwise(
     policy: Policy, method: Method, objective: ObjectiveConfig
 ) -> None:
-    optimizer = IVON(policy.model.named_parameters(), noise_scale=0.0)
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0)
     groups = rollouts(policy, GRPO, optimizer, by_trainer=False)
     # The engine's log-probs are the trainer's own, as in a batch of the same shape, so every ratio is exactly one.
     groups = with_the_trainers_logprobs(policy, groups)
@@ -89,7 +89,7 @@ def test_without_noise_replay_is_grpo_taken_in_as_many_parts(
 ) -> None:
     """The parts' sums are added in another order than one batch would add them, and nothing else differs."""
     method = replace(C3PO_REPLAY, draws=draws)
-    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0))
     expected, grad, _ = gradient_of(policy, GRPO, groups, objective=objective)
     record, other, _ = gradient_of(policy, method, relabelled(groups, method), objective=objective)
     assert record.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)  # by sequence, advantages sum to nothing
@@ -103,7 +103,7 @@ def test_without_noise_m3po_is_the_mean_of_grpo_over_its_draws_bitwise(
     policy: Policy, objective: ObjectiveConfig
 ) -> None:
     """Each draw's rollouts are a GRPO problem of their own with G = 4; their gradients are averaged."""
-    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), noise_scale=0.0))
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0))
     groups = relabelled(groups, M3PO)
     _, together, _ = gradient_of(policy, M3PO, groups, objective=objective)
     total: dict[str, torch.Tensor] = {}
@@ -154,7 +154,7 @@ def test_the_gradient_is_the_textbook_one(policy: Policy, teaching: int) -> None
 
     Also where some prompts have advantages of 0: their tokens are counted, and scored without a gradient.
     """
-    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3))
     groups = [*groups[:teaching], *map(solved, groups[teaching:])]
     passes: dict[bool, int] = {True: 0, False: 0}
 
@@ -204,7 +204,7 @@ def test_the_normalizer_can_count_all_tokens(policy: Policy) -> None:
 
 def test_the_recorded_kl_is_by_hand(policy: Policy) -> None:
     """D = 0.5 at every token: the gradient's policy finds the tokens more probable than their generator did."""
-    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3))
     groups = [
         replace(
             g, completions=tuple(replace(c, logprobs=tuple(value - 0.5 for value in c.logprobs)) for c in g.completions)
@@ -226,7 +226,7 @@ def test_replay_makes_every_rollout_on_policy(policy: Policy) -> None:
 
 def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Policy) -> None:
     method = replace(C3PO, correction=Correction(kind="seq_mis", low=1e6, high=1e7))
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     before = [p.detach().clone() for p in policy.model.parameters()]
     batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, PLAIN)
@@ -242,7 +242,7 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
 def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None:
     """A = 0 and the gradient is 0, so the Hessian only decays; dropped, the step is skipped."""
     method = replace(C3PO, advantage=Advantage(zero_variance=zero_variance))
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6, betas=(0.9, 0.99))
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6, betas=(0.9, 0.99))
     groups = rollouts(policy, method, optimizer)
     groups = [
         replace(g, completions=tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in g.completions))
@@ -261,7 +261,7 @@ def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None
 
 @pytest.mark.parametrize("method", [GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY], ids=lambda m: m.name)
 def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: Method) -> None:
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in policy.model.parameters()]
     batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
@@ -319,7 +319,8 @@ def test_a_draw_without_signal_is_one_of_the_draws_that_are_averaged(policy: Pol
 
 @pytest.mark.parametrize("method", [GRPO, C3PO, M3PO], ids=lambda m: m.name)
 def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy, method: Method) -> None:
-    optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e6)  # large steps, so that ratios move
+    settings = {"clip_radius": 1e-3, "lr": 2e4, "ess": 1e6}  # large steps, so that ratios move
+    optimizer = IVON(policy.model.named_parameters(), **settings)
     batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
     assert optimizer.param_groups[0]["step"] == 3
@@ -331,7 +332,9 @@ def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy
 @pytest.mark.parametrize("method", [B3PO, C3PO, M3PO], ids=lambda m: m.name)
 def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Policy, method: Method) -> None:
     """A mean that stays where it is leaves every ratio to the old policy at one, however loud the noise."""
-    optimizer = IVON(policy.model.named_parameters(), ess=1e4, betas=(0.9, 1 - 1e-9))  # the Hessian stays too
+    optimizer = IVON(
+        policy.model.named_parameters(), clip_radius=1e-3, ess=1e4, betas=(0.9, 1 - 1e-9)
+    )  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
     batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
@@ -341,7 +344,9 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
 
 def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Policy) -> None:
     """Decoupled: what the updates of one batch do to the policy is the clip's business, not the correction's."""
-    optimizer = IVON(policy.model.named_parameters(), lr=2e4, ess=1e5)  # large steps, so that ratios move
+    optimizer = IVON(
+        policy.model.named_parameters(), clip_radius=1e-3, lr=2e4, ess=1e5
+    )  # large steps, so that ratios move
     groups = rollouts(policy, C3PO, optimizer)
     once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
     expected = {row.index: row for row in once.rows}
@@ -359,12 +364,12 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
 def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: Method) -> None:
     """Of four draws, the first one's gradient counts four times and the last one's once (method.md 7)."""
     method = replace(method, cumulative=True)
-    groups = rollouts(policy, method, IVON(policy.model.named_parameters(), ess=1e6))
+    groups = rollouts(policy, method, IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6))
     record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
     batch = training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
     for times, part in zip((4, 3, 2, 1), batch.parts, strict=True):
-        spy = Spy(policy.model.named_parameters(), ess=1e6)
+        spy = Spy(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
         spy.param_groups[0]["lr"] = 0.0
         alone = update_policy(policy, spy, replace(batch, parts=(part,), cumulative=False), PLAIN)
         share = 1 / 4 if method.normalize == "part" else alone.normalizer / record.normalizer
@@ -376,7 +381,7 @@ def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: 
 
 def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
     """Split in three, the first mini-batch's gradient is that of a batch with its prompt alone."""
-    optimizer = Spy(policy.model.named_parameters(), noise_scale=0.0)
+    optimizer = Spy(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0)
     optimizer.param_groups[0]["lr"] = 0.0
     groups = rollouts(policy, GRPO, optimizer)
     batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
@@ -390,13 +395,13 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
 def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
     """Decoupled Monte Carlo (method.md 3.2): two fresh draws give the mean of what each of them gives alone."""
     two = replace(C3PO, gradient_draws=2, correction=Correction())
-    optimizer = IVON(policy.model.named_parameters(), ess=1e6)
+    optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     groups = rollouts(policy, two, optimizer)
     _, together, _ = gradient_of(policy, two, groups, noise_scale=1.0)
     batch = training_batch(two, SAMPLING, credit_groups(two, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
     for part in batch.parts:
-        spy = Spy(policy.model.named_parameters(), ess=1e6)
+        spy = Spy(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
         spy.param_groups[0]["lr"] = 0.0
         update_policy(policy, spy, replace(batch, parts=(part,)), PLAIN)
         for name, grad in spy.mean_grad.items():
@@ -419,7 +424,7 @@ def test_a_plain_step_is_along_the_gradient_that_ivon_is_given(policy: Policy, m
 
 def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
     def entropy_after(coefficient: float) -> float:
-        optimizer = IVON(policy.model.named_parameters(), lr=100.0, noise_scale=0.0)
+        optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, lr=100.0, noise_scale=0.0)
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         groups = rollouts(policy, GRPO, optimizer)
         batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
@@ -437,7 +442,7 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
 
 
 def test_temperature_divides_the_trainers_logits_too(policy: Policy) -> None:
-    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
+    groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters(), clip_radius=1e-3))
     cold, _, _ = gradient_of(policy, GRPO, groups, sampling=SamplingConfig(temperature=0.5))
     warm, _, _ = gradient_of(policy, GRPO, groups)
     assert cold.policy["entropy"] < warm.policy["entropy"]

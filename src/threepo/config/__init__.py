@@ -22,7 +22,19 @@ from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import SGDConfig as SGDConfig
 from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    NotNegative,
+    ParallelOrZero,
+    Positive,
+    PositiveShare,
+    Seconds,
+    Settings,
+    must,
+)
+from threepo.config.reward import RewardConfig as RewardConfig
+from threepo.config.reward import SandboxConfig as SandboxConfig
 from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
 from threepo.config.schedules import ScheduleConfig as ScheduleConfig
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
@@ -46,7 +58,7 @@ class RunConfig(Settings, table="run"):
     """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
     keep_checkpoints: CountOrZero = 2
     """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
-    threads: CountOrZero = 0
+    threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
     """Also send the metrics to these; each needs the extra of its name (docs/trackers.md)."""
@@ -138,52 +150,6 @@ class ModelConfig(Settings, table="model"):
         self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
 
 
-class SandboxConfig(Settings, table="reward.sandbox"):
-    """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
-
-    backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
-    """`bubblewrap`: on this machine, confined by Linux namespaces and limits. `sandbox_fusion`: a SandboxFusion server
-    at `url`. `unconfined`: ordinary processes with your rights; a program of the policy can then do what you can."""
-    url: str = ""
-    """Address of the SandboxFusion server, such as http://localhost:8080."""
-    timeout_s: Positive = 10.0
-    """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
-    memory_mib: Count = 1024
-    """Address space of a program in MiB; shared libraries and thread stacks count."""
-    workers: CountOrZero = 0
-    """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
-    packages: str = ""
-    """Folder of packages that programs may import besides the standard library, made by `pip install --target FOLDER
-    NAME ...` with the Python that runs threepo. Empty: none. A server offers those that are installed there."""
-
-    def __post_init__(self) -> None:
-        server = self.backend == "sandbox_fusion"
-        self.check("packages", not (server and self.packages), "a server has packages of its own; remove it")
-        fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
-        self.check("url", bool(self.url) == server, fix)
-
-
-class RewardConfig(Settings, table="reward"):
-    """[reward]: what a completion earns."""
-
-    function: str = "task"
-    """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
-    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
-    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion."""
-    correct_from: float = 1.0
-    """A completion counts as correct if your own function, or an environment of verifiers, pays at least this."""
-    scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
-    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
-    <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
-    timeout_s: Positive = 10.0
-    """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
-    memory_mib: Count = 1024
-    """MiB of memory for each process of the mathematics verifier."""
-    workers: CountOrZero = 0
-    """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-
-
 class EvalConfig(Settings, table="eval"):
     """[eval]: evaluation on held-out problems, at the mean weights unless `draws` is set (method.md 6)."""
 
@@ -236,7 +202,7 @@ class ParallelConfig(Settings, table="parallel"):
     gradients travel between nodes, and a node holds all of the weights. 1: all ranks share one copy."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in the memory of the CPUs, which then also compute the updates."""
-    timeout_s: Positive = 3600.0
+    timeout_s: Seconds = 3600.0
     """Seconds that a rank waits for the others until the run ends; the slowest has a rollout, its grading or the start
     of its engine ahead."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, PositiveShare, Settings, must
+from threepo.config.records import Count, CountOrZero, NotNegative, PositiveShare, Seconds, Settings, must
 
 
 class SamplingConfig(Settings, table="sampling"):
@@ -70,7 +70,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Longest prompt and completion together, in tokens; 0: the model's context."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
-    timeout_s: Annotated[float, Field(ge=5)] = 1200.0
+    timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
     """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
     decoding step and every push of weights, at most once per second, but not while it starts and compiles. With
     servers: seconds that a completion, or a change of weights, may take."""

@@ -125,7 +125,9 @@ def find_recipe(name: str) -> Path:
             return path
     if (Path(name) / CONFIG).is_file():
         raise UserError(f"recipe {name}: is a run folder; continue the run with --resume {name}")
-    near = [f"{name}.toml"] if Path(f"{name}.toml").is_file() else difflib.get_close_matches(name, shipped_recipes(), 1)
+    path = Path(name).with_suffix("")
+    files = difflib.get_close_matches(str(path), [str(file.with_suffix("")) for file in path.parent.glob("*.toml")], 1)
+    near = [f"{file}.toml" for file in files] or difflib.get_close_matches(name, shipped_recipes(), 1)
     hint = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
 

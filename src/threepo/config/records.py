@@ -23,6 +23,12 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""A time limit of at most eleven days; the system's clocks count no more than 2^31 milliseconds."""
+Mebibytes = Annotated[int, Field(gt=0, le=2**30)]
+"""A limit of memory, of at most 2^50 bytes; the system's limits are 64-bit numbers of bytes."""
+ParallelOrZero = Annotated[int, Field(ge=0, le=1024)]
+"""Threads or processes; torch crashes where the system cannot start as many as it is told."""
 
 Record = TypeVar("Record")
 
@@ -38,6 +44,8 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+_ALTERNATIVES = ("str", "tuple[str, ...]")
+"""How pydantic names the types of a field that has several."""
 _adapter: Any = cache(TypeAdapter)
 RECORDS: dict[str, dict[str, Any]] = {}
 """The records of each table by kind; those of tables without a kind under ""."""
@@ -103,6 +111,8 @@ def _explain(error: ValidationError, table: str) -> str:
             name += f"[{key}]"
         elif len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]:
             chosen = key  # by pydantic, from `kind`
+        elif key in _ALTERNATIVES:
+            break  # of a field that is text or a list
         else:
             name = f"{name}.{key}" if name else key
     kind, value = first["type"], shown(first["input"])

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import RUNS, STUDIES, find_recipe, load, merge, parse_overrides, read_toml, recipes_folder
@@ -47,7 +47,7 @@ class StudyConfig(Settings, table="study"):
     """What the smoothed curve has to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
     jobs: CountOrZero = 0
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
-    threads: Count = 1
+    threads: Annotated[Count, Field(le=1024)] = 1
     """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
     ray: str = ""
     """Address of a Ray cluster whose tasks the runs become, such as "auto"; empty: they run here. `jobs` and GPUs are

@@ -143,9 +143,10 @@ class _Work:
         for label, portion in portions.items():
             exam = portion.exam
             rows = joined(self.folder, portion.label, len(exam.parts()))
-            grader = exam.problem_set.verifier if self.config.reward.function == "task" else self.config.reward.function
+            reward = self.config.reward
+            graders = [exam.problem_set.verifier if name == "task" else name for name in reward.names]
             # Programs have no answers, so none of them can be the most frequent one.
-            scores.append(score(rows, self.config.eval.samples, votes=grader != "code"))
+            scores.append(score(rows, self.config.eval.samples, votes="code" not in graders))
             kept, first = {p.id for p in exam.problems}, exam.problem_set.problems.first(exam.settings.problems)
             by_draw = scores[-1].pass_at_1_by_draw.values()
             results[label] = asdict(scores[-1]) | {

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from threepo.config import IVONConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.integrations.hooks import check_called, check_hooks
 from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
@@ -49,8 +50,8 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         model: as in Trainer, like all other arguments but `ivon`.
         args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
             `weight_decay` must be 0; other settings of optimizers are not used.
-        ivon: further settings of `threepo.IVON`. For parameter groups, pass an IVON as `optimizers=(optimizer, None)`
-            instead.
+        ivon: further settings of `threepo.IVON`; clip_radius is the paper's 1e-3 unless set. For parameter groups, pass
+            an IVON as `optimizers=(optimizer, None)` instead.
 
     The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` next to the loss.
     """
@@ -85,8 +86,10 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         """IVON over all parameters that are trained."""
         if self.optimizer is None:
             named = (self.model if model is None else model).named_parameters()
-            settings = {"seed": self.args.seed, **self._settings, "lr": self.args.learning_rate}
+            settings = {"seed": self.args.seed, "clip_radius": IVONConfig().clip_radius, **self._settings}
+            settings["lr"] = self.args.learning_rate
             self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
+            self.optimizer.warns_of_clipping = False
             self.optimizer.register_step_pre_hook(self._observe)
         return self.optimizer
 

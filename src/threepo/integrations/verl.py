@@ -40,7 +40,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, Method
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, IVONConfig, Method
 from threepo.errors import UserError
 from threepo.integrations.hooks import check_called, check_hooks
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -96,7 +96,9 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 )
         self.method, settings = read_settings(config.override_optimizer_config)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        return IVON(named, lr=config.lr, model=module, **settings)
+        optimizer = IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
+        optimizer.warns_of_clipping = False
+        return optimizer
 
     def draw_step(self) -> int:
         """Steps tried so far, the skipped ones included, so that no step has the draws of another."""

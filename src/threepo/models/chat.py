@@ -21,6 +21,7 @@ from threepo.errors import UserError
 Span = tuple[int, int]
 """First and one past the last, in characters or tokens."""
 _START, _END = itemgetter(0), itemgetter(1)
+_PLAIN = "{{ messages[0]['content'] }}{% generation %}{{ messages[1]['content'] }}{{ eos_token }}{% endgeneration %}"
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -49,18 +50,32 @@ class ChatEncoder:
     turns: Literal["all", "last"]
 
     def __post_init__(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                "conversations: the tokenizer has no chat template; set model.tokenizer to one that has, or "
-                "conversations.chat_template to a file"
-            )
         if not self.tokenizer.is_fast:
             raise UserError("conversations: the tokenizer has no offsets; use a fast tokenizer (tokenizer.json)")
 
-    def render(self, messages: Sequence[Any], location: str) -> RenderedChat:
-        """The text of a conversation; `UnrenderableChat` if the template refuses it."""
+    @property
+    def template(self) -> str:
+        """The chat template; without one, a prompt and its completion as they are, with the tokens that belong there.
+
+        A prompt of plain text then has the same tokens as in reinforcement learning.
+        """
+        if self.tokenizer.chat_template:
+            return str(self.tokenizer.get_chat_template())
+        begins = self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        return ("{{ bos_token }}" if begins else "") + _PLAIN
+
+    def render(self, messages: Sequence[Any], location: str, *, plain: bool = False) -> RenderedChat:
+        """The text of a conversation; `UnrenderableChat` if the template refuses it.
+
+        `plain`: prompt and completion are given as text, which needs no template.
+        """
+        if not plain and not self.tokenizer.chat_template:
+            raise UserError(
+                f"{location}: is a conversation, and the tokenizer has no chat template; set model.tokenizer to one "
+                f"that has, or conversations.chat_template to a file, or give prompt and completion as text"
+            )
         first = -1 if self.turns == "last" else 0
-        if _MARKS_TURNS.search(self.tokenizer.get_chat_template()):
+        if _MARKS_TURNS.search(self.template):
             text, turns = self._rendered(messages, return_assistant_tokens_mask=True)
             return RenderedChat(text, turns[first:], location)
         text, _ = self._rendered(messages)
@@ -81,7 +96,7 @@ class ChatEncoder:
         return len(prompt), len(until)
 
     def _rendered(self, messages: Sequence[Any], **options: bool) -> tuple[str, list[Span]]:
-        template = {"chat_template": self.tokenizer.get_chat_template(), **self.tokenizer.special_tokens_map}
+        template = {"chat_template": self.template, **self.tokenizer.special_tokens_map}
         try:
             texts, turns = render_jinja_template([list(messages)], **template, **options)
         except Exception as error:  # a template is a program, and may raise anything

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import (
@@ -181,7 +183,20 @@ def _found(path: str, *, with_tokenizer: bool = True) -> str:
         raise UserError(f"model.path = {path!r}: no such folder; {hint}")
     hint = f" (did you mean {near[0]}?)" if near else ""
     print(f"threepo: no folder {path} here{hint}; asking the Hugging Face hub for it", file=sys.stderr)
+    _refuse_unreachable(path)
     return path
+
+
+def _refuse_unreachable(path: str) -> None:
+    """Raise `UserError` if the hub does not answer and its cache has no such model: loading would retry for minutes."""
+    try:
+        HfApi().model_info(path, timeout=10)
+    except (HfHubHTTPError, HFValidationError):
+        pass  # an answer, which loading explains: no such model, or one that needs a token
+    except Exception as error:  # none came; its class depends on the hub's library for HTTP
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            reason = f"no such folder, and the hub cannot be asked for it: {error}"
+            raise UserError(f"model.path = {path!r}: {reason}; name a folder, or see to the connection") from error
 
 
 @contextmanager

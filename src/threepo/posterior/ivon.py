@@ -12,6 +12,7 @@ The parameters hold the mean; `state[p]` holds the Hessian and the momentum, in 
 parameter has lower precision; `param_groups` holds counts. The mean is restored bitwise, also after an exception.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -33,6 +34,8 @@ Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Itera
 
 MOST_NORM = 1e18
 """From this norm on gradients are skipped, so that sums, squares and products with noise are finite in float32."""
+CHECKED_STEP = 10
+"""The step after which there is a warning if nearly every coordinate was clipped."""
 
 
 class IVON(Perturbable, torch.optim.Optimizer):
@@ -49,7 +52,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         hess_init: initial Hessian h0.
         betas: decay rates of momentum and Hessian.
         weight_decay: delta, the precision of the prior.
-        clip_radius: xi; the preconditioned step is clipped to [-xi, xi] in every coordinate.
+        clip_radius: xi; the preconditioned step is clipped to [-xi, xi] in every coordinate. It is infinite unless set,
+            as in ivon-opt; recipes and trainers have the paper's 1e-3, which goes with its learning rates.
         estimator: "price" (noise times gradient) or "gradsq" (squared gradient) for the Hessian.
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
@@ -78,6 +82,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    warns_of_clipping = True
+    """Trainers that log posterior/clipped_share set it to False: the paper's settings clip nearly every coordinate."""
+
     def __init__(
         self,
         params: Parameters,
@@ -87,7 +94,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         hess_init: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.9999),
         weight_decay: float = 1e-8,
-        clip_radius: float = 1e-3,
+        clip_radius: float = math.inf,
         estimator: Literal["price", "gradsq"] = "price",
         debias: bool = True,
         rescale_lr: bool = True,
@@ -274,6 +281,8 @@ class IVON(Perturbable, torch.optim.Optimizer):
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
         counts = kernels.run(self._updates(moved, seen, factor))
         self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
+        if self.warns_of_clipping and self.param_groups[0]["step"] == CHECKED_STEP:
+            groups.warn_of_clipping(self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=2)
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:

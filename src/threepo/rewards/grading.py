@@ -3,6 +3,7 @@
 To add a built-in grader, write it in a file of its own and add a line to `GRADERS`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,6 +46,24 @@ def _by_number(reward: OwnReward, correct_from: float) -> Grader:
     return grade
 
 
+def _weighted(settings: RewardConfig, graders: Sequence[Grader]) -> Grader:
+    """The sum of what several pay; as in TRL, one that cannot judge a completion has no say in it."""
+
+    def joined(verdicts: Sequence[Verdict]) -> Verdict:
+        paying = [verdict.status != "error" for verdict in verdicts]
+        parts = [verdict.reward if pays else math.nan for verdict, pays in zip(verdicts, paying, strict=True)]
+        named = tuple(zip(settings.names, parts, strict=True))
+        if not any(paying):
+            return replace(verdicts[0], parts=named)
+        weights = settings.weights or [1.0] * len(parts)
+        total = math.fsum(w * part for w, part, pays in zip(weights, parts, paying, strict=True) if pays)
+        judged = paid(total, settings.correct_from)
+        answer = next((verdict.answer for verdict in verdicts if verdict.answer is not None), None)
+        return replace(judged, answer=answer, parts=named)
+
+    return lambda completions: [joined(v) for v in zip(*(grader(completions) for grader in graders), strict=True)]
+
+
 GRADERS = {
     "exact": Kind(lambda *_: _one_by_one(exact_match), lacks_answer),
     "math": Kind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
@@ -74,8 +93,9 @@ def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
     scorings = ("binary", *_kind(settings, verifier).scorings)
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
-    numbers = ":" in settings.function or (settings.function == "task" and isinstance(verifier, OwnReward))
-    fix = "is read for reward functions of your own and for environments only; remove it"
+    own = any(":" in name for name in settings.names) or len(settings.names) > 1
+    numbers = own or (settings.function == "task" and isinstance(verifier, OwnReward))
+    fix = "is read for reward functions of your own, lists and environments only; remove it"
     require(numbers or settings.correct_from == 1, "reward.correct_from", settings.correct_from, fix)
 
 
@@ -91,6 +111,14 @@ def graded(grader: Grader, completions: Sequence[Completion]) -> list[Completion
 
 def _kind(settings: RewardConfig, verifier: Verifier | None) -> Kind:
     """The recipe's kind of grader, or the data source's own where the recipe leaves it to that."""
+    if not isinstance(settings.function, str):
+        alone = [replace(settings, function=name, weights=()) for name in settings.function]
+        kinds = [_kind(one, verifier) for one in alone]
+        return Kind(
+            lambda _, known: _weighted(settings, [k.build(one, known) for k, one in zip(kinds, alone, strict=True)]),
+            lambda problem: next(filter(None, (kind.lack(problem) for kind in kinds)), ""),
+            tuple(dict.fromkeys(scoring for kind in kinds for scoring in kind.scorings)),
+        )
     choices = f"{', '.join(map(repr, GRADERS))} or your own 'module:function'"
     name = verifier if settings.function == "task" else settings.function
     if name is None:

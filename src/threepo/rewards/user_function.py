@@ -33,9 +33,9 @@ _given: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("given", defau
 
 
 @contextmanager
-def given(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Within the body, `name`, which begins with `FROM_PYTHON:`, means this function."""
-    before = _given.set({**_given.get(), name: function})
+def given(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within the body these names, which begin with `FROM_PYTHON:`, mean these functions."""
+    before = _given.set({**_given.get(), **functions})
     try:
         yield
     finally:

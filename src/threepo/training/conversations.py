@@ -123,7 +123,7 @@ def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
     fingerprint = source.rows.table._fingerprint  # changes when the bytes of a local file change
     parts = (
         (FORMAT, source.published, fingerprint, most_rows),
-        (tokenizer.backend_tokenizer.to_str(), tokenizer.get_chat_template(), tokenizer.special_tokens_map),
+        (tokenizer.backend_tokenizer.to_str(), preparation.encoder.template, tokenizer.special_tokens_map),
         (policy.stop_tokens, settings.loss_on, preparation.limit, settings.too_long, settings.broken_rows),
     )
     key = digest([json.dumps(parts, default=str)])
@@ -169,7 +169,10 @@ class _Preparation:
             if isinstance(row, BrokenRow):
                 raise row
             messages = self.source.read(row)
-            return messages if isinstance(messages, str) else self.encoder.render(messages, location)
+            if isinstance(messages, str):
+                return messages
+            plain = row.get("messages") is None and all(isinstance(row.get(k), str) for k in ("prompt", "completion"))
+            return self.encoder.render(messages, location, plain=plain)
         except (BrokenRow, UnrenderableChat) as error:
             return self._broken(str(error), location)
 

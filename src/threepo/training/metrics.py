@@ -4,6 +4,7 @@ And warnings about runs that go on without learning: what was seen for several s
 Each warning comes once per run. The counts are part of the train state, so a resumed run warns as if never stopped.
 """
 
+import math
 import re
 import time
 import warnings
@@ -20,7 +21,7 @@ from threepo.methods.method import flat_groups
 from threepo.ranks.group import ALONE, Ranks
 from threepo.training.rollouts import Rollouts
 from threepo.training.update import UpdateRecord
-from threepo.types import Completion, Group
+from threepo.types import Completion, Group, Verdict
 
 Metrics = dict[str, float]
 
@@ -55,6 +56,7 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
             for detail in details
         },
         **({"reward/format_ok_share": _mean(layouts)} if layouts else {}),
+        **{f"reward/function/{name}": _mean(paid) for name, paid in _by_function(verdicts).items()},
         "reward/mean": _mean([v.reward for v in verdicts]),
         "reward/correct_share": _mean([v.correct for v in verdicts]),
         "reward/no_answer_share": _mean([v.status == "no_answer" for v in verdicts]),
@@ -66,6 +68,14 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
         "completions/length_max": float(lengths.max()),
         "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
     }
+
+
+def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
+    """What each of several reward functions has paid, where it could judge."""
+    found: dict[str, list[float]] = {}
+    for name, reward in (part for verdict in verdicts for part in verdict.parts if not math.isnan(part[1])):
+        found.setdefault(name.replace(":", "."), []).append(reward)
+    return found
 
 
 Embed = Callable[[Sequence[Completion]], torch.Tensor]
@@ -209,7 +219,7 @@ def watch(
     endless = step + 1 == FAILED_STEPS  # no completion of the run has ended
     correction = record.correction
     alarms = [
-        ("verifier", failed, FAILED_STEPS, _FAILED.format(config.reward.function, reason)),
+        ("verifier", failed, FAILED_STEPS, _FAILED.format(", ".join(config.reward.names), reason)),
         ("reward", None if failed else constant, CONSTANT_STEPS, _CONSTANT.format(verdicts[0].reward)),
         ("length", cut, FAILED_STEPS, (_ENDLESS if endless else _CUT).format(config.sampling.max_new_tokens)),
     ]

@@ -50,7 +50,9 @@ def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: list[dic
 
 def _build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> IVON:
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
-    return IVON(groups, seed=seed, model=model, **own)
+    optimizer = IVON(groups, seed=seed, model=model, **own)
+    optimizer.warns_of_clipping = False
+    return optimizer
 
 
 def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointSGD:

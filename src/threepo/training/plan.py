@@ -95,7 +95,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
         trainer, most = _each_rank(config, model, gradient_draws, step, ranks)
         memory = {"each GPU": trainer, "its engine": [*generator, *_cards(config, GPUS, most, copy)]}
     return {
-        "data": [f"{data.train}, rewarded by {config.reward.function}", _supply(config)],
+        "data": [f"{data.train}, rewarded by {', '.join(config.reward.names)}", _supply(config)],
         "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
         "a step": [f"{prompts} prompts x {rollouts} completions = {rows} rows", *_dynamic(config)],
         **memory,

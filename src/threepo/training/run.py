@@ -32,6 +32,8 @@ from threepo.training.schedules import ScheduleState, first_state
 Follower = Callable[[Mapping[str, Any]], object]
 """Gets a row of metrics.jsonl, as it is written; True asks the run to stop, and to save its state."""
 Config = TypeVar("Config", TrainConfig, SFTConfig)
+LOUD_NOISE = 10.0
+"""Sigma over the weights' root mean square from which there is a warning: no task of ours has used more than 1."""
 
 
 def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
@@ -212,7 +214,34 @@ def build_or_restore(
         return policy, optimizer, load_train_state(path)
     OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
     schedules = first_state(config) if isinstance(config, TrainConfig) else ScheduleState()
+    _warn_at_the_start(config, policy, optimizer)
     return policy, optimizer, TrainState(schedules=schedules)
+
+
+def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimizer) -> None:
+    """`ThreepoWarning` for a policy that cannot end a text, and for noise that leaves nothing of the weights."""
+    if isinstance(config, TrainConfig) and not policy.stop_tokens:
+        warnings.warn(
+            f"model.path = {config.model.path!r}: has no end token, so every completion will be cut at "
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: set eos_token_id in its "
+            f"generation_config.json, or model.tokenizer to a tokenizer that has an eos_token",
+            ThreepoWarning,
+            stacklevel=3,
+        )
+    if Posterior.of(optimizer, gather=False).is_point:
+        return
+    ratio = posterior_metrics(optimizer)["posterior/sigma_to_rms"]
+    if ratio > LOUD_NOISE:
+        name, value, usual = "noise.size", config.noise.size, config.noise.size * 0.05 / ratio
+        if config.noise.unit == "posterior":
+            name, value = "optimizer.ess", optimizer.param_groups[0]["ess"]
+            usual = value * (ratio / 0.05) ** 2
+        warnings.warn(
+            f"{name} = {value:g}: sigma is {ratio:.3g} times the root mean square of the weights, so draws keep "
+            f"nothing of the model; the paper has 0.05 times, which is {name} = {usual:.2g} here",
+            ThreepoWarning,
+            stacklevel=3,
+        )
 
 
 def open_folder(

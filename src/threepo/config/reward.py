@@ -1,0 +1,67 @@
+"""What a completion earns, and where programs of the policy run."""
+
+from dataclasses import field
+from typing import Literal
+
+from threepo.config.records import Mebibytes, ParallelOrZero, Seconds, Settings
+
+
+class SandboxConfig(Settings, table="reward.sandbox"):
+    """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
+
+    backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
+    """`bubblewrap`: on this machine, confined by Linux namespaces and limits. `sandbox_fusion`: a SandboxFusion server
+    at `url`. `unconfined`: ordinary processes with your rights; a program of the policy can then do what you can."""
+    url: str = ""
+    """Address of the SandboxFusion server, such as http://localhost:8080."""
+    timeout_s: Seconds = 10.0
+    """Processor seconds per test; the limit in wall-clock time is three times that. On a server: wall-clock seconds."""
+    memory_mib: Mebibytes = 1024
+    """Address space of a program in MiB; shared libraries and thread stacks count."""
+    workers: ParallelOrZero = 0
+    """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
+    packages: str = ""
+    """Folder of packages that programs may import besides the standard library, made by `pip install --target FOLDER
+    NAME ...` with the Python that runs threepo. Empty: none. A server offers those that are installed there."""
+
+    def __post_init__(self) -> None:
+        server = self.backend == "sandbox_fusion"
+        self.check("packages", not (server and self.packages), "a server has packages of its own; remove it")
+        fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
+        self.check("url", bool(self.url) == server, fix)
+
+
+class RewardConfig(Settings, table="reward"):
+    """[reward]: what a completion earns."""
+
+    function: str | tuple[str, ...] = "task"
+    """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
+    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
+    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion. A
+    list of these pays the sum of their rewards, times `weights`."""
+    weights: tuple[float, ...] = ()
+    """Factor of each function in a list; empty: 1 for all."""
+    correct_from: float = 1.0
+    """A completion counts as correct if your own function, a list, or an environment of verifiers pays this or more."""
+    scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
+    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
+    <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
+    timeout_s: Seconds = 10.0
+    """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
+    memory_mib: Mebibytes = 1024
+    """MiB of memory for each process of the mathematics verifier."""
+    workers: ParallelOrZero = 0
+    """Processes of the mathematics verifier; 0: one per processor core; ranks share the cores."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    def __post_init__(self) -> None:
+        self.check("function", bool(self.names), "name one or more")
+        count = 0 if isinstance(self.function, str) else len(self.names)
+        fix = f"must have one number for each of the {count} functions in the list reward.function, or be left out"
+        self.check("weights", len(self.weights) in (0, count), fix)
+        self.check("function", len(set(self.names)) == len(self.names), "names a function twice; remove one")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions, of which there is mostly one."""
+        return (self.function,) if isinstance(self.function, str) else self.function
