@@ -22,7 +22,7 @@ from threepo.config.method import NoiseConfig as NoiseConfig
 from threepo.config.method import OptimizerConfig as OptimizerConfig
 from threepo.config.method import SGDConfig as SGDConfig
 from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, must, without_nul
 from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
 from threepo.config.schedules import ScheduleConfig as ScheduleConfig
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
@@ -36,7 +36,7 @@ from threepo.errors import UserError
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
-    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    folder: Annotated[str, without_nul, AfterValidator(os.path.expanduser)] = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
     """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""
