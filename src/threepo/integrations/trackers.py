@@ -45,7 +45,8 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Values, first_step: int, resumed: bool) -> None:
         """`first_step`: rows of earlier steps are there already."""
-        ids = read_json(folder / IDS) if resumed and (folder / IDS).is_file() else {}
+        fix, known = "delete it: trackers then begin new runs", resumed and (folder / IDS).is_file()
+        ids = read_json(folder / IDS, fix, dict[str, str]) if known else {}
         self._open: dict[str, Tracker] = {}
         for name in names:
             try:
