@@ -116,6 +116,12 @@ def refuse_taken(path: Path, config: Any) -> None:
     raise UserError(f"run folder {path}: holds {run} choose another run.folder")
 
 
+def folder_of_run(path: Path) -> Path | None:
+    """The run folder that a folder is or lies in; None if it is in none. Somebody else may have made it."""
+    holds_run = (at for at in (path, *path.parents) if (at / CONFIG).is_file())  # so does a model directory
+    return next((at for at in holds_run if (at / LOCK).is_file() or (at / CHECKPOINTS).is_dir()), None)
+
+
 def refuse_no_run(path: Path) -> None:
     """Raise `UserError` if the folder `path` holds no run."""
     if not (path / CONFIG).is_file():

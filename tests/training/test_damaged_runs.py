@@ -3,16 +3,20 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from runs import RLVR
+from runs import RLVR, train_config
+from threepo import api
 from threepo.cli import main
-from threepo.errors import ThreepoWarning
-from threepo.run_folder import checkpoints
+from threepo.config import TrainConfig
+from threepo.config.records import build
+from threepo.errors import ThreepoWarning, UserError
+from threepo.run_folder import RunFolder, checkpoints
 
 REFERENCE = ("objective.reference_kl=0.1", "objective.reference_reset_every=1")
 RUNS = {
@@ -147,3 +151,38 @@ def test_tensors_that_do_not_fit_are_refused(
     said = capsys.readouterr().err
     assert file.name in said
     assert message in said
+
+
+def deleted(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def moved(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+def replaced(run: Path) -> None:
+    shutil.rmtree(run)
+    RunFolder.create(run, train_config(run)).close()
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no row:threepo.errors.ThreepoWarning")
+@pytest.mark.parametrize("lose", [deleted, moved, replaced])
+def test_a_run_whose_folder_is_gone_ends_and_goes_on_from_another(
+    lose: Callable[[Path], None], home: Path, tmp_path: Path
+) -> None:
+    run, rescued = tmp_path / "run", tmp_path / "run-rescued-at-step-2"
+    config = build(TrainConfig, json.loads((home / "train" / "config.json").read_text()))
+    config = replace(config, run=replace(config.run, folder=str(run), steps=3))
+    with pytest.raises(
+        UserError, match="was deleted, moved or replaced .*; its state is saved: continue with --resume"
+    ):
+        api.train(config, callbacks=[lambda row: lose(run) if row["step"] == 0 and "reward/mean" in row else None])
+    here = {"deleted": set(), "moved": {"moved"}, "replaced": {"run"}}[lose.__name__]
+    assert {path.name for path in tmp_path.iterdir()} == {*here, rescued.name}
+    if lose is replaced:
+        assert files(run) == [Path("config.json"), Path("run.lock")]
+        assert [step for step, _ in checkpoints(run)] == [1]
+    assert main(["train", "--resume", str(rescued)]) == 0
+    assert tensors(rescued) == tensors(home / "train-whole")
