@@ -19,7 +19,6 @@ from threepo.errors import UserError
 
 UNFINISHED = ".unfinished"
 """Ends the name of what is being written or deleted; a killed process leaves it behind."""
-Object = dict[str, Any]
 _adapter: Any = cache(TypeAdapter)
 
 _FIXES = {
@@ -108,16 +107,22 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(path: Path, fix: str = "restore the file", shape: Any = Object) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `UserError` if it is damaged."""
+    found: dict[str, Any] = read_json_as(path, dict[str, Any], "restore the file")
+    return found
+
+
+def read_json_as(path: Path, shape: Any, fix: str) -> Any:
     """The JSON value in a file; `UserError` if it cannot be read or does not have this `shape`, a type."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
-    return parse_json(text, str(path), fix, shape)
+    return parse_json(text, shape, str(path), fix)
 
 
-def parse_json(text: bytes, name: str, fix: str, shape: Any = Object) -> Any:
+def parse_json(text: bytes, shape: Any, name: str, fix: str) -> Any:
     """The value of a JSON text; messages call it `name`."""
     try:
         return _adapter(shape).validate_python(json.loads(text.decode(), object_pairs_hook=without_repeats))

@@ -37,6 +37,7 @@ from threepo.files import (
     lock,
     parse_json,
     read_json,
+    read_json_as,
     sweep,
     write_json,
     write_text,
@@ -53,7 +54,7 @@ _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row
 
 def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
-    config: dict[str, Any] = read_json(run / CONFIG, "restore it from a copy")
+    config: dict[str, Any] = read_json(run / CONFIG)
     for table, key in (setting.split(".") for setting in _GIVEN_AS):
         held = config.get(table)
         then = Path(str(held.get(key, "") if isinstance(held, dict) else ""))
@@ -81,7 +82,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     file = run / METRICS
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     places = [(f"{file}, line {number}", line) for number, line in enumerate(lines, start=1)]
-    return [parse_json(line, name, "delete the line", _MetricsRow) for name, line in places]
+    return [parse_json(line, _MetricsRow, name, "delete the line") for name, line in places]
 
 
 def metrics_digest(run: Path) -> str:
@@ -144,7 +145,7 @@ def read_material(run: Path, name: str) -> dict[str, Material]:
     """The contents of problems.json or conversations.json by part; empty if there is none."""
     fix = "restore it, or delete it to resume without a comparison"
     shape = Annotated[dict[str, Material], Field(min_length=1)]
-    return read_json(run / name, fix, shape) if (run / name).is_file() else {}
+    return read_json_as(run / name, shape, fix) if (run / name).is_file() else {}
 
 
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
@@ -302,26 +303,10 @@ class FollowedFolder(RunFolder):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """The first rank does it."""
 
-    def close(self) -> None:
-        """Nothing."""
-
-    def log(self, row: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def add_to_row(self, row: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def forget_after(self, step: int) -> None:
-        """Nothing."""
-
-    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
-
-    def prune_checkpoints(self, keep: int) -> None:
-        """Nothing."""
+    log = add_to_row = forget_after = write_completions = prune_checkpoints = close = __exit__ = _nothing
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -126,7 +126,7 @@ def _has_rows(path: str) -> bool:
         return os.path.getsize(path) > 0
     from pyarrow.parquet import read_metadata
 
-    return read_metadata(path).num_rows > 0
+    return bool(read_metadata(path).num_rows)
 
 
 def _kind(path: str) -> str:

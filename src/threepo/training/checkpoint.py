@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from threepo.config.records import must
 from threepo.errors import UserError
-from threepo.files import read_json, write_json
+from threepo.files import read_json_as, write_json
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
@@ -121,14 +121,14 @@ def _content(file: Path) -> str:
 
 
 def _saved_state(path: Path) -> _SavedState:
-    saved: _SavedState = read_json(path / _STATE_FILE, _OLDER, _SavedState)
+    saved: _SavedState = read_json_as(path / _STATE_FILE, _SavedState, _OLDER)
     return saved
 
 
 def load_train_state(path: Path) -> TrainState:
     """The train state of a checkpoint; `UserError` if a file of it is not the one that was saved."""
     listed = Annotated[dict[str, str], must(lambda found: _STATE_FILE in found, f"must have {_STATE_FILE}")]
-    for name, then in read_json(path / CONTENTS, _OLDER, listed).items():
+    for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
         if not (path / name).is_file() or _content(path / name) != then:
             raise UserError(f"{path / name}: is not the file that was saved; restore it, or {_OLDER}")
     saved = _saved_state(path)

@@ -19,7 +19,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
-from threepo.ranks.group import Ranks
+from threepo.ranks.group import AgreedError, Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
@@ -140,7 +140,8 @@ class TrainingRun(Generic[Config]):
         try:
             yield
         except UserError as error:
-            if not self.state.step or not any(self.ranks.gather(self.folder.is_lost)):
+            known = self.ranks.size == 1 or isinstance(error, AgreedError)  # to all ranks, which save together
+            if not known or not self.state.step or not any(self.ranks.gather(self.folder.is_lost)):
                 raise
             path = f"{self.folder.path}-rescued-at-step-{self.state.step}"
             config = replace(self.config, run=replace(self.config.run, folder=path))
