@@ -69,6 +69,10 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["train", "--resume", "nowhere"], "holds no run"),
         (["train", "demo/c3po", "--resume", "nowhere"], "leave out the recipe"),
         (["train", "--resume", "nowhere", "run.seed=1"], "all but run.steps, parallel.* and engine.vllm.servers"),
+        (
+            ["train", "--resume", "nowhere", "run.seed=1"],
+            "start a new run from its checkpoint, with model.path=nowhere",
+        ),
         (["train", "model.path=tiny-qwen2", "data.train=sorting"], "run.folder"),
         (["train", "demo/warm_start"], "is a warm start; `threepo sft` takes it"),
         (["sft", "demo/c3po"], "is reinforcement learning; `threepo train` takes it"),
@@ -192,7 +196,9 @@ def test_the_same_from_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*earned the same reward:threepo.errors.ThreepoWarning")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path: Path) -> None:
+def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ["run.steps=30", "run.checkpoint_every=0"]
     folder, said = tmp_path / "run", tmp_path / "said"
     process = forked("train", *RLVR, *settings, f"run.folder={folder}", said=str(said))
@@ -209,7 +215,10 @@ def test_a_stopped_run_saves_says_how_to_go_on_and_goes_on(number: int, tmp_path
     assert main(["train", "--resume", str(folder)]) == 0
     api.train(train_config(tmp_path / "whole", *settings))
     assert outcome(folder)["tensors"] == outcome(tmp_path / "whole")["tensors"]
+    capsys.readouterr()
     assert main(["train", "--resume", str(folder)]) == 0, "resuming a finished run has nothing to do, and says so"
+    said = capsys.readouterr().err
+    assert f"this run has done all its 30 steps; --resume {folder} run.steps=N extends it" in said
 
 
 def test_a_stopped_demonstration_says_to_run_it_again(tmp_path: Path) -> None:

@@ -121,13 +121,13 @@ def test_a_warm_start_is_that_of_the_command_line_and_c3po_starts_from_it(
     start.folder.rename(tmp_path / "after")
     start = threepo.fine_tune(resume=tmp_path / "after")
     assert outcome(start.folder) == outcome(tmp_path / "shell")
-    with pytest.raises(UserError, match=r"is a run of `threepo.fine_tune`; resume it with that function"):
+    with pytest.raises(UserError, match=r"is a run of `threepo sft`, or `threepo.fine_tune`; resume"):
         threepo.train(resume=start)
 
     prior = {"optimizer.load_hessian": start.folder, "run.steps": 1}
     run = threepo.train(start, ROWS, by_name, threepo.C3PO, folder=tmp_path / "run", **SMALL, **prior)
     assert run.posterior().step == 1
-    with pytest.raises(UserError, match=r"is a run of `threepo.train`; resume it with that function"):
+    with pytest.raises(UserError, match=r"is a run of `threepo train`, or `threepo.train`; resume"):
         threepo.fine_tune(resume=run)
 
 
@@ -310,6 +310,10 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"folder": ""}, "folder is missing: objects are written into it"),
         ({"folder": "", "data": "sorting"}, "folder is missing: name the folder of the run"),
         ({"folder": 3}, "folder = 3: must be a path, such as folder='runs/first'"),
+        ({"folder": "a\0b"}, r"folder = 'a\\x00b': must be a path"),
+        ({"run": {"folder": "a\0b"}, "folder": ""}, r"folder = 'a\\x00b': must be a path"),
+        ({"model": "a\0b"}, "model.path = .*: must not contain the character NUL"),
+        ({"data": "a\0b.jsonl"}, "data.train = .*: must not contain the character NUL"),
         ({"model": None}, "model is missing: give it as an argument, or name a recipe"),
         ({"data": None}, "data is missing: give it as an argument"),
         ({"data": []}, "data.train = list: has no rows"),

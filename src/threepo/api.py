@@ -85,7 +85,7 @@ def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, 
         source = getattr(run, "source", None)
         counts = {"data": source.counts()} if isinstance(source, FiniteProblems) else {}
         summary = {"seconds": time.monotonic() - began, **read_run(path).summary(), **counts}
-        write_json(path / SUMMARY, summary)
+        write_json(run.folder.file(SUMMARY), summary)
     finally:
         trackers.finish(summary)
     return path

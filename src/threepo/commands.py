@@ -69,21 +69,18 @@ def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
     """The configuration of the run to resume, and the length that it gets; None: its own."""
     from threepo.config.recipes import merge, parse_overrides
     from threepo.config.records import build
-    from threepo.run_folder import read_config, refuse_no_run
+    from threepo.run_folder import recorded_config
 
     names = [text.partition("=")[0].strip() for text in options.settings]
     if options.recipe or not all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name in names):
         taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
-        raise UserError(f"--resume takes {taken}; leave out the recipe and other settings")
+        branch = f"to change them, start a new run from its checkpoint, with model.path={options.resume}"
+        raise UserError(f"--resume takes {taken}; leave out the recipe and other settings ({branch})")
     given = parse_overrides(options.settings)
     steps = given.pop("run", {}).get("steps")
-    refuse_no_run(options.resume)
-    recorded = read_config(options.resume)
+    recorded = recorded_config(options.resume, record)
     if "model.path" in names and not recorded["model"].get("lora", {}).get("rank"):
         raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
-    made_by = "train" if "method" in recorded else "sft"
-    if made_by != options.kind:
-        raise UserError(f"--resume {options.resume}: is a run of `threepo {made_by}`; resume it with that command")
     return build(record, merge(recorded, given)), steps
 
 

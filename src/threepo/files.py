@@ -1,17 +1,25 @@
-"""Atomic writes, locks and errors of the disk: every write of threepo that matters goes through here."""
+"""Atomic writes, locks, JSON and errors of the disk: every file of threepo that matters goes through here."""
 
 import errno
 import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from threepo.errors import UserError
+
+UNFINISHED = ".unfinished"
+"""Ends the name of what is being written or deleted; a killed process leaves it behind."""
+_adapter: Any = cache(TypeAdapter)
 
 _FIXES = {
     "free some space, then resume the run": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -42,7 +50,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(UNFINISHED, f".{path.name}.", path.parent) as folder:
             temporary = Path(folder) / path.name
             yield temporary
             for part in (*temporary.rglob("*"), temporary):
@@ -57,6 +65,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     with atomic_file(path) as temporary:
         temporary.mkdir()
         yield temporary
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed processes left unfinished in `folder` and its subfolders. Nobody may be writing there."""
+    for leftover in (*folder.glob(f".*{UNFINISHED}"), *folder.glob(f"*/.*{UNFINISHED}")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def lock(path: Path) -> IO[bytes]:
@@ -95,10 +109,38 @@ def finite(value: Any) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `UserError` if it is damaged."""
+    found: dict[str, Any] = read_json_as(path, dict[str, Any], "restore the file")
+    return found
+
+
+def read_json_as(path: Path, shape: Any, fix: str) -> Any:
+    """The JSON value in a file; `UserError` if it cannot be read or does not have this `shape`, a type."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); the file is damaged") from error
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
+    return parse_json(text, shape, str(path), fix)
+
+
+def parse_json(text: bytes, shape: Any, name: str, fix: str) -> Any:
+    """The value of a JSON text; messages call it `name`."""
+    try:
+        return _adapter(shape).validate_python(json.loads(text.decode(), object_pairs_hook=without_repeats))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"{name}: is damaged ({place}: {first['msg']}); {fix}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not valid JSON ({error}); {fix}") from error
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its members, of which `json` would silently keep only the last of a name; `ValueError`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object names {max(names, key=names.count)!r} more than once")
+    return found
 
 
 def _sync(path: Path) -> None:

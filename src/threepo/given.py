@@ -127,7 +127,7 @@ def _without_bars() -> Iterator[None]:
 
 def path_of(name: str, value: Any) -> Path:
     """The path that an argument names; `UserError` if it is none."""
-    if not isinstance(value, str | Path):
+    if not isinstance(value, str | Path) or "\0" in str(value):
         raise UserError(f"{name} = {value!r}: must be a path, such as {name}='runs/first'")
     return Path(value).expanduser()
 

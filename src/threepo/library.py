@@ -30,6 +30,7 @@ from threepo.run_folder import (
     model_folder,
     read_config,
     read_metrics,
+    recorded_config,
     refuse_no_run,
     refuse_taken,
 )
@@ -142,15 +143,15 @@ def train(
     name, functions = _reward(reward)
     if resume is not None:
         others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
-        run, steps = _resumed(resume, settings, others, TrainConfig)
-        was = run.config["reward"]["function"]
-        unnamed = [one for one in ([was] if isinstance(was, str) else was) if one.startswith(f"{FROM_PYTHON}:")]
-        if name and not unnamed and name != was:
+        run, config, steps = _resumed(resume, settings, others, TrainConfig)
+        was = config.reward.function
+        unnamed = [one for one in config.reward.names if one.startswith(f"{FROM_PYTHON}:")]
+        if name and not unnamed and [*config.reward.names] != ([name] if isinstance(name, str) else name):
             raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
         if len(unnamed) == 1 and callable(reward):  # a lambda may have another name now
             functions = {unnamed[0]: reward}
         with given(functions):
-            return _run(build(TrainConfig, run.config), callbacks, GivenObjects(""), run.folder, steps)
+            return _run(config, callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
     objects = GivenObjects(folder)
     tables = objects.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
@@ -181,8 +182,8 @@ def fine_tune(
     """
     if resume is not None:
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)
-        run, steps = _resumed(resume, settings, others, SFTConfig)
-        return _run(build(SFTConfig, run.config), callbacks, GivenObjects(""), run.folder, steps)
+        run, config, steps = _resumed(resume, settings, others, SFTConfig)
+        return _run(config, callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
     objects = GivenObjects(folder)
     tables = merge(objects.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
@@ -236,18 +237,15 @@ def _config(record: Any, recipe: str | Path, tables: Table, needed: Mapping[str,
 
 def _resumed(
     resume: str | Path | Run, settings: Mapping[str, Any], others: Iterable[Any], record: type
-) -> tuple[Run, int | None]:
-    """The run to go on with, and the length that it gets; None: its own."""
+) -> tuple[Run, Any, int | None]:
+    """The run to go on with, its configuration, and the length that it gets; None: its own."""
     run, table = resume if isinstance(resume, Run) else Run(resume), _settings(settings)[0]
     if any(other is not None for other in others) or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
         raise UserError(
-            "resume takes callbacks, run={'steps': ...} and, in `threepo.train`, reward; all else is the run's own"
+            "resume takes callbacks, run={'steps': ...} and, in `threepo.train`, reward; all else is the run's own (to "
+            "change it, start a new run from its checkpoint: give the Run as the model)"
         )
-    trained = "method" in run.config
-    if trained != (record is TrainConfig):
-        made_by = "train" if trained else "fine_tune"
-        raise UserError(f"resume = '{run.folder}': is a run of `threepo.{made_by}`; resume it with that function")
-    return run, table.get("run", {}).get("steps")
+    return run, build(record, recorded_config(run.folder, record)), table.get("run", {}).get("steps")
 
 
 def _run(

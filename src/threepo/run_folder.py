@@ -18,15 +18,30 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from threepo.config.records import build, first_difference, to_dict
-from threepo.errors import UserError
-from threepo.files import atomic_file, disk_errors, finite, lock, read_json, write_json, write_text
+from pydantic import Field
+
+from threepo.config.records import build, first_difference, must, to_dict
+from threepo.errors import ThreepoWarning, UserError
+from threepo.files import (
+    UNFINISHED,
+    atomic_file,
+    disk_errors,
+    finite,
+    lock,
+    parse_json,
+    read_json,
+    read_json_as,
+    sweep,
+    write_json,
+    write_text,
+)
 from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
@@ -34,22 +49,40 @@ COMPLETIONS, CHECKPOINTS, GIVEN = "completions", "checkpoints", "given"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
 _GIVEN_AS = ("model.path", "model.tokenizer", "data.train", "data.eval", "conversations.source", "conversations.eval")
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
+_MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row.get("step")) is int, "has no step")]
 
 
 def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
-    config = read_json(run / CONFIG)
+    config: dict[str, Any] = read_json(run / CONFIG)
     for table, key in (setting.split(".") for setting in _GIVEN_AS):
-        then = Path((config.get(table) or {}).get(key, ""))
+        held = config.get(table)
+        then = Path(str(held.get(key, "") if isinstance(held, dict) else ""))
         if then.parent.name == GIVEN and (now := run.absolute() / GIVEN / then.name).exists():
             config[table][key] = str(now)
     return config
 
 
+def recorded_config(run: Path, record: type[Any]) -> dict[str, Any]:
+    """The contents of config.json of a run to go on with, of which `record` can be made; else `UserError`."""
+    refuse_no_run(run)
+    config, trains = read_config(run), "method" in record.__dataclass_fields__
+    if ("conversations" if trains else "method") in config:
+        made_by = "`threepo sft`, or `threepo.fine_tune`" if trains else "`threepo train`, or `threepo.train`"
+        raise UserError(f"run folder {run}: is a run of {made_by}; resume it with that")
+    try:
+        build(record, config)
+    except UserError as error:
+        raise UserError(f"{run / CONFIG}: {error}; restore it from a copy") from error
+    return config
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that a killed process left unfinished is ignored."""
-    text = (run / METRICS).read_text(encoding="utf-8") if (run / METRICS).is_file() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+    file = run / METRICS
+    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+    places = [(f"{file}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    return [parse_json(line, _MetricsRow, name, "delete the line") for name, line in places]
 
 
 def metrics_digest(run: Path) -> str:
@@ -84,21 +117,46 @@ def refuse_taken(path: Path, config: Any) -> None:
     raise UserError(f"run folder {path}: holds {run} choose another run.folder")
 
 
+def folder_of_run(path: Path) -> Path | None:
+    """The run folder that a folder is or lies in; None if it is in none. Somebody else may have made it."""
+    holds_run = (at for at in (path, *path.parents) if (at / CONFIG).is_file())  # so does a model directory
+    return next((at for at in holds_run if (at / LOCK).is_file() or (at / CHECKPOINTS).is_dir()), None)
+
+
 def refuse_no_run(path: Path) -> None:
     """Raise `UserError` if the folder `path` holds no run."""
     if not (path / CONFIG).is_file():
         raise UserError(f"run folder {path}: holds no run (no config.json); check the path")
 
 
+@dataclass(frozen=True)
+class Material:
+    """What problems.json and conversations.json say of the problems or conversations of one part of a run."""
+
+    source: str
+    digest: str
+    problems: int = 0
+    kept: int = 0
+    file: str = ""
+    """The tokens of conversations."""
+
+
+def read_material(run: Path, name: str) -> dict[str, Material]:
+    """The contents of problems.json or conversations.json by part; empty if there is none."""
+    fix = "restore it, or delete it to resume without a comparison"
+    shape = Annotated[dict[str, Material], Field(min_length=1)]
+    return read_json_as(run / name, shape, fix) if (run / name).is_file() else {}
+
+
 def refuse_changed(run: Path, name: str, now: Mapping[str, Mapping[str, Any]]) -> None:
     """`UserError` if its problems or conversations have changed: `now`, its file `name` would hold something else."""
-    for part, then in (read_json(run / name) if (run / name).is_file() else {}).items():
-        if part in now and then["digest"] != now[part]["digest"]:
-            counts = [record.get("problems", record.get("kept")) for record in (now[part], then)]
+    for part, then in read_material(run, name).items():
+        if part in now and then.digest != now[part]["digest"]:
+            count = now[part].get("problems", now[part].get("kept"))
             raise UserError(
-                f"the {Path(name).stem} of {now[part]['source']} have changed since the run began ({counts[0]:,} now, "
-                f"{counts[1]:,} then); restore the old ones, or start a new run (with model.path = {str(run)!r} it "
-                f"goes on from what this one has learnt)"
+                f"the {Path(name).stem} of {now[part]['source']} have changed since the run began ({count:,} now, "
+                f"{then.problems or then.kept:,} then); restore the old ones, or start a new run (with model.path = "
+                f"{str(run)!r} it goes on from what this one has learnt)"
             )
 
 
@@ -121,12 +179,30 @@ class LockedFolder:
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(path / self.files[-1])
+        sweep(path)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder was deleted, moved or replaced since it was opened."""
+        try:
+            return not os.path.samestat(os.stat(self.path / self.files[-1]), os.fstat(self._lock.fileno()))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def file(self, name: str) -> Path:
+        """The path of a file to write; `UserError` if this is no longer the folder that was opened.
+
+        Writing makes folders that are missing: without this, a deleted one would come back without its config and lock.
+        """
+        if self.is_lost:
+            raise UserError(f"folder {self.path}: was deleted, moved or replaced while it was in use")
+        return self.path / name
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        kept = not self._fresh or any((self.path / name).exists() for name in self.results)
+        kept = not self._fresh or self.is_lost or any((self.path / name).exists() for name in self.results)
         if isinstance(error, UserError) and not kept:
             for name in self.files:
                 (self.path / name).unlink(missing_ok=True)
@@ -183,7 +259,7 @@ class RunFolder(LockedFolder):
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity become null."""
-        with disk_errors(self.path / METRICS), open(self.path / METRICS, "ab", buffering=0) as file:
+        with disk_errors(self.path / METRICS), open(self.file(METRICS), "ab", buffering=0) as file:
             file.write((json.dumps(finite(row)) + "\n").encode())
             os.fsync(file.fileno())  # after a power cut, no checkpoint is ahead of the log
 
@@ -191,11 +267,14 @@ class RunFolder(LockedFolder):
         """Add metrics to the row of their step in metrics.jsonl, which may be missing."""
         rows = {found["step"]: found for found in read_metrics(self.path)}
         rows[row["step"]] = rows.get(row["step"], {}) | finite(row)
-        write_text(self.path / METRICS, "".join(json.dumps(found) + "\n" for found in rows.values()))
+        write_text(self.file(METRICS), "".join(json.dumps(found) + "\n" for found in rows.values()))
 
     def forget_after(self, step: int) -> None:
         """Delete metrics and completions of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
+        if missing := step - len({row["step"] for row in rows} - {-1}):
+            lost = f"{missing} of the {step} steps done have no row; the run goes on without them"
+            warnings.warn(f"{self.path / METRICS}: {lost}", ThreepoWarning, stacklevel=2)
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) >= step:
@@ -203,44 +282,31 @@ class RunFolder(LockedFolder):
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write all rollouts of a step as one parquet file."""
-        write_parquet(self.path / COMPLETIONS / f"step-{step:06d}.parquet", rows)
+        write_parquet(self.file(f"{COMPLETIONS}/step-{step:06d}.parquet"), rows)
 
     def checkpoint_path(self, step: int) -> Path:
         """The path of the checkpoint after `step` training steps."""
-        return self.path / CHECKPOINTS / f"step-{step:06d}"
+        return self.file(f"{CHECKPOINTS}/step-{step:06d}")
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints (0 keeps all), and unfinished ones of killed processes."""
+        """Delete all but the newest `keep` checkpoints (0 keeps all)."""
         for _, path in checkpoints(self.path)[:-keep] if keep else []:
-            # A half-deleted checkpoint must not look like one; the loop below deletes what has been renamed.
-            os.rename(path, path.with_name(f".{path.name}.deleted"))
-        for leftover in (self.path / CHECKPOINTS).glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            os.rename(path, path.with_name(f".{path.name}{UNFINISHED}"))  # half of one must not look like one
+        sweep(self.path)
 
 
 class FollowedFolder(RunFolder):
     """The folder of a run, on a rank that leaves the writing to the first."""
 
+    is_lost = False  # it has no lock
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def _nothing(self, *_: object, **__: object) -> None:
+        """The first rank does it."""
 
-    def log(self, row: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def add_to_row(self, row: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def forget_after(self, step: int) -> None:
-        """Nothing."""
-
-    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
-
-    def prune_checkpoints(self, keep: int) -> None:
-        """Nothing."""
+    log = add_to_row = forget_after = write_completions = prune_checkpoints = close = __exit__ = _nothing
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

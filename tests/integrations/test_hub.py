@@ -35,7 +35,7 @@ def test_a_dry_run_writes_a_model_that_others_can_use(run: Path, tmp_path: Path)
     assert main(arguments) == 0
     names = {path.name for path in folder.iterdir()}
     assert {"README.md", "curves.png", "model.safetensors", "posterior.safetensors", "tokenizer.json"} <= names
-    assert not names & {"optimizer.safetensors", "train_state.json", "metrics.jsonl"}
+    assert not names & {"optimizer.safetensors", "train_state.json", "files.json", "metrics.jsonl"}
     assert main(["sample", str(folder), "--output", str(tmp_path / "drawn")]) == 0
     assert not Posterior.from_pretrained(folder).is_point
     with Image.open(folder / "curves.png") as image:

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 from threepo.errors import UserError
@@ -332,43 +331,6 @@ def test_how_many_gradients_a_parameter_has_had_is_saved_and_loaded(way: str, tm
         set_optimizer_state_dict(other_model, other, into["optimizer"])
     go_on(optimizer, model, range(21, 23))
     go_on(other, other_model, range(21, 23))
-    assert torch.equal(model["late"], other_model["late"])
-
-
-@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
-def test_state_saved_before_that_was_counted_goes_on_as_it_did(way: str, tmp_path: Path) -> None:
-    """All parameters count as there from the start; the group's count must not be lost with the missing one."""
-    optimizer, model = joined_late(0, 20)
-    old = copy.deepcopy(optimizer.state_dict()) if way == "state_dict" else get_state_dict(model, optimizer)[1]
-    for entry in old["state"].values():
-        del entry["missed_steps"]
-    other_model = copy.deepcopy(model)
-    other = IVON(other_model.named_parameters(), **DEBIASED)
-    if way == "state_dict":
-        other.load_state_dict(old)
-    else:
-        dcp.save({"optimizer": old}, checkpoint_id=tmp_path)
-        into = {"optimizer": get_state_dict(other_model, other)[1]}
-        planner = DefaultLoadPlanner(allow_partial_load=True)  # torch refuses any key that the file lacks without it
-        dcp.load(into, checkpoint_id=tmp_path, planner=planner)
-        set_optimizer_state_dict(other_model, other, into["optimizer"])
-    optimizer, model = joined_late(0, 20)
-    go_on(optimizer, model, range(20, 22))
-    go_on(other, other_model, range(20, 22))
-    assert torch.equal(model["late"], other_model["late"])
-
-
-def test_state_that_has_the_first_step_of_late_parameters_goes_on_as_it_did() -> None:
-    """As version 0.1.0 saved it up to November 2026."""
-    optimizer, model = joined_late(20, 2)
-    old = copy.deepcopy(optimizer.state_dict())
-    for entry in old["state"].values():
-        entry["first_step"] = entry.pop("missed_steps") + 1
-    other_model = copy.deepcopy(model)
-    other = IVON(other_model.named_parameters(), **DEBIASED)
-    other.load_state_dict(old)
-    go_on(optimizer, model, range(22, 24))
-    go_on(other, other_model, range(22, 24))
     assert torch.equal(model["late"], other_model["late"])
 
 

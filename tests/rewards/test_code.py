@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -590,6 +591,22 @@ next(outcomes)
 os.killpg(0, signal.SIGINT)
 print(next(outcomes).ending)
 """
+
+
+KILLED = """
+import os, signal
+from threepo.config import SandboxConfig
+from threepo.rewards.sandbox import Submission, open_sandbox
+next(open_sandbox(SandboxConfig()).run(Submission(kind="stdin", program="print(input())", cases=("0", "1"))))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_a_killed_process_leaves_nothing_of_its_programs(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)

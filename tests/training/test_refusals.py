@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -217,6 +218,22 @@ def test_a_reward_that_the_credit_rule_is_not_defined_for_loses_no_step() -> Non
     with pytest.raises(UserError, match="method.advantage.rule = 'pass_at_k': needs rewards of 0 and 1, .* earned 0.5"):
         api.train(config("reward.function=half:reward", *credit))
     assert [step for step, _ in checkpoints(Path("run"))] == [2]
+
+
+def test_no_code_is_imported_from_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody may have sent it, with a module that its config.json names."""
+    Path("sent.py").write_text("def reward(completions):\n    return [0.0] * len(completions)\n")
+    api.train(config("reward.function=sent:reward", "run.steps=1"))
+    Path("run/sent.py").write_text("raise SystemExit('ran')\n")
+    for place in ("run", "run/checkpoints"):
+        monkeypatch.chdir(tmp_path / place)
+        heldout = f"data.eval={tmp_path / 'problems.jsonl'}"
+        for command in (["train", "--resume", str(tmp_path / "run")], ["eval", str(tmp_path / "run"), heldout]):
+            monkeypatch.delitem(sys.modules, "sent", raising=False)
+            assert main(command) == 2
+            assert f"directory is in the run folder {tmp_path / 'run'}, and no code" in capsys.readouterr().err
 
 
 def test_relative_paths_mean_the_same_when_a_run_is_resumed_elsewhere(

@@ -136,6 +136,25 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
     RunFolder.open(tmp_path / "run")[0].close()
 
 
+def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_path: Path) -> None:
+    """Before anything is saved: half-written checkpoints of a large model would fill the disk."""
+    program = (
+        "import os, signal, sys; from pathlib import Path; from threepo.files import atomic_file, atomic_folder\n"
+        "make = atomic_folder if 'checkpoints' in sys.argv[1] else atomic_file\n"
+        "with make(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    RunFolder.create(tmp_path / "run", RunConfig()).close()
+    for name in ("checkpoints/step-000001", "completions/step-000001.parquet", "summary.json"):
+        killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run" / name)], check=False)
+        assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "run" / "checkpoints" / ".mine").mkdir()
+    left = {path.name.split(".unf")[0].rpartition(".")[0] for path in tmp_path.rglob("*.unfinished")}
+    assert left == {".step-000001", ".step-000001.parquet", ".summary.json"}
+    RunFolder.open(tmp_path / "run")[0].close()
+    assert list(tmp_path.rglob("*.unfinished")) == []
+    assert (tmp_path / "run" / "checkpoints" / ".mine").is_dir(), "threepo did not make it"
+
+
 def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig())
     for step in range(5):

@@ -32,6 +32,7 @@ from threepo.config.records import (
     Seconds,
     Settings,
     must,
+    without_nul,
 )
 from threepo.config.reward import RewardConfig as RewardConfig
 from threepo.config.reward import SandboxConfig as SandboxConfig
@@ -48,7 +49,7 @@ from threepo.errors import UserError
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
 
-    folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    folder: Annotated[str, without_nul, AfterValidator(os.path.expanduser)] = ""
     """Run folder; empty: runs/ followed by the recipe's name."""
     steps: CountOrZero = 100
     """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""

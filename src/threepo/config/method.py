@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Settings, Share, must
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveOrInfinite, Settings, Share, must
 from threepo.config.sources import LocalPath
 
 
@@ -51,7 +51,7 @@ class Correction(Settings, table="method.correction"):
     """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
     low: NotNegative = 0.5
     """Masking kinds: the lowest ratio that is kept."""
-    high: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
+    high: PositiveOrInfinite = 2.0
     """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
     weight: Literal["ratio", "one"] = "ratio"
     """Masking kinds: weight what is kept by its ratio, or by 1 (the paper does not say; method.md 7)."""
@@ -211,7 +211,7 @@ class IVONConfig(Settings, table="optimizer"):
     """Decay rates of momentum and Hessian."""
     weight_decay: NotNegative = 1e-8
     """Delta: precision of the prior, which is also the weight decay."""
-    clip_radius: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1e-3
+    clip_radius: PositiveOrInfinite = 1e-3
     """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
     estimator: Literal["price", "gradsq"] = "price"
     """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""

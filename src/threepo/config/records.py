@@ -7,18 +7,26 @@ number. A user gets one line about the first mistake that pydantic finds: field,
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from threepo.errors import UserError
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+PositiveOrInfinite = Annotated[
+    float,
+    Field(gt=0, allow_inf_nan=True),
+    BeforeValidator(lambda value: math.inf if value == "Infinity" else value),
+    PlainSerializer(lambda value: "Infinity" if value == math.inf else value, when_used="json"),
+]
+"""JSON has no infinity, so there it is a text."""
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
@@ -44,6 +52,7 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+without_nul = must(lambda text: "\0" not in text, "must not contain the character NUL; no file can have it in its name")
 _ALTERNATIVES = ("str", "tuple[str, ...]")
 """How pydantic names the types of a field that has several."""
 _adapter: Any = cache(TypeAdapter)

@@ -18,6 +18,7 @@ from typing import Any
 
 from threepo.config.sources import HUB_FILE, is_file, is_local, split_source
 from threepo.errors import UserError
+from threepo.files import without_repeats
 
 Row = dict[str, Any]
 Messages = tuple[Mapping[str, Any], ...]
@@ -103,7 +104,8 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
 
 def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
     """Rows of local files of one kind. Unlike `load_dataset`, these readers never use the network."""
-    if not any(map(os.path.getsize, files)):
+    files = list(filter(_has_rows, files))  # `datasets` fails at a parquet file without any
+    if not files:
         raise UserError(f"{name}: is empty")
     paths, kind = [glob.escape(path) for path in files], _kind(files[0])
     # The name is part of the key of the cache. Without it, the key has only the path and the time of modification.
@@ -117,6 +119,14 @@ def _open_files(datasets: Any, name: str, files: Sequence[str]) -> Rows:
         return Rows(name, table, _json_lines)
     table = datasets.Dataset.from_text(paths, **options, sample_by="document")
     return Rows(name, table, _csv_document if kind == ".csv" else _json_document)
+
+
+def _has_rows(path: str) -> bool:
+    if _kind(path) != ".parquet":
+        return os.path.getsize(path) > 0
+    from pyarrow.parquet import read_metadata
+
+    return bool(read_metadata(path).num_rows)
 
 
 def _kind(path: str) -> str:
@@ -142,7 +152,7 @@ def _json_lines(text: str) -> Iterator[Row | BrokenRow]:
 
 def _json_row(text: str) -> Row | BrokenRow:
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=without_repeats)
         if "\\u" in text:
             json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     except (ValueError, RecursionError) as error:
@@ -153,7 +163,7 @@ def _json_row(text: str) -> Row | BrokenRow:
 def _json_document(text: str) -> Iterator[Row | BrokenRow]:
     """A .json file holds an array of objects, or an object in each line."""
     if text.lstrip().startswith("["):
-        return map(_json_row, map(json.dumps, json.loads(text)))
+        return map(_json_row, map(json.dumps, json.loads(text, object_pairs_hook=without_repeats)))
     return _json_lines(text)
 
 

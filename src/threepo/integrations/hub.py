@@ -25,10 +25,10 @@ from threepo.files import atomic_folder, read_json
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR
 from threepo.run_folder import CONFIG, SUMMARY, model_folder
-from threepo.training.checkpoint import OPTIMIZER_FILE
+from threepo.training.checkpoint import CONTENTS, OPTIMIZER_FILE
 
 CARD, CURVES = "README.md", "curves.png"
-NOT_THE_MODEL = (OPTIMIZER_FILE, "reference.safetensors", "train_state.json")
+NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "reference.safetensors", "train_state.json")
 SHOWN = (
     "model",
     "data",

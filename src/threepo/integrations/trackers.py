@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from threepo.errors import ThreepoWarning
-from threepo.files import finite, read_json, write_json
+from threepo.files import finite, read_json_as, write_json
 
 PROJECT = "threepo"
 """The project or experiment, unless an environment variable names another."""
@@ -45,7 +45,8 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Values, first_step: int, resumed: bool) -> None:
         """`first_step`: rows of earlier steps are there already."""
-        ids = read_json(folder / IDS) if resumed and (folder / IDS).is_file() else {}
+        fix, known = "delete it: trackers then begin new runs", resumed and (folder / IDS).is_file()
+        ids = read_json_as(folder / IDS, dict[str, str], fix) if known else {}
         self._open: dict[str, Tracker] = {}
         for name in names:
             try:

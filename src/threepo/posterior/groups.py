@@ -121,11 +121,8 @@ def fill(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
 
 def loaded(saved: Mapping[str, torch.Tensor], p: torch.Tensor) -> dict[str, torch.Tensor]:
     """A copy of a parameter's saved state, in float32 for a parameter of any dtype (torch would cast it to that)."""
-    # Older versions saved the first step of late parameters, counted from 1, or nothing.
-    missed = saved.get("missed_steps", saved.get("first_step", torch.tensor(1.0)) - 1)
-    found = {name: (value, p.device) for name, value in saved.items() if name != "first_step"}
-    found["missed_steps"] = missed, torch.device("cpu")
-    return {name: value.detach().to(device, torch.float32, copy=True) for name, (value, device) in found.items()}
+    devices = {name: "cpu" if name == "missed_steps" else p.device for name in saved}
+    return {name: value.detach().to(devices[name], torch.float32, copy=True) for name, value in saved.items()}
 
 
 def matched(

@@ -134,8 +134,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps only state and param_groups."""
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("noise_rank", 0)  # older versions saved none
         self._forget_this_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from threepo.errors import UserError
+from threepo.run_folder import folder_of_run
 from threepo.types import Completion, Problem, Verdict
 
 SUPPLIED = ("prompts", "completions", "completion_ids")
@@ -112,6 +113,9 @@ class UserFunction:
         if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
             raise self._error("must be 'module:function', in names of Python")
         here = str(Path.cwd())
+        if run := folder_of_run(Path.cwd()):
+            fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
+            raise self._error(f"the current directory is in the run folder {run}, and {fix}")
         if here not in sys.path:
             sys.path.insert(0, here)  # most reward files are next to the data
         try:

@@ -5,20 +5,26 @@
     reference.safetensors    the reference model, if it changes (training/reference.py)
     train_state.json         the step, what schedules and alarms remember, and the optimizer's own counts: steps, by
                              which IVON debiases (AdamW's are in its state), and skipped steps
+    files.json               sizes of the files of tensors and digests of all others, which resuming compares
 
 A checkpoint appears under its name only when all of it is on disk.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from threepo.config.records import must
 from threepo.errors import UserError
-from threepo.files import read_json, write_json
+from threepo.files import read_json_as, write_json
+from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior, saved_groups
@@ -30,7 +36,8 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.training.schedules import ScheduleState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-_STATE_FILE = "train_state.json"
+_STATE_FILE, CONTENTS = "train_state.json", "files.json"
+_OLDER = "delete the checkpoint to resume from an older one"
 
 Files = Mapping[str, Weights]
 """Tensors by their names, by the file that holds them."""
@@ -47,6 +54,18 @@ class TrainState:
     schedules: ScheduleState = field(default_factory=ScheduleState)
     drawn: int = 0
     """Problems that dynamic sampling has taken from their source; 0 without it."""
+
+
+@dataclass(frozen=True)
+class _SavedState:
+    """The contents of train_state.json."""
+
+    step: int
+    streaks: dict[str, int]
+    schedules: ScheduleState
+    drawn: int
+    optimizer_steps: int
+    skipped_steps: int
 
 
 def save_checkpoint(
@@ -85,31 +104,54 @@ def save_checkpoint(
                 save_file({name: value.cpu().contiguous() for name, value in found.items()}, folder / file)
         with ranks.together():
             if ranks.first:
+                if ranks.size > 1:
+                    policy.save_all_but_weights(folder)
                 first = optimizer.param_groups[0]
                 counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
                 write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
-                if ranks.size > 1:
-                    policy.save_all_but_weights(folder)
+                saved = (file for file in sorted(folder.iterdir()) if file.name != ADAPTERS)  # people edit its base
+                write_json(folder / CONTENTS, {file.name: _content(file) for file in saved})
+
+
+def _content(file: Path) -> str:
+    """The size of a file of tensors, or a digest of a smaller one."""
+    if file.suffix == ".safetensors":
+        return f"{file.stat().st_size} bytes"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _saved_state(path: Path) -> _SavedState:
+    saved: _SavedState = read_json_as(path / _STATE_FILE, _SavedState, _OLDER)
+    return saved
 
 
 def load_train_state(path: Path) -> TrainState:
-    """The train state of a checkpoint."""
-    saved = read_json(path / _STATE_FILE)
-    quiet = {"correction": saved.get("quiet_steps", 0)}  # what older versions saved
-    if "schedules" not in saved:  # they saved what ess_schedule remembers, and nothing of other schedules
-        saved["schedules"] = {"ess_factor" if name == "factor" else name: x for name, x in saved["ess"].items()}
-    schedules = ScheduleState(**saved["schedules"])
-    return TrainState(saved["step"], saved.get("streaks", quiet), schedules, saved.get("drawn", 0))
+    """The train state of a checkpoint; `UserError` if a file of it is not the one that was saved."""
+    listed = Annotated[dict[str, str], must(lambda found: _STATE_FILE in found, f"must have {_STATE_FILE}")]
+    for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
+        if not (path / name).is_file() or _content(path / name) != then:
+            raise UserError(f"{path / name}: is not the file that was saved; restore it, or {_OLDER}")
+    saved = _saved_state(path)
+    if int(path.name.removeprefix("step-")) != saved.step:
+        raise UserError(f"{path / _STATE_FILE}: belongs to step {saved.step}; restore the right one, or {_OLDER}")
+    return TrainState(saved.step, saved.streaks, saved.schedules, saved.drawn)
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of a checkpoint; `UserError` if it cannot be read or a number in it is not finite."""
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); {_OLDER}") from error
+    if damaged := [name for name, value in tensors.items() if not value.isfinite().all()]:
+        raise UserError(f"{file}: {damaged[0]} has numbers that are not finite; {_OLDER}")
+    return tensors
 
 
 def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
     """Put a checkpoint's optimizer state into a freshly made optimizer of the same kind, bitwise."""
     file = path / OPTIMIZER_FILE
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        fix = "delete the checkpoint to resume from an older one"
-        raise UserError(f"{file}: cannot be read ({error}); {fix}") from error
+    tensors = read_tensors(file)
     if isinstance(optimizer, IVON):
         hessian = Posterior.from_pretrained(path).hessian
         tensors |= {f"hessian/{name}": value for name, value in hessian.items()}
@@ -119,15 +161,18 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         if name not in index:
-            raise UserError(f"{file}: the model has no parameter {name}; it belongs to another model")
-        mine = like_parameter(value, parameters[name]) if value.shape == parameters[name].shape else value
+            raise UserError(f"{file}: the model has no parameter {name or key}; it belongs to another model")
+        if value.shape not in (shape := parameters[name].shape, ()):
+            found = f"{list(value.shape)}, not {list(shape)}"
+            raise UserError(f"{file}: {key} has the shape {found}; it belongs to another model")
+        mine = like_parameter(value, parameters[name]) if value.shape == shape else value
         restored["state"].setdefault(index[name], {})[kind] = mine
     optimizer.load_state_dict(restored)
-    counts = read_json(path / _STATE_FILE)
+    counts = _saved_state(path)
     for group in optimizer.param_groups:
-        group["skipped_steps"] = counts["skipped_steps"]
+        group["skipped_steps"] = counts.skipped_steps
         if "step" in group:
-            group["step"] = counts["optimizer_steps"]
+            group["step"] = counts.optimizer_steps
     # That of the last step, for an evaluation that is made up before the next; none without noise.
     ess = {name: saved.ess for saved in saved_groups(path) for name in saved.parameters}
     for name, _, group in named_in_groups(optimizer.param_groups):

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from safetensors.torch import load_file
 
 from threepo.config import TrainConfig
+from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.layout import drop_gathered_copies, like_parameter, local
 from threepo.posterior.policy_optimizer import Weights
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import RunFolder, checkpoints
-from threepo.training.checkpoint import Files
+from threepo.training.checkpoint import Files, read_tensors
 
 FILE = "reference.safetensors"
 
@@ -74,7 +74,10 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
     if not saved:
         return Reference(policy, every)
     if every:
-        weights = load_file(saved[-1][1] / FILE)
+        weights = read_tensors(file := saved[-1][1] / FILE)
+        own = {name: p.shape for name, p in policy.model.named_parameters() if p.requires_grad}
+        if {name: value.shape for name, value in weights.items()} != own:
+            raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
         return Reference(policy, every, {name: value.to(policy.device) for name, value in weights.items()})
     first = load_sharded(config.model, config.parallel, ranks, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()))

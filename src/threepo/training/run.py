@@ -21,7 +21,7 @@ from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
-from threepo.ranks.group import Ranks
+from threepo.ranks.group import AgreedError, Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
@@ -108,14 +108,16 @@ class TrainingRun(Generic[Config]):
     def add_evaluation(self, every: int, steps: int, name: str, measure: Callable[[], Metrics]) -> None:
         """Add what `measure` returns, `name` among it, to the row of the last step, if due and not there yet.
 
-        Before the first step this is row -1.
+        Before the first step this is row -1, which is made.
         """
         done = self.state.step
         if not due(done, every, steps):
             return
         with self.ranks.together():  # only the first rank sees the log
-            rows = read_metrics(self.folder.path) if self.ranks.first else []
-        if any(self.ranks.gather(any(row["step"] == done - 1 and name in row for row in rows))):
+            rows = {row["step"]: row for row in read_metrics(self.folder.path)} if self.ranks.first else {}
+        # A step's row that somebody has deleted is not begun again with its evaluation alone.
+        lost = self.ranks.first and done > 0 and done - 1 not in rows
+        if any(self.ranks.gather(lost or name in rows.get(done - 1, ()))):
             return
         clock = Clock()
         metrics = measure()
@@ -132,7 +134,8 @@ class TrainingRun(Generic[Config]):
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
-        path = self.folder.checkpoint_path(self.state.step)
+        with self.ranks.together():
+            path = self.folder.checkpoint_path(self.state.step)
         if self.state.step and not any(self.ranks.gather(path.exists())):
             self.check.agree(self.state, {})
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks, self.more_tensors())
@@ -150,6 +153,23 @@ class TrainingRun(Generic[Config]):
             raise
 
     @contextmanager
+    def rescued(self) -> Iterator[None]:
+        """If the body fails because the run's folder is gone, save into a new run folder beside it, and name that."""
+        try:
+            yield
+        except UserError as error:
+            known = self.ranks.size == 1 or isinstance(error, AgreedError)  # to all ranks, which save together
+            if not known or not self.state.step or not any(self.ranks.gather(self.folder.is_lost)):
+                raise
+            path = f"{self.folder.path}-rescued-at-step-{self.state.step}"
+            config = replace(self.config, run=replace(self.config.run, folder=path))
+            self.folder = open_folder(config, None, self.state.step, self.ranks)
+            self.save()
+            self.folder.close()
+            with self.ranks.together():
+                raise UserError(f"{error}; its state is saved: continue with --resume {path}") from error
+
+    @contextmanager
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
@@ -158,7 +178,14 @@ class TrainingRun(Generic[Config]):
         it, which a resumed run adds before its first step.
         """
         console = Console(stderr=True, quiet=not self.ranks.first)
-        with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
+        if self.state.step >= steps:
+            more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
+            console.print(f"this run has done all its {steps} steps{more}", highlight=False, soft_wrap=True)
+        with (
+            polite_stop() as stop,
+            progress(title, steps, self.state.step, self.folder.path, console) as reporter,
+            self.rescued(),
+        ):
 
             def stop_if_asked() -> None:
                 asked = CALLBACK if self.asked_to_stop else 0
@@ -203,6 +230,7 @@ def build_or_restore(
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
+    state = load_train_state(path) if path else TrainState()
     whole = path and not (path / ADAPTERS).is_file()
     source = replace(model, path=str(path), tokenizer="") if whole else model
     policy = load_sharded(source, config.parallel, ranks, seed, None if whole else path)
@@ -211,11 +239,11 @@ def build_or_restore(
     optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)
     if path:
         restore_optimizer(path, optimizer)
-        return policy, optimizer, load_train_state(path)
+        return policy, optimizer, state
     OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
     schedules = first_state(config) if isinstance(config, TrainConfig) else ScheduleState()
     _warn_at_the_start(config, policy, optimizer)
-    return policy, optimizer, TrainState(schedules=schedules)
+    return policy, optimizer, replace(state, schedules=schedules)
 
 
 def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimizer) -> None:

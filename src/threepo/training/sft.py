@@ -10,7 +10,6 @@ IVON, one draw of the weights is held across all micro-batches of a step.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from threepo.config import DataConfig, SFTConfig
 from threepo.data.finite import epoch_batch, warn_of_shared
 from threepo.data.tasks import Demonstration, Demonstrations
 from threepo.errors import UserError
-from threepo.files import read_json, write_json
+from threepo.files import write_json
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.ranks.agreement import row_facts
 from threepo.ranks.group import ALONE, Ranks
-from threepo.run_folder import CONVERSATIONS, RunFolder, refuse_changed
+from threepo.run_folder import CONVERSATIONS, RunFolder, read_material, refuse_changed
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock, Metrics
@@ -147,8 +146,8 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
     """The conversations of a recipe; a resumed run must use those that it began with."""
     settings = config.conversations
     assert settings is not None, "a recipe has demonstrations or conversations"
-    saved = resumed.path / CONVERSATIONS if resumed else Path()
-    files = {part: record["file"] for part, record in read_json(saved).items()} if saved.is_file() else {}
+    saved = read_material(resumed.path, CONVERSATIONS) if resumed else {}
+    files = {part: record.file for part, record in saved.items()}
     parts: tuple[Part, ...] = ("source", "eval") if settings.eval else ("source",)
     prepared = {part: prepare(policy, settings, part, files.get(part, "")) for part in parts}
     record: dict[str, Any] = {part: conversations.record for part, conversations in prepared.items()}

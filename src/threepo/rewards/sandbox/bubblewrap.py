@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -67,6 +67,10 @@ class Bubblewrap(LocalSandbox):
             self.filters = filters()
         except OSError:
             raise _missing("libseccomp", "libseccomp2") from None
+
+    def scratch(self) -> AbstractContextManager[str]:
+        """None here: the program's files are in memory, in its own namespace, and end with it."""
+        return nullcontext("")
 
     def start(self, link: int, folder: str, room: int) -> Process:
         """The harness is process 1 inside: when it ends, the kernel ends everything there."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -66,6 +66,10 @@ class LocalSandbox:
             fix = "make it with pip install --target FOLDER NAME ..."
             raise UserError(f"reward.sandbox.packages = {settings.packages!r}: there is no such folder; {fix}")
 
+    def scratch(self) -> AbstractContextManager[str]:
+        """A folder for the files of one program."""
+        return tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True)
+
     def start(self, link: int, folder: str, room: int) -> Process:
         """Start Python by `spawn`. Its files may take `room` bytes; `folder` is empty, and removed at the end."""
         return spawn([sys.executable, *PYTHON_ARGUMENTS], link, cwd=folder, env=environment(self.packages))
@@ -82,7 +86,7 @@ class LocalSandbox:
         order |= {"limits": {name: (value, value) for name, value in most.items()}}  # soft and hard
         order |= {"drop_root": self.drop_root, "filters": self.filters}
         link, theirs = Pipe()
-        with link, tempfile.TemporaryDirectory(prefix="threepo-program-", ignore_cleanup_errors=True) as folder:
+        with link, self.scratch() as folder:
             with theirs:
                 process = self.start(theirs.fileno(), folder, room)
             assert process.stderr is not None

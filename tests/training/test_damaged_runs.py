@@ -1,0 +1,188 @@
+"""Damaged, deleted and replaced run folders: a clear error or a correct resume, and never a traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from runs import RLVR, train_config
+from threepo import api
+from threepo.cli import main
+from threepo.config import TrainConfig
+from threepo.config.records import build
+from threepo.errors import ThreepoWarning, UserError
+from threepo.run_folder import RunFolder, checkpoints
+
+REFERENCE = ("objective.reference_kl=0.1", "objective.reference_reset_every=1")
+RUNS = {
+    "train": (*RLVR, "method.preset=b3po", "eval.every=1", "optimizer.clip_radius=inf", *REFERENCE),
+    "sft": ("model.lora.rank=2", "run.threads=1", "conversations.batch_size=2"),
+}
+"""Settings of a run by the command that makes it; together they write every file that a run can have."""
+GARBAGE = bytes(range(256))
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "garbage": lambda content: (GARBAGE * (len(content) // 256 + 1))[: len(content)],
+    "NUL": lambda content: b"\0" * len(content),
+    "list": lambda content: b"[]\n",
+    "object": lambda content: b"{}\n",
+    "repeated": lambda content: content.replace(b"{", b'{"step": 1, "step": 2, ', 1),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of two steps of each kind, and the same runs extended to three."""
+    home = tmp_path_factory.mktemp("runs")
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": str(i)}] for i in range(6)]
+    (home / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (home / "template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    )
+    for command, settings in RUNS.items():
+        here = [f"run.folder={home / command}", "run.steps=2", "run.keep_checkpoints=1"]
+        if command == "sft":
+            here += [f"model.path={home / 'train'}", f"conversations.source={home / 'chats.jsonl'}"]
+            here += [f"conversations.chat_template={home / 'template.jinja'}"]
+        assert main([command, *settings, *here]) == 0
+        (home / command / "trackers.json").write_text('{"wandb": "id"}')
+        shutil.copytree(home / command, home / f"{command}-whole")
+        assert main([command, "--resume", str(home / f"{command}-whole"), "run.steps=3"]) == 0
+    return home
+
+
+def files(run: Path) -> list[Path]:
+    """All files of a run, relative to its folder."""
+    return sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+
+
+def tensors(run: Path) -> dict[str, Any]:
+    """All that a run's last checkpoint holds in tensors."""
+    step, last = checkpoints(run)[-1]
+    assert step == 3
+    return {
+        f"{file.name}/{name}": tensor.tolist()
+        for file in last.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::threepo.errors.ThreepoWarning")
+@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("damage", [*DAMAGES, "swapped"])
+def test_a_damaged_file_is_named_or_does_not_matter(
+    command: str, damage: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tensors(home / f"{command}-whole")
+    found = files(home / command)
+    assert len(found) > 10
+    for file, other in zip(found, found[1:] + found[:1], strict=True):
+        if damage == "repeated" and file.suffix not in (".json", ".jsonl"):
+            continue
+        run = tmp_path / file.name / command
+        shutil.copytree(home / command, run)
+        content = (run / other).read_bytes() if damage == "swapped" else DAMAGES[damage]((run / file).read_bytes())
+        (run / file).write_bytes(content)
+        status = main([command, "--resume", str(run), "run.steps=3"])
+        said = capsys.readouterr().err
+        if status == 0:
+            assert tensors(run) == whole, file
+        else:
+            assert status == 2, file
+            assert file.name in said, (file, said)
+        shutil.rmtree(run)
+
+
+def test_a_row_without_its_step_is_named_with_its_line(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(home / "train", tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    for garbage in ('{"reward/mean": 1.0}', "garbage", "3", '{"step": "x"}', '{"step": 0, "step": 1}'):
+        file.write_text("\n".join([lines[0], garbage, *lines[1:]]) + "\n")
+        assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
+        assert "metrics.jsonl, line 2: " in capsys.readouterr().err
+
+
+def test_rows_that_are_gone_are_missed(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "train", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.warns(ThreepoWarning, match="2 of the 2 steps done have no row; the run goes on without them"):
+        assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change", "message"),
+    [
+        ("optimizer", "momentum", lambda value: value[..., :1].contiguous(), "has the shape"),
+        ("optimizer", "momentum", lambda value: value * float("nan"), "has numbers that are not finite"),
+        ("optimizer", "", lambda value: value, "the model has no parameter"),
+        ("reference", "", lambda value: value[..., :1].contiguous(), "has the tensors of another model"),
+        ("reference", "", lambda value: value * float("inf"), "has numbers that are not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    name: str,
+    key: str,
+    change: Callable[..., object],
+    message: str,
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(home / "train", tmp_path / "run")
+    checkpoint = checkpoints(tmp_path / "run")[-1][1]
+    file = checkpoint / f"{name}.safetensors"
+    saved = load_file(file)
+    first = next(tensor for tensor in saved if tensor.startswith(key))
+    changed = change(saved.pop(first))
+    save_file(saved | {first if key or name == "reference" else "unknown": changed}, file)
+    listed = json.loads((checkpoint / "files.json").read_text())
+    listed[file.name] = f"{file.stat().st_size} bytes"
+    (checkpoint / "files.json").write_text(json.dumps(listed))
+    assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
+    said = capsys.readouterr().err
+    assert file.name in said
+    assert message in said
+
+
+def deleted(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def moved(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+def replaced(run: Path) -> None:
+    shutil.rmtree(run)
+    RunFolder.create(run, train_config(run)).close()
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no row:threepo.errors.ThreepoWarning")
+@pytest.mark.parametrize("lose", [deleted, moved, replaced])
+def test_a_run_whose_folder_is_gone_ends_and_goes_on_from_another(
+    lose: Callable[[Path], None], home: Path, tmp_path: Path
+) -> None:
+    run, rescued = tmp_path / "run", tmp_path / "run-rescued-at-step-2"
+    config = build(TrainConfig, json.loads((home / "train" / "config.json").read_text()))
+    config = replace(config, run=replace(config.run, folder=str(run), steps=3))
+    with pytest.raises(
+        UserError, match="was deleted, moved or replaced .*; its state is saved: continue with --resume"
+    ):
+        api.train(config, callbacks=[lambda row: lose(run) if row["step"] == 0 and "reward/mean" in row else None])
+    here = {"deleted": set(), "moved": {"moved"}, "replaced": {"run"}}[lose.__name__]
+    assert {path.name for path in tmp_path.iterdir()} == {*here, rescued.name}
+    if lose is replaced:
+        assert files(run) == [Path("config.json"), Path("run.lock")]
+        assert [step for step, _ in checkpoints(run)] == [1]
+    assert main(["train", "--resume", str(rescued)]) == 0
+    assert tensors(rescued) == tensors(home / "train-whole")
