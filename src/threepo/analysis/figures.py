@@ -213,7 +213,7 @@ def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
             (
                 "sigma",
                 "Noise over weights",
-                "Root mean square of sigma over that of the weights; aim for about 0.05.",
+                "Root mean square of sigma over that of the weights.",
                 partial(_curve, "posterior/sigma_to_rms"),
             ),
         ],
