@@ -23,7 +23,11 @@ from threepo.models.policy import Policy, load_policy
 from threepo.run_folder import model_folder, read_metrics
 
 DRAWS, PROMPTS, SIZE, LETTERS = 128, 16, 0.65, 10
-METHODS = {"grpo": ("GRPO", "tab:gray"), "replay": ("C3PO-replay", "tab:blue")}
+METHODS = {
+    "grpo": ("GRPO", "tab:gray"),
+    "replay": ("C3PO-replay", "tab:blue"),
+    "entreg": ("GRPO, entropy bonus", "tab:orange"),
+}
 
 
 def problem_rows(policy: Policy) -> tuple[torch.Tensor, int]:
@@ -101,7 +105,7 @@ def draw_picture(study: Path, found: dict[str, dict[str, float]], path: Path) ->
                 [step for step, _ in runs[0]], means, color=colour, linewidth=2.5, label=f"{label}, {len(runs)} seeds"
             )
         axis.set(xlabel="training steps of 256 rollouts", ylim=(-0.03, 1.03), title=title)
-        axis.legend(loc="center right", frameon=False)
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 0.07), frameon=False, handlelength=1)
     for axis in (before, reward, after):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)

@@ -169,12 +169,13 @@ def with_presets(page: Path) -> str:
 
 def render() -> str:
     """The whole page."""
-    rows = ["| command | tables | optimizer without a `kind` |", "| --- | --- | --- |"]
+    rows = ["| command | tables | unless set |", "| --- | --- | --- |"]
     order: dict[str, None] = {}
     for command, record in COMMANDS.items():
         names = [f.name for f in fields(record)]
         kind = next((default_of(f).kind for f in fields(record) if f.name == "optimizer"), "")
-        rows.append(f"| `threepo {command}` | {', '.join(f'[{name}]' for name in names)} | {kind} |")
+        unless_set = f"optimizer.kind = {kind}" if kind else ""
+        rows.append(f"| `threepo {command}` | {', '.join(f'[{name}]' for name in names)} | {unless_set} |")
         for name in names:
             order |= dict.fromkeys(table for table in sorted(RECORDS) if table.partition(".")[0] == name)
     rows.append("| `threepo probe` | those of `threepo train`, [probe] | as there |")

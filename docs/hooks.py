@@ -29,6 +29,6 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _converted(found: re.Match[str]) -> str:
     kind, formula = found.groups()
-    if kind == "span":
-        return convert(html.unescape(formula))
-    return f'<div class="formula">{convert(html.unescape(formula), display="block")}</div>'
+    mathml = convert(html.unescape(formula), display="inline" if kind == "span" else "block")
+    mathml = mathml.replace("\\_", "_")  # an underscore within text, whose backslash the converter leaves
+    return mathml if kind == "span" else f'<div class="formula">{mathml}</div>'

@@ -153,7 +153,8 @@ def test_a_run_is_resumed_by_the_command_that_made_it(tmp_path: Path, capsys: py
     assert main(["train", *RLVR, f"run.folder={tmp_path / 'run'}", "run.steps=2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"finished: {tmp_path / 'run'}: 2 steps in ")
-    assert f"next: threepo report {tmp_path / 'run'}" in out
+    assert main(out.splitlines()[-1].removeprefix("next: threepo ").split()) == 0
+    assert capsys.readouterr().out.endswith(f"page: {tmp_path / 'run' / 'report' / 'index.html'}\n")
     assert main(["sft", "--resume", str(tmp_path / "run")]) == 2
     assert "is a run of `threepo train`" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "run")]) == 2
@@ -306,8 +307,11 @@ def test_the_demonstration_goes_on_where_it_stopped(tmp_path: Path, capsys: pyte
             assert required <= method.keys()
             assert method["rollouts"] == 2 * 2 * 16
         assert len({m["pass_at_1_before"] for m in act["methods"].values()}) == 1, "the same warm start"
-    said = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    said, command = " ".join(out.split()), out.splitlines()[-1].removeprefix("next: threepo ").split()
     assert "pass@1 after" in said
+    assert main(command) == 0, command
+    assert (tmp_path / "demo" / "report" / "index.html").is_file()
     assert second["probe"]["verdict"] in said
     assert second["conclusion"] in said
     assert second["conclusion"].endswith("Here noise on the weights did not help."), "two steps learn nothing"
@@ -343,7 +347,7 @@ def test_the_conclusion_of_the_demonstration_is_made_of_its_numbers() -> None:
         "choices, levels 10: before training, the chance of a right answer was 1.5e-07, and 0.025 with noise on the "
         "weights. Of 512 rollouts each, grpo got 1 right and ended at 0.4 %, replay got 195 right and ended at 75.0 %."
     )
-    assert "It helped on a task" in helped
+    assert "An entropy bonus instead of noise (method.preset=entreg) solved it as soon" in helped
     alike = conclusion(asked, report("grpo", 0.0, 0.7), report("replay", 0.0, 0.75))
     assert alike.endswith("ended at 75.0 %. Here noise on the weights did not help.")
 

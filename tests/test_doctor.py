@@ -41,6 +41,8 @@ def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monke
     assert line(output, "grader: code, sandbox").startswith("absent" if REASON else "works")
     assert line(output, "several ranks").startswith("works")
     assert line(output, "extra: trainer").startswith("works")
+    extras = [one for one in output.splitlines() if one.startswith("extra: ")]
+    assert len({one.partition("  ")[0] for one in extras}) == len(extras), "each extra is listed once"
 
 
 def test_without_bubblewrap_the_sandbox_is_absent_and_the_rest_works(tmp_path: Path) -> None:
@@ -76,5 +78,5 @@ def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.M
     wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
     found = doctor.extra("tracker")
-    assert found == ("absent", "nowhere-to-be-found is missing", "pip install '.[tracker]' in a clone")
+    assert found == ("absent", "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone", "")
     assert doctor.packages().found.endswith("is not >=900")

@@ -80,6 +80,15 @@ def test_the_readmes_tree_names_what_is_there() -> None:
         assert f"  {package}/" in tree, package
 
 
+def test_the_size_of_the_noise_is_advised_in_one_place_with_what_studies_found() -> None:
+    advised = [page.name for page in PAGES if "0.05" in page.read_text() and "aim for" in page.read_text()]
+    assert advised in ([], ["log.md"])
+    section = (ROOT / "docs" / "guides" / "settings.md").read_text().split("### Which size\n")[1].split("\n## ")[0]
+    assert "no gain at 5 %" in section
+    linked = [page.name for page in PAGES if "settings.md#which-size" in page.read_text()]
+    assert {"metrics.md", "not_learning.md", "own_model.md", "adapters.md", "the_posterior.md"} <= set(linked)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

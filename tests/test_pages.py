@@ -190,13 +190,19 @@ def files_of(page: Path, folder: Path) -> set[str]:
     return {name for name, _ in found}
 
 
-def run_page(page: Path, folder: Path, *besides: str) -> None:
-    """Run the Python and the `threepo` commands of a page, in their order, in this folder; not the files it shows."""
+def run_page(page: Path, folder: Path, *besides: str) -> str:
+    """Run the Python and the `threepo` commands of a page, in their order, in this folder; not the files it shows.
+
+    Returns what the Python wrote to standard error.
+    """
+    said = ""
     for block in blocks(page):
         if block.kind == "python" and not any(text in block.text for text in besides):
-            subprocess.run([sys.executable, "-c", block.text], check=True, cwd=folder, capture_output=True)
+            command = [sys.executable, "-c", block.text]
+            said += subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True).stderr
         for command in words(block.text) if block.kind == "console" else ():
             assert main(command[1:]) == 0, command
+    return said
 
 
 @pytest.mark.filterwarnings("default::threepo.errors.ThreepoWarning")  # which the page explains
@@ -205,7 +211,7 @@ def test_your_own_model_and_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = ROOT / "docs" / "tutorials" / "own_model.md"
     monkeypatch.chdir(tmp_path)
     assert files_of(page, tmp_path) == {"problems.jsonl", "my_reward.py", "my_run.toml"}
-    run_page(page, tmp_path, "def reward")
+    assert "shards" not in run_page(page, tmp_path, "def reward"), "a progress bar that is not ours"
     for name in ("my_run", "baseline"):
         rows = read_metrics(Path("runs") / name)
         assert rows[0]["reward/mean"] < 0.2

@@ -193,7 +193,7 @@ def extra(name: str) -> Finding:
     wanted = requirements(name)
     if wrong := [text for requirement in wanted if (text := lack(requirement))]:
         cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
-        return Finding("absent", "; ".join(wrong), f"pip install '.[{name}]' in a clone{cpu}")
+        return Finding("absent", f"{'; '.join(wrong)}: pip install '.[{name}]' in a clone{cpu}")
     return Finding("works", ", ".join(version(found) for requirement in wanted if (found := installed(requirement))))
 
 

@@ -27,7 +27,7 @@ BY_DRAW = ["So the sum is 7", "So the sum is 7", "So the sum is 8", "Hence the s
 
 
 def completions(step: int, problem: str, texts: list[str], draws: list[int | None], right: str) -> list[dict[str, Any]]:
-    """The rows of a group; `right` has a letter R for each completion that is."""
+    """The rows of a group; `right` has a letter R for each completion that is, and M if it is masked, too."""
     return [
         {
             "step": step,
@@ -43,10 +43,11 @@ def completions(step: int, problem: str, texts: list[str], draws: list[int | Non
             "num_tokens": 2,
             "finish_reason": "stop",
             "parsed_answer": text[-1:],
-            "status": "right" if letter == "R" else "not_a_number",
-            "correct": letter == "R",
-            "reward": float(letter == "R"),
-            "rho": 1.0,
+            "status": "right" if letter in "RM" else "not_a_number",
+            "correct": letter in "RM",
+            "reward": float(letter in "RM"),
+            "rho": 3.0 if letter == "M" else 0.9,
+            "correction_weight": 0.0 if letter == "M" else 0.9,
         }
         for text, draw, letter in zip(texts, draws, right, strict=True)
     ]
@@ -74,7 +75,7 @@ def two_runs(folder: Path) -> list[Path]:
         for step in range(3)
     ]
     drawn = [
-        completions(step, "p1", BY_DRAW, [0, 0, 1, 1], "RRwR")
+        completions(step, "p1", BY_DRAW, [0, 0, 1, 1], "RRwM")
         + completions(step, "p10", [HOSTILE, "x", "y", "z"], [0, 0, 1, 1], "RRRR" if step == 2 else "wwww")
         for step in range(3)
     ]
@@ -263,6 +264,16 @@ def test_texts_of_models_are_text(report: Path, opened: Any) -> None:
     assert text == HOSTILE.replace("\x00", "\u2400").replace("\x1b", "\u241b")
     assert page.evaluate("window.bad") is None
     assert page.locator("main img, main b b").count() == 0
+
+
+def test_a_right_completion_that_the_correction_masked_says_so(report: Path, opened: Any) -> None:
+    page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1"))
+    expect(page.locator("#group > .bar")).to_contain_text("3 of 4 right, 1 masked")
+    told = [bar.inner_text() for bar in page.locator(".completion .bar").all()]
+    assert ["masked" in text for text in told] == [False, False, False, True]
+    assert "rho 0.900 · weight 0.900" in told[0]
+    assert "right" in told[3]
+    assert "rho 3.00 · weight 0" in told[3]
 
 
 def test_words_are_marked_where_draws_disagree(report: Path, opened: Any) -> None:

@@ -160,7 +160,7 @@ def panel(runs: list[RunReport], name: str) -> tuple[bool, Any]:
 
 
 def test_panels_of_cost_and_settings_by_hand(tmp_path: Path) -> None:
-    """Totals of two steps; what three runs reached against their draws: 0 draws 0.5, 4 draws 0.6 and 0.8."""
+    """Totals of two steps; a dot for each of three runs against its draws: 0 draws 0.5, 4 draws 0.6 and 0.8."""
     cost = {"compute/flops": 10.0, "time/rollout": 2.0, "time/tokens_per_second": 50.0, "time/eval": 0.5}
     rows = [{"step": -1, **evaluated(0.25)}, step(0, **cost), step(1, **cost)]
     runs = []
@@ -179,9 +179,10 @@ def test_panels_of_cost_and_settings_by_hand(tmp_path: Path) -> None:
         assert list(axis.lines[0].get_ydata()) == pytest.approx(y)
     has_data, axis = panel(runs, "by_draws")
     assert has_data
-    means = next(line for line in axis.lines if line.get_color() == "grey")
-    assert list(means.get_xdata()) == [0, 4]
-    assert list(means.get_ydata()) == pytest.approx([0.5, 0.7])
+    dots = [line for line in axis.lines if line.get_marker() == "o"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in dots] == [(0, 0.5), (4, 0.6), (4, 0.8)]
+    assert all(len(line.get_xdata()) == 1 for line in axis.lines), "no line joins runs that may be of different methods"
+    assert axis.get_ylim()[0] == 0
     assert not panel(runs, "by_ess")[0], "no run has noise of another size"
     assert not panel(runs[1:], "by_draws")[0], "these do not differ in it"
 

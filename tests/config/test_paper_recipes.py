@@ -96,6 +96,14 @@ def test_a_baseline_is_grpo_with_these_settings(name: str, model: str) -> None:
     assert (covariances.clip_cov_share, covariances.clip_cov_bounds) == (0.0002, (1.0, 5.0))
 
 
+def test_recipes_say_what_is_not_their_authors() -> None:
+    texts = {path.stem: path.read_text() for path in (PAGE.parents[1] / "recipes").glob("*/olmo3_7b/*.toml")}
+    for name in ("kl_cov", "clip_cov"):
+        assert "the authors have 5e-7 and 8" in texts[name]
+    assert "Prompts, steps and lengths are those of the runs in paper/" in texts["es"]
+    assert "share their noise" in texts["es"]
+
+
 def sweeps() -> dict[str, list[tuple[str, list[str]]]]:
     """Each row of the page's table of sweeps: recipes with the settings that go on top of them."""
     section = PAGE.read_text(encoding="utf-8").split("## Sweeps and ablations")[1].split("\n## ")[0]

@@ -253,6 +253,7 @@ def is_accepted(settings: list[str]) -> bool:
         ),
         (["method.preset=c3po", "method.log_evolution=true", "objective.mini_batches=2"], "one update a batch"),
         (["method.preset=grpo", "noise.unit=rms"], "no draws are made, so nothing has noise"),
+        (["method.preset=grpo", "noise.size=0.1"], "noise.size = 0.1: no draws are made, so nothing has noise"),
         (["method.preset=grpo", "noise.where={mlp=1.0}"], "no draws are made, so nothing has noise"),
         (["method.preset=psn", "noise.unit=posterior"], "method.draws = 1: needs noise to draw"),
         (["noise.where={}"], "must name some parameters"),

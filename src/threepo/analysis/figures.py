@@ -165,11 +165,10 @@ def _reached(
             axis.axhline(reached[name], color=colours[name], linestyle="--", linewidth=1.3)
         else:
             axis.errorbar([x], [reached[name]], yerr=errors[name], color=colours[name], marker="o", capsize=3)
-    by_x = {x: [reached[name] for name in settings if settings[name] == x] for x in settings.values() if x is not None}
-    means = [(x, statistics.fmean(by_x[x])) for x in sorted(by_x)]
-    axis.plot(*zip(*means, strict=True), color="grey", linewidth=1, zorder=LINE_AT_ZERO)
     axis.set(xlabel=label, ylabel=what)
-    axis.set_xticks([x for x, _ in means], [f"{x:g}" for x, _ in means])
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # a cropped axis makes small differences look large
+    ticks = sorted({x for x in settings.values() if x is not None})
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
 
 
@@ -190,7 +189,7 @@ def learning(runs: Runs) -> list[Panel]:
 
 def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
     """Panels beyond the curves, under their headings."""
-    dots = "A dot is a run; bars: one standard error; dashed: runs without noise; grey: means."
+    dots = "A dot is a run; bars: one standard error; dashed: runs without noise. Runs may differ in more than this."
     rho = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
     listed: dict[str, list[tuple[str, str, str, Any]]] = {
         "Settings": [
@@ -214,7 +213,7 @@ def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
             (
                 "sigma",
                 "Noise over weights",
-                "Root mean square of sigma over that of the weights; aim for about 0.05.",
+                "Root mean square of sigma over that of the weights.",
                 partial(_curve, "posterior/sigma_to_rms"),
             ),
         ],

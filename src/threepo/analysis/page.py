@@ -42,6 +42,7 @@ COLUMNS = {
     "finish_reason": "finish",
     "parsed_answer": "answer",
     "rho": "rho",
+    "correction_weight": "weight",
 }
 """What the page has of each completion, and under which name."""
 

@@ -284,7 +284,7 @@ class TrainConfig(Settings, table=""):
         self.check("engine.vllm.draw_rank", rank in (0, self.noise.rank), fix)
         drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
-        self.check("noise.unit", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
+        self.check(f"noise.{self.noise.changed}", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
         needed = drawn and (optimizer.kind != "ivon" or evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
@@ -363,6 +363,6 @@ class EvaluationConfig(Settings, table=""):
     def __post_init__(self) -> None:
         self.engine.check_temperature(self, "eval.temperature")
         fix = "no draws are made, so nothing has noise; set eval.draws, or remove [noise]"
-        self.check("noise.unit", self.eval.draws > 0 or self.noise == NoiseConfig(), fix)
+        self.check(f"noise.{self.noise.changed}", self.eval.draws > 0 or self.noise == NoiseConfig(), fix)
         fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
         self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)

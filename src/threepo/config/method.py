@@ -1,6 +1,6 @@
 """Settings of learning: the lattice of methods, the optimizers, and the noise. Named points are in presets.py."""
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -251,6 +251,12 @@ class NoiseConfig(Settings, table="noise"):
     """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
     of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
     has no noise. Keys add to those of a preset or an extended recipe: 0 takes one of them away."""
+
+    @property
+    def changed(self) -> str:
+        """The name of the first setting that is not the default; `unit` if there is none."""
+        default = NoiseConfig()
+        return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)), "unit")
 
 
 class SGDConfig(Settings, table="optimizer"):

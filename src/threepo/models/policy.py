@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import logging as transformers_logging
 
 from threepo.config import DataConfig, ModelConfig
 from threepo.errors import UserError
@@ -211,6 +212,7 @@ def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = No
     Adapters come from the peft directory `adapters`; or from that which `settings.path` names, whose base model is
     loaded then; or they are made as [model.lora] says, from `seed`.
     """
+    transformers_logging.disable_progress_bar()  # would show "Writing model shards" on the line of ours
     named = adapter_folder(settings.path)
     base, folder = base_path(named) if named else settings.path, adapters or named
     if adapters:

@@ -176,8 +176,10 @@ function card(group, i, found, wanted) {
   if (group.finish[i] === "length") facts.push("cut");
   if (group.answer[i] !== null) facts.push(`answer ${group.answer[i]}`);
   if (group.rho[i] != null) facts.push(`rho ${group.rho[i].toPrecision(3)}`);
+  if (group.weight[i] != null && group.weight[i] !== 1) facts.push(`weight ${group.weight[i].toPrecision(3)}`);
   const bar = element("div", "bar", "", element("b", "", group.draws[group.draw[i]]),
     element("span", right ? "right" : "wrong", `${right ? "✓" : "✗"} ${group.status[i].replaceAll("_", " ")}`),
+    ...(group.weight[i] === 0 ? [element("span", "masked", "masked")] : []),
     element("span", "faint", facts.join(" · ")));
   const made = element("div", "completion", "", bar, marked(found));
   if (wanted.pattern?.test(group.text[i])) made.classList.add("found");
@@ -194,9 +196,11 @@ async function showGroup() {
   const wanted = filters(), chosen = completions(group, wanted);
   const link = element("a", "", "Link to this group");
   link.href = `#rollouts&${new URLSearchParams({ run: RUNS[group.run], step: group.step, problem: group.problem })}`;
+  const masked = group.weight.filter((weight) => weight === 0).length;
+  const counted = `${rightOnes(group)} of ${group.correct.length} right${masked ? `, ${masked} masked` : ""}`;
   const bar = element("div", "bar", "",
     element("b", "", `${RUNS[group.run]}, step ${group.step}`), element("span", "", group.problem),
-    element("span", "faint", `${rightOnes(group)} of ${group.correct.length} right`), link);
+    element("span", "faint", counted), link);
   const parts = [bar, element("pre", "prompt", group.prompt)];
   if (group.reference) parts.push(element("div", "faint", `Reference answer: ${group.reference}`));
   place.replaceChildren(...parts);
