@@ -93,6 +93,7 @@ def other_problems(source: Any, *_: Any) -> Any:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "data": lambda: after(rlvr, "open_training", other_problems),
+    "reward": lambda: patch("first_character.__file__", __file__),
     "code": lambda: patch("threepo.ranks.agreement.code_digest", lambda: "other"),
     "version": lambda: after(agreement, "version", lambda found, name: "0.1" if name == "numpy" else found),
     "weights of a shard": lambda: after(rlvr, "rollout", rollouts_move_weights),

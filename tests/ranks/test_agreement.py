@@ -27,6 +27,7 @@ EXPECTED = {
     "temperature": ("sampling.temperature: 1.0 on rank 0; 0.5 on rank 1", 0),
     "pattern": ("the names of settings", 0),
     "data": ("the problems of data.train: {", 0),
+    "reward": ("the code of first_character:reward: ", 0),
     "code": ("the code of threepo", 0),
     "version": ("the version of numpy: ", 0),
     "weights of a shard": (

@@ -11,6 +11,7 @@ the files, and hands the shards on.
 import hashlib
 import platform
 import struct
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,6 +59,13 @@ def code_digest() -> str:
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h"))
     return _hashed(part for path in files for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()))
+
+
+def reward_code(names: Iterable[str]) -> dict[str, str]:
+    """A digest of the module of every reward function `module:function`, which must have been imported."""
+    modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
+    files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
+    return {f"the code of {name}": _hashed([Path(file).read_bytes()]) for name, file in files.items() if file}
 
 
 def batch_facts(batch: TrainingBatch) -> dict[str, Any]:

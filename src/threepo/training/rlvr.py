@@ -19,7 +19,7 @@ from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
 from threepo.models.encoder import Encoder
-from threepo.ranks.agreement import batch_facts
+from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
@@ -190,7 +190,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         part: {"source": name, "problems": len(found), "digest": problems_digest(found, [p.prompt for p in found])}
         for part, (name, found) in parts.items()
     }
-    ranks.agree({f"the problems of data.{part}": known for part, known in problems.items()}, "give all the same data")
+    known = {f"the problems of data.{part}": about for part, about in problems.items()}
+    ranks.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
