@@ -16,7 +16,7 @@ from threepo.rewards.math import MOST_CHARACTERS, MathGrader
 from threepo.types import Problem
 
 RIGHT = r"<think>so</think> \boxed{5}"
-HANGING = [r"9^{9^{9^9}}", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lfloor 10^{10^{8}} \pi \rfloor"]
+HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lfloor 10^{10^{8}} \pi \rfloor"]
 """Answers at which the process must be killed."""
 
 
