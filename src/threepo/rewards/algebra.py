@@ -18,7 +18,8 @@ from math_verify import verify
 from sympy import Add, Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Mul, Pow, Rational, Symbol, nan, pi, zoo
 from sympy.core.function import AppliedUndef
 
-from threepo.rewards.equality import DEEPEST, DEGREES, PERCENT, equal, number, spelling, split_unit
+from threepo.rewards.equality import DEEPEST, DEGREES, PERCENT, equal, number, split_unit
+from threepo.rewards.spelling import spelling
 
 DIGITS = 400
 """Numbers that agree in this many digits are equal."""

@@ -8,11 +8,11 @@ equal is in docs/rewards.md.
 """
 
 import re
-import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
+
+from threepo.rewards.spelling import DECIMAL, NAME, bare
 
 VALUE_DIGITS = 6
 """A decimal with this many decimals and significant digits also stands for what it is cut or rounded from."""
@@ -20,75 +20,6 @@ DEEPEST = 40
 """Deepest nesting of brackets in a formula that is read; the parser takes very long for more."""
 Compare = Callable[[str, str], bool | None]
 """Compares an answer and a reference that spelling does not settle; None if it cannot decide either."""
-
-# One spelling, and the characters of Unicode and the LaTeX commands that mean the same.
-_SYNONYMS = {
-    "-": "− – — ‐ ﹣", "/": "÷ ⁄ div", "(": "⟨ langle", ")": "⟩ rangle", "[": "lbrack", "]": "rbrack", r"\{": "lbrace",
-    r"\}": "rbrace", "|": "lvert rvert vert mid", "'": "′ ’ prime", ":": "colon", ",": "lor", " ": "quad qquad",
-    r"^\circ": "° degree", r"\times": "×", r"\cdot": "· ⋅", r"\le": "≤ leq leqslant", r"\ge": "≥ geq geqslant",
-    r"\ne": "≠ neq", r"\approx": "≈ simeq", r"\pm": "±", r"\in": "∈", r"\cup": "∪", r"\cap": "∩", r"\infty": "∞",
-    r"\emptyset": "∅ varnothing", r"\pi": "π", r"\theta": "θ", r"\sqrt": "√", r"\angle": "∠",
-    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom",
-    r"\text": "textbf textit textrm textsf textnormal emph mbox hbox mathrm mathit mathsf mathtt operatorname",
-    "": "€ £ left right big Big bigl Bigl bigr Bigr bigg Bigg displaystyle textstyle boxed fbox framebox mathbf "
-    "boldsymbol",
-}  # fmt: skip
-_SAME = {name: same for same, names in _SYNONYMS.items() for name in names.split()}
-_CHARACTER = str.maketrans({name: same + " " * ("\\" in same) for name, same in _SAME.items() if not name.isascii()})
-_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-_ARGUMENT = r"([0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
-_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-
-
-def _repeating(match: re.Match[str]) -> str:
-    """A repeating decimal as a fraction."""
-    whole, decimals, period = match.groups()
-    top = int(whole + decimals + period) - int(whole + decimals or 0)
-    return rf"\frac{{{top}}}{{{(10 ** len(period) - 1) * 10 ** len(decimals)}}}"
-
-
-# Patterns and what replaces them, one after the other.
-_STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands: 10,\!000
-    (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),  # also the signs of formulas and of dollars
-    (rf"\\[hv]?phantom ?{_GROUP}|\\(?:text)?color(?:box)? ?\{{[^{{}}]*\}}", ""),  # invisible, and colors
-    (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
-    (r"\\(?:mathbf|boldsymbol|hat|vec) ?\{([ijk])\}", r"\\vec{\1}"),  # unit vectors
-    (r"([0-9]{0,99})\.([0-9]{0,99})\\(?:overline|bar) ?\{([0-9]{1,99})\}", _repeating),
-    (r"\\([A-Za-z]+)\*? *", lambda m: _SAME.get(m[1], m[0].rstrip("* ")) + " "),
-    (r"\\%", "%"),
-    (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),  # not words
-    (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),  # a list
-    (r"\^ ?\{ ?('[' ]*)\}|\^ ?(?=')", r"\1"),  # primes
-    (r"(?<![A-Za-z\\])(sqrt|pi|theta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-    (r"(\^|\\sqrt) ?\(([^()]*)\)", r"\1{\2}"),
-    (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),  # 1e5
-    (r"([<>!])=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[1]]),
-    (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
-    (rf"\\(sqrt|frac|binom) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
-    (rf"\\(frac|binom) ?({_GROUP}) ?{_ARGUMENT}", r"\\\1\2{\3}"),
-    (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, not 2^{1}0
-    (r" +", " "),
-    (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
-    (rf"(?<![\w.}})/])({_DECIMAL})/({_DECIMAL})(?![\w({{\\^]|,[0-9]{{3}})", r"\\frac{\1}{\2}"),
-    (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),  # blanks that keep nothing apart
-]
-
-
-@lru_cache(maxsize=10_000)
-def spelling(text: str) -> str:
-    r"""One spelling for the ways to write an answer, such as `\frac{1}{2}` for `$\dfrac12$.` and for `1/2`."""
-    if not text.isascii():  # superscripts as powers, characters as ASCII or LaTeX, and none that are invisible
-        text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-        text = re.sub("[¼-¾⅐-⅞]", lambda m: rf"\frac{{{unicodedata.normalize('NFKC', m[0])}}}".replace("⁄", "}{"), text)
-        text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
-        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    if r"\begin" not in text:
-        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # as JSON writes commands
-    text = " ".join(text.split())
-    for pattern, replacement in _STEPS:
-        text = re.sub(pattern, replacement, text)
-    return bare(text)
 
 
 class Number(NamedTuple):
@@ -103,9 +34,9 @@ class Number(NamedTuple):
 
 
 _NUMBER = re.compile(
-    rf"(?P<signs>[+-]*)(?:(?P<decimal>{_DECIMAL})(?:(?:\\times|\\cdot|\*) ?10\^\{{(?P<exponent>[+-]?[0-9]{{1,3}})\}})?"
+    rf"(?P<signs>[+-]*)(?:(?P<decimal>{DECIMAL})(?:(?:\\times|\\cdot|\*) ?10\^\{{(?P<exponent>[+-]?[0-9]{{1,3}})\}})?"
     rf"|10\^\{{(?P<power>[+-]?[0-9]{{1,3}})\}}"
-    rf"|(?P<whole>[0-9]*)\\frac\{{(?P<top>[+-]?{_DECIMAL})\}}\{{(?P<bottom>[+-]?{_DECIMAL})\}})"
+    rf"|(?P<whole>[0-9]*)\\frac\{{(?P<top>[+-]?{DECIMAL})\}}\{{(?P<bottom>[+-]?{DECIMAL})\}})"
 )
 
 
@@ -184,14 +115,9 @@ def _unit(text: str) -> str:
     return _UNIT.get(name, _UNIT.get(name.removesuffix("s"), "?")) + power
 
 
-_NAME = re.compile(
-    r"(?![ei]$)(?:\\(?!(?:frac|sqrt|times|cdot|pm|mp|sin|cos|tan|log|ln|pi|infty|binom|cup|cap|[lgn]e)(?![A-Za-z]))"
-    r"[A-Za-z]++(?:\{[^{}]*\})?|[A-Za-z'| ]|_\{[^{}]*\}|\^\{-1\}|\([^()]*\))+"
-)
-"""The name of a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
 _UNKNOWN = re.compile(
     r"(?=(?:[^A-Za-z\\]|\\[a-z]++|[ei])*([a-df-hj-zA-Z]))(?:[^A-Za-z\\_|]|\\(?:frac|sqrt)(?![a-z])|[ei]|\1(?!\([0-9]))+"
-    rf"|-?(?:(?<=-)|{_DECIMAL}|\\frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
+    rf"|-?(?:(?<=-)|{DECIMAL}|\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
     r"[A-Za-z']+(?:_\{\w+\})?(?:\^\{\w\})?"
 )
 """What makes an equation: an expression with one letter, or a number times a name. `2x = 6` and `x^2 = 4` are equations
@@ -205,11 +131,6 @@ _BRACKETED = re.compile(r"(\\\{|[(\[])(.+)(\\\}|[)\]])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z]) ?")
 _TUPLES = re.compile(r"\(([^()]+,[^()]+)\)=\(([^()]+,[^()]+)\)")
 _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
-_GROUPED = re.compile(
-    rf"\{{(?P<braces>(?:[^{{}}]|{_GROUP})+)\}}|\((?P<parentheses>(?:[^(),]|\((?:[^(),]|\([^(),]*\))*\))+)\)"
-    rf"|\\\{{(?P<set>(?:[^{{}},|:()\[\]]|{_GROUP}|[(\[][^()\[\]{{}}]*[)\]])+)\\\}}"
-    r"|\\\{(?P<variable>[a-z])(?:\\in ?\\mathbb\{R\})?[|:](?P<condition>[^{},|:=]*(?P=variable)[^{},|:=]*)\\\}"
-)
 
 
 class Several(NamedTuple):
@@ -232,15 +153,15 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     one, other, several, others = _sides(given), _sides(reference), _several(given), _several(reference)
     if one and _is_numeric(given, one, not other):
         return equal(*one, compare) and equal(one[1], reference, compare)
-    if other and (_is_numeric(reference, other) or (not one and not _has_names(several) and _NAME.fullmatch(other[0]))):
+    if other and (_is_numeric(reference, other) or (not one and not _has_names(several) and NAME.fullmatch(other[0]))):
         return equal(given, other[1], compare)
     if one and other:
         if one[0] == other[0]:
             return equal(one[1], other[1], compare)
-        if all(_NAME.fullmatch(name) and (number(value) or _several(value)) for name, value in (one, other)):
+        if all(NAME.fullmatch(name) and (number(value) or _several(value)) for name, value in (one, other)):
             return False  # x = 5 is not y = 5
     elif one and not _has_names(others):
-        is_equation = not _NAME.fullmatch(one[0]) and _UNKNOWN.fullmatch(one[0]) and not split_unit(one[0])[1]
+        is_equation = not NAME.fullmatch(one[0]) and _UNKNOWN.fullmatch(one[0]) and not split_unit(one[0])[1]
         return False if is_equation else equal(one[1], reference, compare)
     if several and others:
         return _same_members(several, others, compare)
@@ -281,7 +202,7 @@ def _sides(text: str) -> tuple[str, str] | None:
         sides = _cut(part, _RELATION)[::2]
         if len(sides) == 1 or not all(sides):
             return None
-        if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
+        if NAME.fullmatch(sides[-1]) and not NAME.fullmatch(sides[0]):
             sides.reverse()
         names.add(sides[0])
         values.append(sides[-1])
@@ -311,7 +232,8 @@ def _several(text: str) -> Several | None:
         row = [*_cut(text, _WORDS), ""]
         if sum(bool(re.search("[0-9]", quantity)) for quantity in row[::2]) > 1:
             words = [" ".join(re.findall("[A-Za-z]+", word.replace(r"\text", ""))) for word in row[1::2]]
-            brackets, members = "row", [rf"{one}\text{{{word}}}" for one, word in zip(row[::2], words, strict=True)]
+            members = [one + rf"\text{{{word}}}" * bool(word) for one, word in zip(row[::2], words, strict=True)]
+            brackets, members = "row", [member for member in members if member]
     return Several(brackets, members) if len(members) > 1 and all(members) else None
 
 
@@ -388,15 +310,3 @@ def _word(text: str) -> str:
     words = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
     match = re.fullmatch(r"\(?([A-Za-z][A-Za-z' -]*)\)?\.?", words)
     return match[1] if match else ""
-
-
-def bare(text: str) -> str:
-    """Without the punctuation of a sentence, brackets around one thing, and the decimals after an exact value."""
-    before = None
-    while text != before:
-        before, text = text, text.strip("* ").rstrip(".,;:\\ ")
-        exact = text.partition(r"\approx")[0]
-        text = text if _NAME.fullmatch(exact) else exact or text
-        if match := _GROUPED.fullmatch(text):
-            text = match["braces"] or match["parentheses"] or match["set"] or match["condition"]
-    return text
