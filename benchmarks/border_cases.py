@@ -2,9 +2,9 @@
 
     python benchmarks/border_cases.py
 
-Grades each answer of tests/rewards/border_cases.toml against its reference. "math-verify alone" is its `parse` and
-`verify` with their default settings, with answer and reference in a box. Prints a table in Markdown and every wrong
-case.
+Grades each answer of border_cases.toml and structure_cases.toml in tests/rewards against its reference. "math-verify
+alone" is its `parse` and `verify` with their default settings, with answer and reference in a box. Prints a table in
+Markdown and every wrong case.
 """
 
 import logging
@@ -17,7 +17,7 @@ from math_verify import parse, verify
 from threepo.config import RewardConfig
 from threepo.rewards.math import MathGrader
 
-CASES = Path(__file__).parent.parent / "tests" / "rewards" / "border_cases.toml"
+TESTS = Path(__file__).parent.parent / "tests" / "rewards"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Case:
 
 def read() -> list[Case]:
     """All cases."""
-    kinds = tomllib.loads(CASES.read_text(encoding="utf-8"))
+    files = [TESTS / "border_cases.toml", TESTS / "structure_cases.toml"]
+    kinds = {kind: lists for file in files for kind, lists in tomllib.loads(file.read_text(encoding="utf-8")).items()}
     return [
         Case(kind, answer, reference, label.startswith("equal"), label.endswith("unseen"))
         for kind, lists in kinds.items()

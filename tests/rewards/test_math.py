@@ -1,5 +1,6 @@
 """The verifier of mathematics as a whole: verdicts, rewards, and what hostile completions may not do."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from threepo.rewards.math import MOST_CHARACTERS, MathGrader
 from threepo.types import Problem
 
 RIGHT = r"<think>so</think> \boxed{5}"
-HANGING = [r"9^{9^{9^9}}", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lfloor 10^{10^{8}} \pi \rfloor"]
+HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lfloor 10^{10^{8}} \pi \rfloor"]
 """Answers at which the process must be killed."""
 
 
@@ -103,6 +104,85 @@ def test_a_pair_is_looked_at_once(grader: MathGrader, monkeypatch: pytest.Monkey
     verdicts = grader.grade([r"\boxed{\sqrt{49}}", r"\boxed{x}"] * 16 + [r"\boxed{7}"] * 16, ["7"] * 48)
     assert seen == [(r"\sqrt{49}", "7"), ("x", "7")]
     assert [v.correct for v in verdicts] == [True, False] * 16 + [True] * 16
+
+
+PIECES = [
+    r"\boxed{",
+    r"\boxed{x",
+    r"\boxed{5}",
+    r"\boxed{\boxed{5}\text{b}",
+    r"\boxed ",
+    r"\boxed a",
+    r"\text{",
+    r"\text{a}",
+]
+PIECES += [
+    "{",
+    "}",
+    "{}",
+    "\\",
+    r"\{",
+    r"\frac{",
+    r"\frac{1}{2}",
+    r"\sqrt{",
+    " ",
+    "\n",
+    ",",
+    "1",
+    "1,",
+    "a",
+    "=",
+    "(",
+    "$",
+    "½",
+]
+PIECES += [
+    "Answer:",
+    "answer: ",
+    "**",
+    "<think>",
+    "</think>",
+    "<think></think>",
+    r"\boxed{ ",
+    r"\text  ",
+    r"x=1, ",
+    "5 cm ",
+]
+PLACES = [
+    ("", ""),
+    (r"\boxed{", "}"),
+    ("<think>", r"</think> \boxed{5}"),
+    ("Answer: ", ""),
+    (r"\boxed{a", r"\boxed{5}}"),
+]
+PLACES += [(r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_megabyte_costs_the_trainer_little(piece: str, grader: MathGrader) -> None:
+    """What runs in the trainer's own process has no time limit, so it must be quick whatever a policy writes.
+
+    The processor time of this process alone counts, the best of three. A busy or slow machine may exceed 0.2 s without
+    a fault; there the cost must at least grow in proportion to the length, where a quadratic one grows sixteenfold.
+    """
+
+    def cost(size: int, before: str, after: str) -> float:
+        begin = time.process_time()
+        grader.grade([before + (piece * size)[:size] + after], ["5"])
+        return time.process_time() - begin
+
+    for place in PLACES:
+        if all(cost(10**6, *place) > 0.2 for _ in range(3)):
+            assert min(cost(10**6, *place) for _ in range(3)) < 8 * min(cost(10**6 // 4, *place) for _ in range(3))
+
+
+def test_long_answers_are_compared_where_time_is_limited(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, run = [], grader._pool.map
+    monkeypatch.setattr(grader._pool, "map", lambda items: seen.extend(items) or run(items))
+    given, reference = ", ".join(map(str, range(70))), ", ".join(map(str, reversed(range(70))))
+    texts = [rf"\boxed{{{answer}}}" for answer in (given, "1, 2", "7" * 10**6)]
+    assert [v.correct for v in grader.grade(texts, [reference, "2, 1", "7"])] == [True, True, False]
+    assert seen == [(given, reference)]
 
 
 def test_hostile_completions(grader: MathGrader, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.table import Column, Table
 
 from threepo.errors import UserError
-from threepo.rewards.equality import number, spelling, split_unit
+from threepo.rewards.equality import number, split_unit
+from threepo.rewards.spelling import spelling
 
 BOOTSTRAP_SAMPLES = 2000
 SUBSETS = 100

@@ -8,30 +8,39 @@ and 6.6e-34), and rejects at once what a simplification may take minutes to reje
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
-from sympy import Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Rational, Symbol, nan, pi, zoo
+from sympy import Add, Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Mul, Pow, Rational, Symbol, nan, pi, zoo
 from sympy.core.function import AppliedUndef
 
-from threepo.rewards.equality import DEGREES, PERCENT, equal, number, spelling, split_unit
+from threepo.rewards.equality import DEEPEST, DEGREES, PERCENT, equal, number, split_unit
+from threepo.rewards.spelling import spelling
 
-DEEPEST = 40
-"""Deepest nesting of brackets in a formula that is read; the parser takes very long for more."""
 DIGITS = 400
 """Numbers that agree in this many digits are equal."""
 POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) for s in range(8)] for p in range(5)]
 """Values of up to eight symbols at each of five points: of both signs, and not zeros of common expressions."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
+MODULI = [
+    [1600000000007145119, 1600000000007145118, 800000000003572558, 400000000001786278, 200000000000893138],
+    [1600000000077897599, 1600000000077897598, 800000000038948798, 400000000019474398, 200000000009737198],
+    [1600000000139418239, 1600000000139418238, 800000000069709118, 400000000034854558, 200000000017427278],
+]
+"""Primes, and how often the powers modulo the number before repeat. None is divisible by a square, so that they do for
+every base (Euler)."""
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"([0-9.]+)\^\\circ ?", r"{\\frac{\1\\pi}{180}}"),
     (r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
     (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
-    (r"(?<=[0-9)])(?=\()", r"\\cdot "),  # 3(4) is not a mixed number
+    (r"(?<=[0-9)])(?=\(|\\binom)", r"\\cdot "),  # 3(4) is not a mixed number
+    (r"(?<=[0-9])\\frac\{([0-9]+)\}\{([0-9]+)\}", lambda m: m[0] if int(m[1]) < int(m[2]) else rf"\cdot {m[0]}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"),  # the parser reads x^2 faster than x^{2}
 ]
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -53,8 +62,7 @@ def _compare(given: str, reference: str) -> bool:
     (given, unit), (reference, reference_unit) = split_unit(given), split_unit(reference)
     one, other = formula(given), formula(reference)
     if not isinstance(one, Expr) or not isinstance(other, Expr):
-        brackets = {r"\{" if text.startswith(r"\{") else text[:1] for text in (given, reference)}
-        return not (r"\{" in brackets and brackets & {"(", "["}) and _verified(one, other)
+        return _verified(one, other)
     signed = ((number(given), -1), (number(reference), 1))
     resolution = sum((sign * Rational(read.resolution) for read, sign in signed if read), Rational(0))
     factor, other_factor = FACTORS.get(unit, 1), FACTORS.get(reference_unit, 1)
@@ -70,7 +78,7 @@ def formula(text: str) -> Basic | MatrixBase:
     depths = accumulate(_BRACKETS.get(token, 0) for token in re.findall(r"\\.|[()\[\]{}]", text))
     if max(depths, default=0) > DEEPEST or re.search("[0-9] [0-9]", text):  # the parser would add the two numbers
         raise NotAFormula(text)
-    tex = text if "," in text else re.sub(r"(.*)\\pm(?![A-Za-z]) ?(.*)", r"\1+\2,\1-\2", text)  # also in a fraction
+    tex = text
     for pattern, replacement in _STEPS:
         tex = re.sub(pattern, replacement, tex)
     try:
@@ -79,6 +87,11 @@ def formula(text: str) -> Basic | MatrixBase:
         changes: dict[Basic, Basic] = {value: Rational(str(value)) for value in read.atoms(Float)}
         changes |= {part: Symbol(str(part), real=True) for part in read.atoms(AppliedUndef, Derivative)}
         changes |= {symbol: I for symbol in read.free_symbols if symbol.name == "i"}
+        changes |= {  # odd roots of negative numbers are real
+            power: -((-power.base) ** power.exp)
+            for power in read.atoms(Pow)
+            if power.base.is_negative and power.exp.is_Rational and power.exp.p == 1 and power.exp.q % 2
+        }
         return read.xreplace(changes)
     except MemoryError:
         raise
@@ -93,11 +106,29 @@ def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
     return bool(verify(reference, given, numeric_precision=30, allow_set_relation_comp=True, timeout_seconds=None))
 
 
+def _residue(value: Basic, moduli: list[int]) -> int:
+    """What integers and fractions of any size leave modulo a prime; `ValueError` for other expressions."""
+    if isinstance(value, Rational):
+        return int(value.p) * pow(int(value.q), -1, moduli[0]) % moduli[0]
+    if isinstance(value, Add):
+        return sum(_residue(part, moduli) for part in value.args) % moduli[0]
+    if isinstance(value, Mul):
+        return prod(_residue(part, moduli) for part in value.args) % moduli[0]
+    if isinstance(value, Pow) and value.exp.is_Integer:
+        return pow(_residue(value.base, moduli), int(value.exp), moduli[0])
+    if isinstance(value, Pow) and value.exp.is_integer and len(moduli) > 1:
+        return pow(_residue(value.base, moduli), _residue(value.exp, moduli[1:]) + moduli[1], moduli[0])
+    raise ValueError(f"{value} is not made of integers, or too deep")
+
+
 def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
     """Whether the difference of two expressions vanishes: at three points, where they have symbols.
 
     With the `resolution` of a decimal reference, or minus that of a given decimal, it may be cut or rounded.
     """
+    if not resolution:
+        with suppress(ValueError):
+            return all(_residue(given, moduli) == _residue(reference, moduli) for moduli in MODULI)
     difference = (given - reference).as_dummy()  # no point for the bound variable of an integral
     symbols = sorted(difference.free_symbols, key=str)
     agreeing = 0

@@ -8,73 +8,18 @@ equal is in docs/rewards.md.
 """
 
 import re
-import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
+
+from threepo.rewards.spelling import DECIMAL, NAME, bare
 
 VALUE_DIGITS = 6
 """A decimal with this many decimals and significant digits also stands for what it is cut or rounded from."""
+DEEPEST = 40
+"""Deepest nesting of brackets in a formula that is read; the parser takes very long for more."""
 Compare = Callable[[str, str], bool | None]
 """Compares an answer and a reference that spelling does not settle; None if it cannot decide either."""
-
-# One spelling, and the characters of Unicode and the LaTeX commands that mean the same.
-_SYNONYMS = {
-    "-": "− – — ‐ ﹣", "/": "÷ ⁄ div", "(": "⟨ langle", ")": "⟩ rangle", "[": "lbrack", "]": "rbrack", r"\{": "lbrace",
-    r"\}": "rbrace", "|": "lvert rvert vert mid", "'": "′ ’ prime", ":": "colon", ",": "lor", " ": "quad qquad",
-    r"^\circ": "° degree", r"\times": "×", r"\cdot": "· ⋅", r"\le": "≤ leq leqslant", r"\ge": "≥ geq geqslant",
-    r"\ne": "≠ neq", r"\approx": "≈ simeq", r"\pm": "±", r"\in": "∈", r"\cup": "∪", r"\cap": "∩", r"\infty": "∞",
-    r"\emptyset": "∅ varnothing", r"\pi": "π", r"\theta": "θ", r"\sqrt": "√", r"\angle": "∠",
-    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom",
-    r"\text": "textbf textit textrm textsf textnormal emph mbox hbox mathrm mathit mathsf mathtt operatorname",
-    "": "€ £ left right big Big bigl Bigl bigr Bigr bigg Bigg displaystyle textstyle boxed fbox framebox mathbf "
-    "boldsymbol",
-}  # fmt: skip
-_SAME = {name: same for same, names in _SYNONYMS.items() for name in names.split()}
-_CHARACTER = str.maketrans({name: same + " " * ("\\" in same) for name, same in _SAME.items() if not name.isascii()})
-_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-_ARGUMENT = r"([0-9A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)"
-_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
-# Patterns and what replaces them, one after the other.
-_STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r", ?\\! ?|(?<=[0-9])\{,\}(?=[0-9]{3})", ","),  # thousands: 10,\!000
-    (r"\\(?:left|right) ?\.|\\!|(?<!\\)\\[()\[\]]|\\?\$", ""),  # also the signs of formulas and of dollars
-    (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
-    (r"\\([A-Za-z]+)\*? *", lambda m: _SAME.get(m[1], m[0].rstrip("* ")) + " "),
-    (r"\\%", "%"),
-    (r"\\text ?\{ ?(e|i|d|[^{}A-Za-z\\]*|\\pi) ?\}", r" \1 "),  # not words
-    (r",? ?\\text ?\{ ?,? ?(?:and|or) ?\}|,? (?:and|or)(?= )", ", "),  # a list
-    (r"\^ ?\{ ?('[' ]*)\}|\^ ?(?=')", r"\1"),  # primes
-    (r"(?<![A-Za-z\\])(sqrt|pi|theta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-    (r"(\^|\\sqrt) ?\(([^()]*)\)", r"\1{\2}"),
-    (r"(?<![\w.\\^])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]+)(?!\w|\.[0-9])", r"\1\\times 10^{\2}"),  # 1e5
-    (r"([<>!])=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[1]]),
-    (r" ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))", r"^\\circ "),
-    (rf"\\(sqrt|frac|binom) ?{_ARGUMENT}", r"\\\1{\2}"),  # braces around every argument
-    (rf"\\(frac|binom) ?({_GROUP}) ?{_ARGUMENT}", r"\\\1\2{\3}"),
-    (r"([\^_]) ?([+-]?[0-9]+|[+-]?[A-Za-z])", r"\1{\2}"),  # 2^10 is 2^{10}, not 2^{1}0
-    (r" +", " "),
-    (r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda m: m[0].replace(" ", ",")),  # thousands: 1\,000
-    (rf"(?<![\w.}})/])({_DECIMAL})/({_DECIMAL})(?![\w({{\\^]|,[0-9]{{3}})", r"\\frac{\1}{\2}"),
-    (r"(?<![A-Za-z0-9,]) | (?![A-Za-z0-9])", ""),  # blanks that keep nothing apart
-]
-
-
-@lru_cache(maxsize=10_000)
-def spelling(text: str) -> str:
-    r"""One spelling for the ways to write an answer, such as `\frac{1}{2}` for `$\dfrac12$.` and for `1/2`."""
-    if not text.isascii():  # superscripts as powers, characters as ASCII or LaTeX, and none that are invisible
-        text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda m: "^{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-        text = re.sub("[¼-¾⅐-⅞]", lambda m: rf"\frac{{{unicodedata.normalize('NFKC', m[0])}}}".replace("⁄", "}{"), text)
-        text = unicodedata.normalize("NFKC", text).translate(_CHARACTER)
-        text = "".join(character for character in text if unicodedata.category(character) != "Cf")
-    if r"\begin" not in text:
-        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # as JSON writes commands
-    text = " ".join(text.split())
-    for pattern, replacement in _STEPS:
-        text = re.sub(pattern, replacement, text)
-    return bare(text)
 
 
 class Number(NamedTuple):
@@ -89,9 +34,9 @@ class Number(NamedTuple):
 
 
 _NUMBER = re.compile(
-    rf"(?P<signs>[+-]*)(?:(?P<decimal>{_DECIMAL})(?:(?:\\times|\\cdot|\*) ?10\^\{{(?P<exponent>[+-]?[0-9]{{1,3}})\}})?"
+    rf"(?P<signs>[+-]*)(?:(?P<decimal>{DECIMAL})(?:(?:\\times|\\cdot|\*) ?10\^\{{(?P<exponent>[+-]?[0-9]{{1,3}})\}})?"
     rf"|10\^\{{(?P<power>[+-]?[0-9]{{1,3}})\}}"
-    rf"|(?P<whole>[0-9]*)\\frac\{{(?P<top>[+-]?{_DECIMAL})\}}\{{(?P<bottom>[+-]?{_DECIMAL})\}})"
+    rf"|(?P<whole>[0-9]*)\\frac\{{(?P<top>[+-]?{DECIMAL})\}}\{{(?P<bottom>[+-]?{DECIMAL})\}})"
 )
 
 
@@ -115,12 +60,15 @@ def number(text: str) -> Number | None:
     return Number(value * sign, resolution * sign)
 
 
-PERCENT, DEGREES = "%", "°"
+PERCENT, DEGREES, OTHER_UNIT = "%", "°", "?"
+_RAISED = r"(?:\^\{)?(?:\\text\{)?"
+_ORDINAL = rf"[0-9]*(?:1(?={_RAISED}st)|2(?={_RAISED}nd)|3(?={_RAISED}rd)|[0-9](?={_RAISED}th))"
 _SIGNS = [
     ("base ", re.compile(r"([0-9][0-9A-F.]*)_\{([0-9]+)\}")),
     ("mod ", re.compile(r"(.+?)\\[pb]?mod ?\{?(\w+)\}?")),
     (PERCENT, re.compile(r"(.+)%()")),
     (DEGREES, re.compile(r"((?:(?!\\(?:sin|cos|tan|cot|sec|csc)).)+)\^\\circ ?(?:\\text\{[CF]\}|[CF])?()")),
+    (OTHER_UNIT, re.compile(rf"({_ORDINAL}){_RAISED}[a-z]{{2}}\}}*()")),
 ]
 _UNITS = (
     "% percent percentage pct; ° degree deg; mm millimeter millimetre; cm centimeter centimetre; m meter metre; "
@@ -131,7 +79,10 @@ _UNITS = (
 _UNIT = {name: names.split()[0] for names in _UNITS.split("; ") for name in names.split()}
 _POWER = {"square": "2", "squared": "2", "sq": "2", "2": "2", "cubic": "3", "cubed": "3", "cu": "3", "3": "3"}
 _NO_UNIT = re.compile(
-    r"\b(?:or|and|if|not|more|less|least|most|than|except|where|when|for|to|times|dozen|hundred|thousand|[mbt]r?illion)\b"
+    r"\b(?:or|and|if|not|more|less|least|most|than|except|where|when|for|to|dozen|hundred|thousand|[mbt]r?illion"
+    r"|plus|minus|times|over|by|divided|multiplied|point|remainder|choose|factorial|mod|modulo|root"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)t(?:een|y)"
+    r"|twenty|forty|halves|half|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten)ths?)\b"
 )
 _IN_TEXT = re.compile(r"[/ ]*(?:\\text\{[^{}]*\}(?:\^\{-?[0-9]\})?[/ ]*){1,4}$")
 _IN_WORDS = re.compile(r"(?<=[0-9})%])( ?)([A-Za-z][A-Za-z ./]*(?:\^\{[0-9]\})?)$")
@@ -164,70 +115,174 @@ def _unit(text: str) -> str:
     return _UNIT.get(name, _UNIT.get(name.removesuffix("s"), "?")) + power
 
 
-_NAME = re.compile(
-    r"(?![ei]$)(?:\\(?!(?:frac|sqrt|times|cdot|pm|mp|sin|cos|tan|log|ln|pi|infty|binom|cup|cap|[lgn]e)(?![A-Za-z]))"
-    r"[A-Za-z]++(?:\{[^{}]*\})?|[A-Za-z'| ]|_\{[^{}]*\}|\^\{-1\}|\([^()]*\))+"
-)
-"""The name of a quantity, such as `x_{1}`, `f(2)` and `\\angle ABC`."""
-_MULTIPLE = re.compile(
-    rf"-?(?:(?<=-)|{_DECIMAL}|\\frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
+_UNKNOWN = re.compile(
+    r"(?=(?:[^A-Za-z\\]|\\[a-z]++|[ei])*([a-df-hj-zA-Z]))(?:[^A-Za-z\\_|]|\\(?:frac|sqrt)(?![a-z])|[ei]|\1(?!\([0-9]))+"
+    rf"|-?(?:(?<=-)|{DECIMAL}|\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
     r"[A-Za-z']+(?:_\{\w+\})?(?:\^\{\w\})?"
 )
-"""A number times a name: `2x = 6` is an equation for x, and not the value of a quantity."""
+"""What makes an equation: an expression with one letter, or a number times a name. `2x = 6` and `x^2 = 4` are equations
+for x, and not the value of a quantity, as `BC^2 = 4` is."""
 _NUMERIC = re.compile(r"(?=.*[0-9])(?:[^A-Za-z\\%]|\\(?:frac|sqrt|times|cdot|pi|log|ln|binom)(?![A-Za-z]))+")
-_RELATION = re.compile(r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?")
-_POINT = re.compile(r"([(\[])([^()\[\]]+,[^()\[\]]+)([)\]])")
+_RELATION = r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?"
+_COMMA = r"[,;](?!(?<=[0-9],)[0-9]{3}(?![0-9]))"
+"""A comma that is not one between thousands."""
+_WORDS = r"(?:[ ,./]*(?:\\text\{[^{}]*\}(?![\^_(])|(?<![A-Za-z\\])(?:[A-Za-z]{4,}|[A-Za-z]+(?= [0-9]))))+"
+_BRACKETED = re.compile(r"(\\\{|[(\[])(.+)(\\\}|[)\]])")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z]) ?")
+_TUPLES = re.compile(r"\(([^()]+,[^()]+)\)=\(([^()]+,[^()]+)\)")
 _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
-_COMMA_INSIDE = re.compile(r"[(\[][^()\[\]]*[)\]]|(?<=[0-9]),(?=[0-9]{3})")
-_GROUPED = re.compile(
-    rf"\{{(?P<braces>(?:[^{{}}]|{_GROUP})+)\}}|\((?P<parentheses>(?:[^(),]|\((?:[^(),]|\([^(),]*\))*\))+)\)"
-    rf"|\\\{{(?P<set>(?:[^{{}},|:]|{_GROUP})+)\\\}}"
-)
+
+
+class Several(NamedTuple):
+    """Several quantities, and their brackets: none for a list, `row` for `6 hours 20 minutes`."""
+
+    brackets: str
+    members: list[str]
 
 
 def equal(given: str, reference: str, compare: Compare = lambda given, reference: None) -> bool | None:
-    """Whether an answer equals the reference, both in our `spelling`; `compare` decides what spelling does not."""
-    given, reference = bare(given), bare(reference)
+    """Whether an answer equals the reference, both in our `spelling`; `compare` decides what spelling does not.
+
+    Equations are compared by their sides, then lists, points and sets by their members, then single quantities.
+    """
+    given, reference = _assignments(bare(given)), _assignments(bare(reference))
     if given.replace(", ", ",") == reference.replace(", ", ","):
         return True
-    one, other = _sides(given), _sides(reference)
+    if number(given) and number(reference):
+        return _same_quantity(given, "", reference, "")
+    one, other, several, others = _sides(given), _sides(reference), _several(given), _several(reference)
     if one and _is_numeric(given, one, not other):
         return equal(*one, compare) and equal(one[1], reference, compare)
-    if other and (_is_numeric(reference, other) or (not one and _NAME.fullmatch(other[0]))):
+    if other and (_is_numeric(reference, other) or (not one and not _has_names(several) and NAME.fullmatch(other[0]))):
         return equal(given, other[1], compare)
     if one and other:
         if one[0] == other[0]:
             return equal(one[1], other[1], compare)
-        if all(_NAME.fullmatch(name) and number(value) for name, value in (one, other)):
+        if all(NAME.fullmatch(name) and (number(value) or _several(value)) for name, value in (one, other)):
             return False  # x = 5 is not y = 5
-    elif one:
-        is_multiple = _MULTIPLE.fullmatch(one[0]) and not split_unit(one[0])[1]
-        return False if is_multiple else equal(one[1], reference, compare)
-    point, other_point = _POINT.fullmatch(given), _POINT.fullmatch(reference)
-    if point and other_point:  # or intervals: their brackets and their members agree one by one
-        members, others = point[2].split(","), other_point[2].split(",")
-        if (point[1], point[3], len(members)) != (other_point[1], other_point[3], len(others)):
-            return False
-        all_same = [equal(*pair, compare) for pair in zip(members, others, strict=True)]
-        return False if False in all_same else None if None in all_same else True
+    elif one and not _has_names(others):
+        is_equation = not NAME.fullmatch(one[0]) and _UNKNOWN.fullmatch(one[0]) and not split_unit(one[0])[1]
+        return False if is_equation else equal(one[1], reference, compare)
+    if several and others:
+        return _same_members(several, others, compare)
+    if any(some and not some.brackets for some in (several, others)):
+        return False  # a list is not one thing
     same = _same_quantity(*split_unit(given), *split_unit(reference))
     return compare(given, reference) if same is None else same
 
 
+def _assignments(text: str) -> str:
+    """`x=1, y=2` for `(x,y)=(1,2)`, and other texts as they are."""
+    match = _TUPLES.fullmatch(text)
+    names, values = (side.split(",") for side in match.groups()) if match else ([], [])
+    return ", ".join(map("=".join, zip(names, values, strict=True))) if 0 < len(names) == len(values) else text
+
+
+def _cut(text: str, separator: str) -> list[str]:
+    """Parts and the separators between them, outside of all brackets. One part if the brackets do not pair."""
+    pieces, begin, depth = [], 0, 0
+    for token in re.finditer(rf"(?P<separator>{separator})|\\?[{{}}]|[()\[\]]", text):
+        if token["separator"] is None:
+            depth += 1 if token[0][-1] in "{([" else -1
+        elif depth == 0:
+            pieces += [text[begin : token.start()].strip(), token[0].strip()]
+            begin = token.end()
+        if depth not in range(DEEPEST):
+            return [text]
+    return [*pieces, text[begin:].strip()] if depth == 0 else [text]
+
+
 def _sides(text: str) -> tuple[str, str] | None:
-    """The first and last side of an equation, exchanged if only the last is a name; None for other texts and lists."""
-    sides = [side.strip() for side in _RELATION.split(text)]
-    if len(sides) == 1 or not all(sides) or re.search(r"\{[^{}]*=", text) or "," in _COMMA_INSIDE.sub("", text):
-        return None
-    if _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(sides[0]):
-        sides.reverse()
-    return sides[0], sides[-1]
+    """The first and last side of an equation, exchanged if only the last is a name; None for other texts.
+
+    `x = 1, 2` and `x = 1, x = 2` are an equation of `x` and the list `1, 2`.
+    """
+    names, values = set(), []
+    for part in _listed(text):
+        sides = _cut(part, _RELATION)[::2]
+        if len(sides) == 1 or not all(sides):
+            return None
+        if NAME.fullmatch(sides[-1]) and not NAME.fullmatch(sides[0]):
+            sides.reverse()
+        names.add(sides[0])
+        values.append(sides[-1])
+    return (names.pop(), ", ".join(values)) if len(names) == 1 else None
+
+
+def _listed(text: str) -> list[str]:
+    """The members of a list. One without a name has the name before it: `x=1` and `x=2` for `x = 1, 2`."""
+    members, name = [], ""
+    for part in _cut(text, _COMMA)[::2]:
+        sides = _cut(part, _RELATION)
+        name = "".join(sides[:2]) if len(sides) > 1 else name
+        members.append(part if len(sides) > 1 else name + part)
+    return members
+
+
+def _several(text: str) -> Several | None:
+    """The members of a list, a set, a point, an interval or a row of quantities; None for one thing."""
+    brackets, members = "", _listed(text)
+    if len(members) == 1 and (match := _BRACKETED.fullmatch(text)):
+        inside = _cut(match[2], ",")[::2]
+        if len(inside) > 1 and (match[1] == r"\{" or not _PLUS_MINUS.search(text)):
+            brackets, members = match[1] + match[3], inside
+    if brackets in ("", r"\{\}"):
+        members = [value for member in members for value in _both_signs(member)]
+    if len(members) == 1:
+        row = [*_cut(text, _WORDS), ""]
+        if sum(bool(re.search("[0-9]", quantity)) for quantity in row[::2]) > 1:
+            words = [" ".join(re.findall("[A-Za-z]+", word.replace(r"\text", ""))) for word in row[1::2]]
+            members = [one + rf"\text{{{word}}}" * bool(word) for one, word in zip(row[::2], words, strict=True)]
+            brackets, members = "row", [member for member in members if member]
+    return Several(brackets, members) if len(members) > 1 and all(members) else None
+
+
+def _both_signs(text: str) -> list[str]:
+    """The values of an expression with plus-minus."""
+    if not 0 < len(_PLUS_MINUS.findall(text)) < 4:
+        return [text]
+    return [value for sign in "+-" for value in _both_signs(_PLUS_MINUS.sub(sign, text, count=1))]
+
+
+def _has_names(several: Several | None) -> bool:
+    return several is not None and any(map(_sides, several.members))
+
+
+def _same_members(given: Several, reference: Several, compare: Compare) -> bool | None:
+    """Whether the members agree: in order within brackets, in any order in lists, and as sets if one of them is."""
+    kinds, members, others = {given.brackets, reference.brackets}, given.members, reference.members
+    if len(kinds) > 1 and kinds not in ({"", "()"}, {"", r"\{\}"}):
+        return False
+    if r"\{\}" in kinds:
+        return _all([_each_found(members, others, compare), _each_found(others, members, compare)])
+    if len(members) != len(others):
+        return False
+    if kinds == {""} and _has_names(given) == _has_names(reference):
+        return _each_found(members, others, compare, once=True)
+    return _all([equal(*pair, compare) for pair in zip(members, others, strict=True)])
+
+
+def _each_found(members: list[str], others: list[str], compare: Compare, once: bool = False) -> bool | None:
+    """Whether each member equals one of the others, and with `once` a different one each."""
+    rest, verdicts = list(others), []
+    for member in members:
+        same: list[bool | None] = []
+        while True not in same and len(same) < len(rest):
+            same.append(equal(member, rest[len(same)], compare))
+        verdicts.append(True if True in same else None if None in same else False)
+        if once and verdicts[-1]:
+            del rest[len(same) - 1]
+    return _all(verdicts)
+
+
+def _all(verdicts: list[bool | None]) -> bool | None:
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def _is_numeric(text: str, sides: tuple[str, str], any_right: bool = False) -> bool:
     """Whether an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
     numeric = [bool(_NUMERIC.fullmatch(side)) for side in sides]
-    return set(_RELATION.findall(text)) == {"="} and numeric[0] and (any_right or numeric[1])
+    return set(re.findall(_RELATION, text)) == {"="} and numeric[0] and (any_right or numeric[1])
 
 
 def _same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
@@ -255,15 +310,3 @@ def _word(text: str) -> str:
     words = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
     match = re.fullmatch(r"\(?([A-Za-z][A-Za-z' -]*)\)?\.?", words)
     return match[1] if match else ""
-
-
-def bare(text: str) -> str:
-    """Without the punctuation of a sentence, brackets around one thing, and the decimals after an exact value."""
-    before = None
-    while text != before:
-        before, text = text, text.strip("* ").rstrip(".,;:\\ ")
-        exact = text.partition(r"\approx")[0]
-        text = text if _NAME.fullmatch(exact) else exact or text
-        if match := _GROUPED.fullmatch(text):
-            text = match["braces"] or match["parentheses"] or match["set"]
-    return text

@@ -12,22 +12,25 @@ in a process that can be killed. docs/rewards.md says what is an answer, and wha
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from threepo.config import RewardConfig
 from threepo.errors import UserError
-from threepo.rewards.equality import equal, spelling
+from threepo.rewards.equality import equal
+from threepo.rewards.spelling import spelling
 from threepo.types import THINK, THINK_END, Completion, Verdict, VerdictStatus, final_answer
 from threepo.workers import Outcome, WorkerPool
 
 MOST_CHARACTERS = 2000
 """A longer answer counts as wrong unless the reference is about as long."""
+IN_PLACE = 200
+"""Longest answer that is compared in this process; longer ones go to the processes that can be killed."""
 _BOX = r"\\(?:boxed|fbox|framebox)\s*"
-_TOKENS = re.compile(rf"\\{{0,2}}(?P<box>{_BOX}\{{)|\\.|[{{}}]", re.DOTALL)  # JSON doubles the backslash
+_TOKENS = re.compile(rf"[{{}}]|\\{{0,2}}(?P<box>{_BOX}\{{)|\\.", re.DOTALL)  # JSON doubles the backslash
 _BOXED_TOKEN = re.compile(rf"{_BOX}(?P<token>[0-9A-Za-z]|\\[A-Za-z]+)(?![0-9A-Za-z])")
-_SENTENCE = r"(?:\\text\s*\{[^{}]*\}|[A-Za-z\s=.:,$])*"
-_BOX_IN_SENTENCE = re.compile(rf"{_SENTENCE}{_BOX}\{{(?P<inside>.*)\}}{_SENTENCE}", re.DOTALL)
+_SENTENCE = r"(?:\\text\s*\{[^{}]*\}|[A-Za-z\s=.:,$])*+"
+_BEFORE_BOX, _AFTER_BOX = re.compile(rf"{_SENTENCE}{_BOX}\{{"), re.compile(rf"\}}{_SENTENCE}")
 _ANSWER = re.compile(r"\banswer\*{0,2} ?:\*{0,2}\s*(?P<answer>[^\n]+)", re.IGNORECASE)
 _LAYOUT = re.compile(r"\s*<think>.*?</think>\s*(?P<box>\\boxed\s*\{.*\})\s*", re.DOTALL)
 _BLANKS = re.compile(r"\s*")
@@ -65,7 +68,7 @@ class MathGrader:
         for given, reference in dict.fromkeys(pairs):
             if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
                 judged[given, reference] = Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
-            elif (same := equal(spelling(given), spelling(reference))) is None:
+            elif len(given) > IN_PLACE or (same := equal(spelling(given), spelling(reference))) is None:
                 unsettled.append((given, reference))
             else:
                 judged[given, reference] = Outcome((same, ""))
@@ -120,23 +123,31 @@ def last_box(text: str) -> str | None:
     found = boxes(text)
     if not found:
         return next(reversed(_BOXED_TOKEN.findall(text)), None)  # \boxed 5, which TeX accepts
-    inner = _BOX_IN_SENTENCE.fullmatch(text, *found[-1])
-    span = inner.span("inside") if inner and inner.span("inside") in found else found[-1]
-    return text[slice(*span)].strip()
+    outer, inner = found[-1], found[-2] if len(found) > 1 else (0, 0)
+    in_words = _BEFORE_BOX.fullmatch(text, outer[0], inner[0]) and _AFTER_BOX.fullmatch(text, inner[1], outer[1])
+    return text[slice(*(inner if in_words else outer))].strip()
 
 
+@lru_cache(maxsize=1)  # for the answer, and then for the layout
 def boxes(text: str) -> list[tuple[int, int]]:
     """Where the contents of closed, not empty boxes begin and end, in the order in which they end. One pass."""
     found: list[tuple[int, int]] = []
-    opened: list[int | None] = []  # for each open brace: where the box begins, or None if it is not a box's
+    opened: list[tuple[int, int]] = []  # the depth and the beginning of each open box
+    depth = 0
     first = re.search(_BOX, text)
     for token in _TOKENS.finditer(text, first.start() if first else len(text)):
-        if token["box"] or token.group() == "{":
-            opened.append(token.end() if token["box"] else None)
-        elif token.group() == "}" and opened:
-            begin = opened.pop()
-            if begin is not None and not _BLANKS.fullmatch(text, begin, token.start()):
-                found.append((begin, token.start()))
+        symbol = token[0]
+        if symbol == "{":
+            depth += 1
+        elif symbol == "}":
+            depth -= depth > 0
+            if opened and opened[-1][0] == depth:
+                _, begin = opened.pop()
+                if not _BLANKS.fullmatch(text, begin, token.start()):
+                    found.append((begin, token.start()))
+        elif token["box"]:
+            opened.append((depth, token.end()))
+            depth += 1
     return found
 
 
