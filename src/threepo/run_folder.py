@@ -273,8 +273,12 @@ class RunFolder(LockedFolder):
         """Delete metrics and completions of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
         if missing := step - len({row["step"] for row in rows} - {-1}):
-            lost = f"{missing} of the {step} steps done have no row; the run goes on without them"
-            warnings.warn(f"{self.path / METRICS}: {lost}", ThreepoWarning, stacklevel=2)
+            file = self.path / METRICS
+            warnings.warn(
+                f"{file}: {missing} of the {step} steps done have no row; the run goes on without them",
+                ThreepoWarning,
+                stacklevel=2,
+            )
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) >= step:

@@ -50,7 +50,7 @@ def test_a_checkpoint_scores_as_it_did_while_training(run: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "noise",
     [
-        ["method.preset=c3po", "optimizer.ess=1e4", "noise.size=2", "noise.where={mlp=1.0, embedding=2.0}"],
+        ["method.preset=c3po", "optimizer.ess=1e5", "noise.size=2", "noise.where={mlp=1.0, embedding=2.0}"],
         ["method.preset=qerl", "noise.size=0.5", "ess_schedule.stages=3", "run.steps=3"],
     ],
     ids=["a learned posterior that is scaled", "noise of a given size that has fallen"],

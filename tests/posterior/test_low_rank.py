@@ -167,16 +167,6 @@ def test_evolution_steps_along_the_noise_of_low_rank() -> None:
     torch.testing.assert_close(w.detach(), expected)
 
 
-def test_state_of_older_versions_has_full_noise() -> None:
-    net = model()
-    optimizer = IVON(net.named_parameters())
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["noise_rank"]
-    optimizer.load_state_dict(state)
-    assert {group.noise_rank for group in optimizer.noise_groups()} == {0}
-
-
 def test_ranks_that_cannot_be_are_refused() -> None:
     full = Posterior.of(IVON(model().named_parameters()))
     with pytest.raises(UserError, match="noise.rank = 2: the posterior has its own rank; remove it"):

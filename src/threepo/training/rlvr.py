@@ -85,7 +85,7 @@ def train(run: Run) -> None:
                 rollouts = rollout(run, step, clock)
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
-            metrics |= update_metrics(record) | run.optimizer_metrics()
+            metrics |= update_metrics(record) | run.optimizer_metrics(record.finite)
             if alike := run.config.ess_schedule.kind == "similarity":
                 metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)

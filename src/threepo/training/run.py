@@ -74,7 +74,7 @@ class TrainingRun(Generic[Config]):
     def __post_init__(self) -> None:
         self.check = StateCheck(self.ranks, self.optimizer)
         self.check.note()
-        self._skipped = float(self.optimizer.param_groups[0]["skipped_steps"])
+        self._warned = False
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -83,17 +83,20 @@ class TrainingRun(Generic[Config]):
             group["lr"] = settings.lr * factor(step, steps, self.config.schedule)
             group["ess"] = getattr(settings, "ess", 1.0) * self.state.schedules.ess_factor
 
-    def optimizer_metrics(self, posterior: bool = True) -> Metrics:
-        """Metrics of the optimizer, and of its posterior if it has one and they are asked for."""
+    def optimizer_metrics(self, finite: bool, posterior: bool = True) -> Metrics:
+        """Metrics of the optimizer, and of its posterior if it has one and they are asked for.
+
+        `finite`: whether all gradients of the step were; the first step of a run of which one was not warns.
+        """
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
-        if metrics["optimizer/skipped_steps"] > self._skipped == 0:
+        if not finite and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"the update of step {self.state.step} was skipped: its gradient was not finite, or no row was left to "
-                f"learn from; later ones are only counted, in optimizer/skipped_steps",
+                f"a gradient of step {self.state.step} was not finite, so its update was skipped; later ones are only "
+                f"counted, in optimizer/skipped_steps",
                 ThreepoWarning,
                 stacklevel=2,
             )
-        self._skipped = metrics["optimizer/skipped_steps"]
         if posterior and not Posterior.of(self.optimizer, gather=False).is_point:
             metrics |= posterior_metrics(self.optimizer)
         return metrics

@@ -80,12 +80,12 @@ def fine_tune(run: FineTuning) -> None:
             run.check.agree(run.state, {"the draw": draw, **row_facts(rows)})
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
-            run.optimizer.observe(draw)
+            finite = run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
             run.check.note()
             clock.lap("time/step")
             metrics = {"sft/loss": loss / tokens, "sft/tokens": float(tokens)}
-            metrics |= run.optimizer_metrics(posterior=due(step + 1, 10, steps))
+            metrics |= run.optimizer_metrics(finite, posterior=due(step + 1, 10, steps))
             run.state = TrainState(step + 1)
             end_step(metrics | clock.times)
 

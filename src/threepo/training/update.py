@@ -78,6 +78,8 @@ class UpdateRecord:
     loss: float = 0.0
     normalizer: float = 0.0
     tokens: int = 0
+    finite: bool = True
+    """Whether all gradients were."""
     kl: float = 0.0
     policy: dict[str, float] = field(default_factory=dict)
     """Metrics `policy/<name>`, as sums over tokens."""
@@ -150,9 +152,9 @@ def update_policy(
                     loss, count = update.backward(part, weights)
                 sums.append((loss, count))
                 if batch.normalize == "step":
-                    optimizer.observe(part.draw, cumulative=batch.cumulative)
+                    record.finite &= optimizer.observe(part.draw, cumulative=batch.cumulative)
                 elif count > 0:
-                    optimizer.observe(part.draw, count, cumulative=batch.cumulative)
+                    record.finite &= optimizer.observe(part.draw, count, cumulative=batch.cumulative)
         losses, counts = (math.fsum(column) for column in zip(*sums, strict=True))
         if batch.fitness and counts:
             record.compared = compare(optimizer, batch.fitness)
