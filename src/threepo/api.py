@@ -1,4 +1,4 @@
-"""What the commands do, as functions: each takes a checked configuration and leaves a finished folder."""
+"""The commands as functions: each takes a checked configuration and leaves a finished folder."""
 
 import contextlib
 import json

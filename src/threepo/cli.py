@@ -68,7 +68,7 @@ def _silence() -> Iterator[None]:
 
 
 def _follow(rank: int, message: str, failure: type[Exception] | None) -> None:
-    """How a rank ends that is not the first, which mostly says the same; torchrun ends all when one has ended."""
+    """Ends a rank other than the first, which mostly says the same; torchrun ends all when one has ended."""
     if not (failure and issubclass(failure, RankError)):
         time.sleep(_PATIENCE if failure else 1.0)
     if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
@@ -76,7 +76,7 @@ def _follow(rank: int, message: str, failure: type[Exception] | None) -> None:
 
 
 def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:
-    """How a warning is printed: those about the run in one line, all others as Python does."""
+    """Formats a warning: one about the run in one line, any other as Python does."""
     ours = issubclass(category, ThreepoWarning)
     return f"threepo: warning: {message}\n" if ours else _format_warning(message, category, *where, **more)
 

@@ -1,4 +1,4 @@
-"""What the commands of the command line do, given their parsed arguments; cli.py has the arguments.
+"""Actions of the command line's commands, given their parsed arguments; cli.py has the arguments.
 
 Nothing heavy is imported before a command needs it.
 """

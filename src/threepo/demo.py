@@ -107,7 +107,7 @@ def demonstrate(
 
 
 def conclusion(asked: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:
-    """What was seen of a method with noise beside one without, and on which kind of task, made of the numbers."""
+    """Words on a method with noise compared with one without, and on which kind of task, made of the numbers."""
     chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (asked["mean"], asked["noise"][0]))
     plain, improved = (run.summary()["pass_at_1_after"] for run in (without, noisy))
     rollouts = without.summary()["rollouts"]

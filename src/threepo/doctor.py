@@ -35,7 +35,7 @@ WITH_LIST = ("vllm", "verl")
 
 
 class Finding(NamedTuple):
-    """What a check found."""
+    """Result of a check."""
 
     state: State
     found: str
@@ -176,7 +176,7 @@ def sandbox() -> Finding:
 
 
 def hub() -> Finding:
-    """What huggingface_hub will use; it is not asked anything."""
+    """Settings that huggingface_hub will use; the hub itself is not asked."""
     from huggingface_hub import constants, get_token
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -245,7 +245,7 @@ def doctor() -> None:
 
 
 def requirements(extra: str = "") -> list[Requirement]:
-    """What threepo asks for on this machine: always, or for an extra besides."""
+    """Requirements of threepo on this machine: always, or for an extra besides."""
     found = [Requirement(text) for text in importlib.metadata.requires("threepo") or []]
     of_kind = [one for one in found if ("extra ==" in str(one.marker)) == bool(extra)]
     return [one for one in of_kind if one.marker is None or one.marker.evaluate({"extra": extra})]

@@ -1,4 +1,4 @@
-"""What threepo says when something that a user can fix is wrong: a recipe, a path, an impossible combination.
+"""Errors and warnings for what a user can fix: a recipe, a path, an impossible combination.
 
 The command line prints the one line of a `UserError` and exits with 2. All else that goes wrong is a bug, ours or a
 caller's, and keeps its traceback.

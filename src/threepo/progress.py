@@ -1,4 +1,4 @@
-"""What a loop shows while it goes, and how it stops.
+"""Progress of a loop on the terminal, and polite ways to stop it.
 
 A live bar, or a line now and then if that is no terminal. A signal lets the step in progress finish and be saved.
 """

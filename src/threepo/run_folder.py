@@ -86,7 +86,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def metrics_digest(run: Path) -> str:
-    """Of all metrics but times: a run that is repeated with the same threads on the same machine has the same."""
+    """Digest of all metrics but times; a run repeated with the same threads on the same machine has the same."""
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in read_metrics(run)]
     return hashlib.blake2b(json.dumps(rows, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -131,7 +131,7 @@ def refuse_no_run(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Material:
-    """What problems.json and conversations.json say of the problems or conversations of one part of a run."""
+    """Entry of problems.json or conversations.json on the problems or conversations of one part of a run."""
 
     source: str
     digest: str

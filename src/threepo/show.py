@@ -1,4 +1,4 @@
-"""What `threepo data` prints: the sources of problems, and one problem as a policy reads it.
+"""Output of `threepo data`: the sources of problems, and one problem as a policy reads it.
 
 Only a tokenizer needs torch; without one, problems are shown at once.
 """

@@ -98,7 +98,7 @@ class Problem:
         return self.location or f"problem {self.id}"
 
     def templated(self, prompt_template: str) -> str:
-        """What a policy reads for a prompt that is a text: `data.prompt_template`, or, if empty, its own template."""
+        """Text that a policy reads for a text prompt, by `data.prompt_template` or, if empty, its own template."""
         assert isinstance(self.prompt, str)
         return (prompt_template or self.template).replace("{prompt}", self.prompt)
 
@@ -254,7 +254,7 @@ class GradientPart:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """All that one policy update needs; the trainer obeys these fields and does not know which method made them."""
+    """Input of one policy update; the trainer obeys these fields and does not know which method made them."""
 
     parts: tuple[GradientPart, ...]
     normalize: Literal["step", "part"]

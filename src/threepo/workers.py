@@ -79,7 +79,7 @@ class Process:
         return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
 
     def ending(self) -> str:
-        """How a process that closed its connection ended, such as `killed by SIGSEGV` or `exit status 3`."""
+        """End of a process that closed its connection, such as `killed by SIGSEGV` or `exit status 3`."""
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(ENDING_SECONDS)
             return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -114,7 +114,7 @@ def owner() -> Connection:
 
 
 class Outcome(NamedTuple):
-    """What an item returned, or why it returned nothing."""
+    """Result of an item, or the reason why there is none."""
 
     value: Any = None
     failure: str = ""
@@ -185,7 +185,7 @@ def _close(processes: Sequence[Process | None]) -> None:
 
 
 def _serve() -> None:
-    """What a worker does: import the function, set the memory limit, and call the function with each item."""
+    """Main loop of a worker: import the function, set the memory limit, call the function with each item."""
     link = owner()
     name, memory_mib = link.recv()
     function = pkgutil.resolve_name(name)

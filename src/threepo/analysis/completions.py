@@ -108,7 +108,7 @@ def _files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Table:
-    """What is read of a file, by our names; `right` is always among them."""
+    """Returns the columns of a file by our names; `right` is always among them."""
     columns = _columns(file)
     if not columns:
         raise UserError(f"{file}: is empty; remove it, or write the step's completions again")
@@ -167,7 +167,7 @@ def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
 
 
 def _right(file: Path, column: str, values: Sequence[Any], above: float | None) -> list[bool]:
-    """Which completions are right."""
+    """Returns for each completion whether it is right."""
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or math.isnan(value):
             raise UserError(f"{file}: {column} of row {i} is {value!r}; it must be a number, or true or false")

@@ -149,7 +149,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _bad(group: Group, kind: str) -> list[bool]:
-    """Which completions are bad in this sense; empty: not recorded."""
+    """Returns for each completion whether it is bad in this sense; empty if that was not recorded."""
     if kind == "incorrect":
         return [not right for right in group.right]
     none = list(group.no_answer or ())
@@ -157,7 +157,7 @@ def _bad(group: Group, kind: str) -> list[bool]:
 
 
 def _second_draw(run: Group) -> Terms:
-    """What a second completion adds to a first: one of the same draw, and one of another draw."""
+    """Value of a second completion after a first: from the same draw, and from another draw."""
     right, answers = np.array(run.right), run.answers
     means = {"text_distance": run.text_distance, "one_right": pair_means(right[:, None] | right, run.draws)}
     if answers is not None:
@@ -199,7 +199,7 @@ def figures(terms: Sequence[Terms]) -> dict[str, Any]:
 
 
 def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
-    """By common step: groups rescued and lost so far, and the shares of groups without a signal."""
+    """Curves over common steps: groups rescued and lost so far, and shares of groups without a signal."""
     found_at = defaultdict(list)
     for step, found in terms:
         found_at[step].append(found)

@@ -177,7 +177,7 @@ def _entropy(comparison: Mapping[str, Any], axis: Axes, colours: Colours) -> Non
 
 
 def _lines(comparison: Mapping[str, Any], colours: Colours) -> list[tuple[str, Run, str, str]]:
-    """What has a line: side, pairing, colour, label. The baseline has one for each size and steps it is compared at."""
+    """Lines of the figure as (side, pairing, colour, label); the baseline has one for each size and steps compared."""
     runs: Mapping[str, Run] = comparison["runs"]
     pairings = {(*run["group_sizes"]["compared"], *run["curves"]["step"]): run for run in runs.values()}
     lines = []

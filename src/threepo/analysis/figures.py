@@ -141,7 +141,7 @@ def draws(run: RunReport) -> float | None:
 
 
 def _final(runs: Runs) -> tuple[str, dict[str, float], dict[str, float]]:
-    """What runs have reached, by name, and its standard errors: pass@1 if all have it, or the last tenth's reward."""
+    """Final score of each run with its standard error: pass@1 if all have it, else the last tenth's reward."""
     summaries = {run.name: run.summary() for run in runs if "method" in run.config}
     if summaries and all(found["pass_at_1_after"] is not None for found in summaries.values()):
         after = {name: found["pass_at_1_after"] for name, found in summaries.items()}
@@ -154,7 +154,7 @@ def _final(runs: Runs) -> tuple[str, dict[str, float], dict[str, float]]:
 def _reached(
     x_of: Callable[[RunReport], float | None], scale: str, label: str, runs: Runs, axis: Axes, colours: Colours
 ) -> None:
-    """What runs have reached against one of their settings; those without the setting are dashed lines."""
+    """Plots the final score of runs against one of their settings; runs without it are dashed lines."""
     what, reached, errors = _final(runs)
     settings = {run.name: x_of(run) for run in runs if run.name in reached}
     if len({x for x in settings.values() if x is not None}) < 2:
@@ -173,7 +173,7 @@ def _reached(
 
 
 def learning(runs: Runs) -> list[Panel]:
-    """What runs learn: the panels of a picture of curves, and the first ones of a page."""
+    """Panels of learning curves: all of a picture, and the first of a page."""
     silent = "All completions of such a prompt earn the same, so it teaches nothing."
     settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
     listed = (
@@ -247,7 +247,7 @@ def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
 
 
 def with_data(panels: Sequence[Panel], palette: Colours) -> list[Panel]:
-    """Those of the panels that have data."""
+    """Returns the panels that have data."""
     return [panel for panel in panels if draw_panel(panel, Figure().subplots(), palette)]
 
 

@@ -40,14 +40,14 @@ _POLL = 0.2
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a run is: `finished`, `failed`, `unfinished`, `not begun`, or `excluded`; and why it has no result."""
+    """State of a run: `finished`, `failed`, `unfinished`, `not begun` or `excluded`, and why it has no result."""
 
     state: str
     reason: str = ""
 
 
 def outcome(study: Study, run: StudyRun) -> Outcome:
-    """What the folder of the study says about a run."""
+    """Reads the state of a run from the folder of the study."""
     if reason := study.tables.excluded.get(run.name):
         return Outcome("excluded", reason)
     if (run.folder / SUMMARY).is_file():
@@ -123,7 +123,7 @@ def chosen_point(study: Study, cell: Cell) -> Overrides | None:
 
 
 def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
-    """What a choice depends on, besides the settings of its runs: settings of the study by name."""
+    """Settings of the study, by name, that a choice depends on besides the settings of its runs."""
     return {
         f"methods.{cell.method}.grid": [list(point) for point in study.tables.methods[cell.method].grid],
         "tuning.seeds": [run.seed for run in study.tuning(cell)[0]],
@@ -133,7 +133,7 @@ def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
 
 
 def recorded_choices(study: Study) -> dict[str, Any]:
-    """What tuning has chosen, by the name of the cell. It is chosen once, and stays."""
+    """Choices of the tuning by the name of the cell; each is made once, and stays."""
     path = study.folder / CHOSEN
     return read_json(path) if path.is_file() else {}
 
@@ -160,7 +160,7 @@ def choose(study: Study, cell: Cell) -> bool:
 
 
 class Process(Protocol):
-    """What the runner needs of a run that goes on."""
+    """Interface of a running process, as the runner uses it."""
 
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...

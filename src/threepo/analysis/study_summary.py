@@ -1,4 +1,4 @@
-"""What a study found, from its folder alone: every figure of its tables, and every run that is not in them."""
+"""Findings of a study, from its folder alone: every figure of its tables, and every run that is not in them."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from threepo.run_folder import SUMMARY, metrics_digest
 
 @dataclass(frozen=True)
 class Result:
-    """What one reported run gave."""
+    """Result of one reported run."""
 
     final: float
     """The metric after the last step."""
@@ -96,7 +96,7 @@ def _left_out(study: Study) -> Iterator[dict[str, str]]:
 
 
 def _result(study: Study, run: StudyRun) -> Result | str:
-    """What a finished run gave, or why it cannot be compared."""
+    """Result of a finished run, or the reason why it cannot be compared."""
     settings = study.tables.study
     last, (steps, values) = final(study, run), learning_curve(study, run)
     if last is None:
@@ -136,7 +136,7 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
 
 
 def _figures(results: Results, width: int, target: float | None) -> dict[str, Any]:
-    """What is said of one method alone."""
+    """Figures of one method alone."""
     if not results:
         return {"n": 0}
     found = list(results.values())

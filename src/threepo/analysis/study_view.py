@@ -113,7 +113,7 @@ def _tuned(entry: Summary) -> Row:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """What the terminal shows."""
+    """Tables that the terminal shows."""
     shown = {"all settings": (across(summary), ())} if summary["average"] else {}
     shown |= {name: (rows(variant), SHOWN) for name, variant in summary["variants"].items()}
     found = []

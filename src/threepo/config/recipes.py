@@ -106,7 +106,7 @@ def _table(overrides: Overrides) -> Table:
 
 
 def recipes_folder() -> Path:
-    """Where the shipped recipes lie: inside the installed package, or at the top of a source checkout."""
+    """Folder of the shipped recipes: inside the installed package, or at the top of a source checkout."""
     installed = Path(str(resources.files("threepo"))) / "recipes"
     return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "recipes"
 

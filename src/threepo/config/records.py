@@ -1,4 +1,4 @@
-"""What every settings record is made of: checked types, the base class, and errors of one line.
+"""Parts of every settings record: checked types, the base class, and errors of one line.
 
 A record is a frozen pydantic dataclass. Recipes are read strictly: nothing is converted, except a whole number to a
 number. A user gets one line about the first mistake that pydantic finds: field, value and fix.
@@ -174,7 +174,7 @@ def require(condition: bool, name: str, value: Any, fix: str) -> None:
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two configurations, as dictionaries, differ: the dotted key, and the value in each."""
+    """Yields the differences of two configurations, given as dictionaries: dotted key, and the value in each."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in (*old, *(key for key in new if key not in old)):
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
@@ -183,5 +183,5 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, 
 
 
 def first_difference(old: Any, new: Any) -> str:
-    """Where a recorded configuration first differs from the present one, in words; empty if nowhere."""
+    """Describes the first difference of a recorded configuration from the present one; empty if there is none."""
     return next((f"{name} = {shown(a)} there, {shown(b)} here" for name, a, b in differences(old, new)), "")

@@ -1,4 +1,4 @@
-"""What a completion earns, and where programs of the policy run."""
+"""Settings of rewards, and of the sandbox in which programs of the policy run."""
 
 from dataclasses import field
 from typing import Literal

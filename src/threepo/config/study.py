@@ -163,7 +163,7 @@ class StudyRun:
 
     @property
     def command(self) -> list[str]:
-        """What follows `threepo` to begin the run."""
+        """Arguments after `threepo` that begin the run."""
         kind = "train" if self.record is TrainConfig else "sft"
         return [kind, *([self.recipe] if self.recipe else []), *self.settings]
 
@@ -210,7 +210,7 @@ class Study:
         return list({run.name: run for run in found if run}.values())
 
     def tuned_in(self, cell: Cell) -> Cell | None:
-        """Where the point of this cell's grid is chosen; None: it has no grid."""
+        """Cell in which the point of this cell's grid is chosen; None if it has no grid."""
         tuning = self.tables.tuning
         if not tuning or not self.tables.methods[cell.method].grid:
             return None

@@ -1,4 +1,4 @@
-"""What a procedural task is, and the endless problems that it generates.
+"""Procedural tasks, and the endless problems that they generate.
 
 A task generates problems of a given difficulty, verifies answers exactly, and writes demonstrations of several
 behaviours for supervised fine-tuning, such as working step by step or answering at once. Training and held-out problems
@@ -116,7 +116,7 @@ class ProceduralProblems(Endless):
 
 
 def read_question(prompt: str) -> tuple[list[str], str, str]:
-    """What stands before the semicolon, and the words around the middle one after it: `ab bc; a to c`."""
+    """Splits `ab bc; a to c` into the words before the semicolon, and the words around the middle one after it."""
     listing, _, question = prompt.partition(";")
     first, _, last = question.split()
     return listing.split(), first, last

@@ -148,7 +148,7 @@ def _prompt(data: Any) -> list[Any]:
 
 
 def _empty_trace(task: Any) -> Any:
-    """What verifiers' own rollout begins with."""
+    """Trace with which a rollout of verifiers begins."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 

@@ -62,7 +62,7 @@ class Condition:
     """A temperature; an ess; or sigma over RMS."""
 
     def noise(self) -> NoiseConfig:
-        """As [noise] in a recipe."""
+        """The condition's noise as the table [noise] of a recipe."""
         return NoiseConfig(unit="rms", size=self.size, where={self.place: 1.0})
 
 
@@ -75,7 +75,7 @@ class ProbeFolder(LockedFolder):
 
 @dataclass
 class Probe:
-    """What all measurements share."""
+    """State that all measurements of a probe share."""
 
     config: TrainConfig
     settings: ProbeConfig
@@ -86,14 +86,14 @@ class Probe:
     prompts: Sequence[tuple[int, ...]]
 
     def search(self) -> dict[str, Any]:
-        """How often the mean policy solves each candidate: for choosing among them, and for nothing else."""
+        """Measures how often the mean policy solves each candidate: for choosing among them, and for nothing else."""
         source, sampling = FixedWeights(self.policy.model), self.config.sampling
         looks = self.settings.looks
         completions = [] if self.settings.exact else self.complete(source, [None], looks, sampling, SEARCH)
         return {"rates": self.outcomes(source, completions, [None], looks, sampling.temperature).rates[:, 0].tolist()}
 
     def measure(self, condition: Condition, step: int) -> dict[str, Any]:
-        """All that is known of a condition, as its file has it; `step` makes its draws and rollouts different ones."""
+        """Measures a condition, and returns what its file holds; `step` gives it draws and rollouts of its own."""
         plain = condition.place in (MEAN, TEMPERATURE)
         count, each = self._shape(plain)
         sampling = self.config.sampling
@@ -165,7 +165,7 @@ class Probe:
         each: int,
         temperature: float,
     ) -> Outcomes:
-        """How often each draw solved each problem: counted, or by the probability of the only answer."""
+        """Shares of each problem that each draw solved: counted, or by the probability of the only answer."""
         if self.settings.exact:
             rows = [self._answer(i) for i in range(len(self.problems))]
             by_draw = [self._scores(source, rows, [draw] * len(rows), temperature) for draw in draws]
@@ -245,7 +245,7 @@ def prior(config: TrainConfig) -> Posterior | None:
 
 
 def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> list[Condition]:
-    """All that is measured, in this order; the sizes of a place ascend in KL to the mean."""
+    """Conditions to measure, in this order; the sizes of a place ascend in KL to the mean."""
     found = [Condition(MEAN, config.sampling.temperature)]
     found += [Condition(TEMPERATURE, t) for t in settings.temperatures if t != config.sampling.temperature]
     for place in settings.places:

@@ -1,4 +1,4 @@
-"""What a probe's measurements say: intervals, the best noise at each distance from the mean, and a proposal.
+"""Findings of a probe: intervals, the best noise at each distance from the mean, and a proposal.
 
 The proposal is a plain sentence and, where noise helps, the training recipe that follows.
 """
@@ -105,7 +105,7 @@ def label(row: Measured) -> str:
 
 
 def verdict(summary: Measured) -> str:
-    """What to do, in plain words."""
+    """Says in plain words what to do."""
     mean, confirmed, noise = summary["mean"], summary["confirmed"], summary["noise"]
     if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
         return (

@@ -1,4 +1,4 @@
-"""What outcomes of rollouts say about exploration: chances, how they differ between draws, and how groups fare.
+"""Statistics of rollouts about exploration: chances, their differences between draws, and the fate of groups.
 
 For one prompt let p_z be the chance of a right answer under draw z, and mu its mean over draws. G rollouts that N draws
 share evenly are all wrong with chance E[(1 - p_z)^(G/N)]^N (method.md 8). Legend: P problems, D draws, R rollouts of a
@@ -31,7 +31,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """How often each draw solved each problem. The mean policy is a single draw."""
+    """Share of each problem that each draw solved. The mean policy is a single draw."""
 
     rates: np.ndarray
     """[P, D]: shares of R rollouts that were right, or exact chances."""

@@ -51,7 +51,7 @@ class Search:
     best: int
 
     def portions(self) -> list[Portion]:
-        """What is generated under the same weights, in turn."""
+        """Portions of completions, each generated under one set of weights, in turn."""
         portions, first_part = [], 0
         for first in range(0, self.draws, self.best):
             numbers = range(first, min(first + self.best, self.draws))
@@ -68,7 +68,7 @@ class Search:
 
 
 def search_for(config: EvaluationConfig, policy: Policy, ranks: Ranks, exams: Mapping[str, Examination]) -> Search:
-    """What `eval.best_draws` asks for; the selection problems are the first of data.train.
+    """Builds the search that `eval.best_draws` asks for; its problems are the first of data.train.
 
     Warns of problems of `exams` that are among them.
     """

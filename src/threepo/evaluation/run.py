@@ -103,7 +103,7 @@ def _engine(
 
 
 def _searched(work: "_Work", exams: Mapping[str, Examination], search: Search) -> dict[str, Any]:
-    """What summary.json holds of RandOpt: the vote of the chosen draws, the choice, and the mean beside it."""
+    """Contents of summary.json for RandOpt: the vote of the chosen draws, the choice, and the mean for comparison."""
     work.complete(search.portions(), "choosing draws")
     with work.ranks.together():
         found = [search.choice(work.folder)] if work.ranks.first else []
@@ -117,7 +117,7 @@ def _searched(work: "_Work", exams: Mapping[str, Examination], search: Search) -
 
 @dataclass(frozen=True)
 class _Work:
-    """What the parts of an evaluation are made with."""
+    """State that the parts of an evaluation share."""
 
     folder: Path
     config: EvaluationConfig

@@ -25,7 +25,7 @@ COLUMNS = ("correct", "status", "parsed_answer", "finish_reason", "draw_index")
 
 @dataclass(frozen=True)
 class StandardErrors:
-    """Of a mean pass@1 over P problems with K completions each."""
+    """Standard errors of a mean pass@1 over P problems with K completions each."""
 
     between: float
     """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Includes the sampling
@@ -58,7 +58,7 @@ class Scores:
     standard_errors_of_pass_at_1: StandardErrors
 
     def metrics(self) -> dict[str, float]:
-        """As logged while training."""
+        """Scores by the names under which training logs them."""
         return {
             **{f"eval/pass_at_{k}": self.pass_at[k] for k in ks_up_to(self.samples)},
             **{f"eval/se_{name}": error for name, error in asdict(self.standard_errors_of_pass_at_1).items()},

@@ -182,7 +182,7 @@ def base_model(run: Path) -> str | None:
 
 
 def sources(config: Mapping[str, Any]) -> list[str]:
-    """What a run was trained on, as its recipe names it."""
+    """Data sources of a run, as its recipe names them."""
     if conversations := config.get("conversations"):
         return [conversations["source"]]
     return [config["data"]["train"]] if "data" in config else list(config["demonstrations"]["tasks"])

@@ -94,7 +94,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def train(self, *args: Any, **settings: Any) -> Any:
-        """As in Trainer; with `load_best_model_at_end`, the best checkpoint's posterior is loaded with its weights."""
+        """Train as Trainer does; `load_best_model_at_end` loads the best checkpoint's posterior with its weights."""
         self._best = None
         output = super().train(*args, **settings)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
@@ -130,7 +130,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             self.ivon.observe(draw)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in Trainer, with `posterior.safetensors` next to the model once there is an optimizer."""
+        """Save as Trainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
         if not self.args.should_save or self.optimizer is None:
             return
@@ -141,7 +141,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             shutil.copyfile(self._best / FILE_NAME, folder / FILE_NAME)
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
-        """As in Trainer, with IVON's metrics next to every training loss."""
+        """Log as Trainer does, with IVON's metrics next to every training loss."""
         if "loss" in logs and self.optimizer is not None:
             metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
             logs = {**logs, **{name: metrics[name] for name in LOGGED}}

@@ -271,7 +271,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         return Ranks(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """As in GRPOTrainer; an engine gets the mean once for all batches."""
+        """Evaluate as GRPOTrainer does; an engine gets the mean once for all batches."""
         self._holds_mean = False
         return super().evaluation_loop(*args, **settings)
 
@@ -327,7 +327,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in GRPOTrainer, with `posterior.safetensors` next to the model once there is an optimizer."""
+        """Save as GRPOTrainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
         super().save_model(output_dir, _internal_call)
         if self._settings and self.optimizer is not None:
             posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
@@ -335,7 +335,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                 posterior.save(Path(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
-        """As in GRPOTrainer, with the optimizer's metrics next to every training loss."""
+        """Log as GRPOTrainer does, with the optimizer's metrics next to every training loss."""
         if "loss" in logs and self._settings is not None:
             found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
             logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in LOGGED if x in found}

@@ -107,7 +107,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """As in verl, at the draws of the gradient; an evaluation's loss, and a reference model, at the mean."""
+        """Run verl's passes at the draws of the gradient; an evaluation's loss, and a reference model, at the mean."""
         if self.optimizer is None or (forward_only and loss_function is not None):
             return super().forward_backward_batch(data, loss_function, forward_only)
         # All mini-batches of a step take their gradients at the same draws, which their rollouts fix.
@@ -136,7 +136,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return len(draws) == 1 or self.method.normalize == "part"
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
-        """As in verl, with IVON's metrics."""
+        """Train on a batch as verl does, and add IVON's metrics."""
         outputs = super().train_batch(data, loss_function)
         if self.replica is not None:
             check_called(self)
@@ -218,7 +218,7 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def init_model(self) -> None:
-        """As in verl."""
+        """Make the model as verl does."""
         os.environ["VERL_ENGINE_VENDOR"] = "threepo"  # by which verl chooses engines
         super().init_model()
         if not isinstance(self.actor.engine, IVONEngine):
@@ -256,7 +256,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         self.actor_rollout_wg.send_draws(True)
 
     def on_step_end(self) -> None:
-        """As in verl; a step has called all that makes its rollouts come from draws."""
+        """End a step as verl does, once all was called that makes its rollouts come from draws."""
         check_called(self)
         super().on_step_end()
 
@@ -305,7 +305,7 @@ class DrawClient(LLMServerClient):  # type: ignore[misc]
         return self._asked[request_id], server
 
     async def generate(self, request_id: str, **settings: Any) -> Any:
-        """As in verl."""
+        """Make the model as verl does."""
         output = await super().generate(request_id, **settings)
         output.extra_fields["draw"] = self.draw_of[self._asked.pop(request_id)]
         return output
@@ -321,7 +321,7 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
         self._asked: Counter[int] = Counter()
 
     def require_acquire_fields(self) -> list[str]:
-        """What a request is routed by."""
+        """Fields by which a request is routed."""
         return ["prompt_ids"]
 
     def acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:

@@ -28,7 +28,7 @@ from threepo.types import Draw, Purpose
 
 @dataclass
 class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What `/update_weights` is told."""
+    """Body of a request to `/update_weights`."""
 
     path: str
     """The file of posterior/pushed.py."""

@@ -15,7 +15,7 @@ from threepo.objectives.inputs import LOG_RATIO_BOUND, sum_by_row
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction does to the rows of a micro-batch; nothing here carries a gradient."""
+    """Effect of a correction on the rows of a micro-batch; nothing here carries a gradient."""
 
     weights: torch.Tensor
     """[K] factor of each token's loss; 0 where masked."""

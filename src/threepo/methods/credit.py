@@ -15,7 +15,7 @@ from threepo.errors import UserError
 
 @dataclass(frozen=True)
 class Rule:
-    """How a group is credited."""
+    """Rule by which a group is credited."""
 
     advantages: Callable[[torch.Tensor, Advantage], torch.Tensor]
     """Computes them from rewards [..., G]; groups of equal rewards need no care."""

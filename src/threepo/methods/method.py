@@ -1,4 +1,4 @@
-"""What a point of the lattice does: which draws generate which rows, their advantages, where gradients are taken.
+"""The lattice of methods: which draws generate which rows, their advantages, where gradients are taken.
 
 These are functions of a `config.Method`; nothing here, or anywhere, branches on a method's name. docs/method.md has
 the lattice with its equations.
@@ -39,7 +39,7 @@ def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
 def requests(
     method: Method, problems: Sequence[tuple[Problem, tuple[int, ...]]], draws: Sequence[Draw | None]
 ) -> list[Request]:
-    """What to generate: every draw writes its even share of every prompt's completions; prompt-major.
+    """Requests of a step: every draw writes its even share of every prompt's completions; prompt-major.
 
     `problems` pairs each problem with its prompt's tokens. Rollouts of a prompt are numbered through over draws.
     """
@@ -90,7 +90,7 @@ def flat_groups(method: Method, group: Group) -> list[bool]:
 
 
 def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
-    """What each draw is worth among the draws of the step: its mean reward, standardised by [method.advantage]."""
+    """Worth of each draw among the draws of the step: its mean reward, standardised by [method.advantage]."""
     rewards: dict[Draw, list[float]] = {}
     for completion in (completion for group in groups for completion in group.completions):
         assert completion.draw, "only draws have a fitness"

@@ -53,7 +53,7 @@ def adapter_folder(path: str) -> Path | None:
 
 
 def base_path(folder: Path, otherwise: str = "") -> str:
-    """Where the model lies that the adapters of a peft directory belong to; `otherwise` if it is gone."""
+    """Path of the model that the adapters of a peft directory belong to; `otherwise` if it is gone."""
     base = read_json(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise UserError(f"{folder / CONFIG}: has no base_model_name_or_path; write there which model it belongs to")
@@ -114,7 +114,7 @@ def round_base(model: Any, dtype: str, device: torch.device) -> None:
 
 
 def linear_weights(model: Any) -> list[torch.Tensor]:
-    """Of the linear layers that share theirs with no embedding, without adapters."""
+    """Weights of the linear layers that share none with an embedding, without adapters."""
     shared = model.get_input_embeddings().weight
     found = {name: module.weight for name, module in model.named_modules() if type(module) is Linear}
     return [weight for name, weight in found.items() if weight is not shared and not is_adapter(f"{name}.weight")]
@@ -162,7 +162,7 @@ def _train(model: Any, init: str) -> None:
 
 
 def saved_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """What a peft directory holds: A and B, by their names there.
+    """Tensors of a peft directory: A and B, by their names there.
 
     Not by peft's own function, which adds W where a head is adapted, and asks the hub about a base from there.
     """
@@ -178,7 +178,7 @@ def save_settings(model: Any, digest: str, folder: Path) -> None:
 
 
 def base_digest(model: Any) -> str:
-    """Of the frozen weights, by some 256 elements of each parameter, as they are in bfloat16."""
+    """Digest of the frozen weights, from some 256 elements of each parameter, as they are in bfloat16."""
     found = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
         if not is_adapter(name):

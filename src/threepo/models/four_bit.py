@@ -27,7 +27,7 @@ class FourBit(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, state: Any, shape: torch.Size) -> "FourBit":
-        """As bitsandbytes' `quantize_4bit` gives both of the flat numbers."""
+        """Make a parameter from the two results of bitsandbytes' `quantize_4bit` for the flat numbers."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=state.dtype, device=codes.device)
         made.codes, made.state = codes, state
         return made

@@ -84,7 +84,7 @@ def load_pretrained(path: str, other_tokenizer: str = "") -> tuple[Any, Any]:
 
 
 class Shape(NamedTuple):
-    """What a model will be, without its weights."""
+    """Shape of a model to come, without its weights."""
 
     model: Any
     """Of Hugging Face, on the meta device, with adapters."""
@@ -103,7 +103,7 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> Any:
-        """Of Hugging Face."""
+        """Configuration of the model, as Hugging Face has it."""
         return self.model.config
 
     def served(self, engine: EngineConfig) -> int:
@@ -164,7 +164,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _found(path: str, *, with_tokenizer: bool = True) -> str:
-    """What to load: a hub id, or a local model directory; `UserError` if it has no configuration or no tokenizer."""
+    """Model to load: a hub id, or a local directory; `UserError` if it has no configuration or no tokenizer."""
     folder = Path(path)
     if path.startswith((".", "/", "~")) or folder.exists():
         folder = model_folder(folder.expanduser())

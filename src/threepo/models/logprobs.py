@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 class TokenLogprobs(NamedTuple):
-    """Of the tokens that a loss counts: [K] each; nats, float32."""
+    """Scores of the tokens that a loss counts: [K] each; nats, float32."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -53,7 +53,7 @@ def token_logprobs(
     head: Any = model.get_output_embeddings() if linear_head else torch.nn.Identity()  # type: ignore[operator]
 
     def score(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLogprobs:
-        """Those of `targets` [K] from final hidden states [K, D]."""
+        """Scores of the tokens `targets` [K] from final hidden states [K, D]."""
         distribution = (head(hidden).float() / temperature).log_softmax(dim=-1)
         logprobs = distribution.gather(1, targets.unsqueeze(1)).squeeze(1)
         with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):

@@ -84,7 +84,7 @@ class Policy:
 
     @property
     def architecture(self) -> Any:
-        """What engines have: the model, or without weights if it is sharded, or what it was before it got adapters."""
+        """Model as engines have it: without weights if it is sharded, and as it was before it got adapters."""
         return self.without_weights or self.model
 
     @property
@@ -98,7 +98,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device on which the policy computes."""
         return device_of(next(self.model.parameters()))
 
     @property
@@ -155,7 +155,7 @@ class Policy:
             part.save_pretrained(folder)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """What a file of the weights holds: each parameter once, and buffers that are saved; sharded as they are.
+        """Tensors for a file of the weights: each parameter once, and buffers that are saved; sharded as they are.
 
         Of a model with adapters: these alone, by peft's names.
         """

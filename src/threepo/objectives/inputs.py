@@ -1,4 +1,4 @@
-"""What the terms of the objective read, and what a term is."""
+"""Inputs of the objective's terms, and the interface of a term."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a term may read of the tokens of a micro-batch, which holds whole rows; all tensors are [K]."""
+    """Inputs of a term for the tokens of a micro-batch, which holds whole rows; all tensors are [K]."""
 
     logprobs: torch.Tensor
     """Of the policy, with gradient."""
@@ -39,7 +39,7 @@ class LossInputs:
     """Of the reference model, where there is one."""
 
     def ratio(self) -> torch.Tensor:
-        """Of the policy to the old policy."""
+        """Probability ratio of the policy to the old policy."""
         return _bounded_exp(self.logprobs - self.old_logprobs)
 
     def sequence_ratio(self) -> torch.Tensor:

@@ -104,7 +104,7 @@ def teaches(parts: Iterable[GradientPart], settings: ObjectiveConfig) -> bool:
 
 
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:
-    """What the summed loss of so many rows is divided by; 0 if nothing counts.
+    """Divisor of the summed loss of so many rows; 0 if nothing counts.
 
     `counted`: the sum of the row weights of the tokens that count. With `constant` their number does not matter.
     """

@@ -13,7 +13,7 @@ from threepo.config import ObjectiveConfig
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a choice may read; all tensors are [K] and on the CPU, rows in order."""
+    """Inputs of a choice of tokens; all tensors are [K] and on the CPU, rows in order."""
 
     logprobs: torch.Tensor
     """Of the policy before the batch's first update, at the weights where the gradient is taken."""

@@ -117,7 +117,7 @@ def _add_noise(total: torch.Tensor, draw: Draw, entry: Noisy, weight: float) -> 
 
 
 def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:
-    """By sigma, in place."""
+    """Divides by sigma, in place."""
     local(total).div_(_sigma(entry))
     return total
 

@@ -124,7 +124,7 @@ class Posterior:
             save_file(tensors, file, metadata=self.metadata())
 
     def metadata(self) -> dict[str, str]:
-        """What the file says besides the Hessian."""
+        """Metadata of the file: all that it holds besides the Hessian."""
         groups = json.dumps([asdict(group) for group in self.groups])
         return {"format": _FORMAT, "groups": groups, "step": str(self.step), "seed": str(self.seed)}
 
@@ -158,7 +158,7 @@ class Posterior:
             pass
 
     def noisy(self, means: Weights) -> list[Noisy]:
-        """What draws perturb of a model with these means; `UserError` if this is the posterior of another model."""
+        """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
         for name in settings:
             h = self.hessian.get(name)
@@ -198,7 +198,7 @@ class FixedWeights(Perturbable):
         return [(name, p.detach()) for name, p in self.model.named_parameters()]
 
     def noisy(self) -> list[Noisy]:
-        """What draws perturb; `UserError` if the model has no posterior."""
+        """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
         self._model = self.model

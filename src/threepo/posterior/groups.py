@@ -1,4 +1,4 @@
-"""What IVON makes of its groups' settings, and holds of each parameter: its state, and what was observed since a step.
+"""IVON's groups: numbers made of their settings, the state of each parameter, and sums observed since a step.
 
 Of the tensors in `IVON.state[p]`, `hessian`, `momentum` and, for a parameter of low precision, `mean` (a float32
 master) have the parameter's shape. `missed_steps` counts the steps of its group in which it had no gradient: 0-dim, on

@@ -236,7 +236,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         return True
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Of every parameter, observed since the last step, as a sum over draws."""
+        """Gradient of every parameter observed since the last step, as a sum over draws."""
         return dict(self._observed.grad)
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""Which elements of the whole parameter a rank holds: all that this room does with DTensors."""
+"""Elements of the whole parameter that a rank holds: all that this room does with DTensors."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ from threepo.posterior.operations import WHOLE, Region
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: the tensor itself, unless it is a DTensor."""
+    """Returns this rank's part of a tensor: the tensor itself, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -25,7 +25,7 @@ def is_spread(tensor: torch.Tensor) -> bool:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where to compute with a parameter: where it is, unless FSDP2 keeps its shards in CPU memory."""
+    """Device on which to compute with a parameter: its own, unless FSDP2 keeps its shards in CPU memory."""
     here = local(tensor).device
     if isinstance(tensor, DTensor) and here.type != tensor.device_mesh.device_type:
         return torch.device(tensor.device_mesh.device_type)

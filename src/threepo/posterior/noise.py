@@ -91,7 +91,7 @@ def noise_key(draw: Draw, name: str) -> Key:
 
 
 def noise_address(draw: Draw, name: str, shape: torch.Size, rank: int) -> Address:
-    """Of a parameter's noise in one draw: of that rank (0: full) if it is a matrix."""
+    """Address of a parameter's noise in one draw, which has that rank (0: full) if it is a matrix."""
     key = noise_key(draw, name)
     return LowRank(key, *shape, rank) if rank and len(shape) == 2 else key
 
@@ -175,7 +175,7 @@ def noise_chunks(address: Address, start: int, stop: int, device: torch.device) 
 def _low_rank_chunks(
     address: LowRank, start: int, stop: int, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """As `normal_chunks`, of a flattened matrix. An element's number does not depend on the slice here either."""
+    """Yields chunks as `normal_chunks` does, for a flattened matrix; numbers do not depend on the slice either."""
     u, v = factors(address, device)
     # A GPU is busy with many elements; the cache of a core holds few.
     step = max(1, (CHUNK if device.type == "cpu" else 256 * CHUNK) // address.columns)

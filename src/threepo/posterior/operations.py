@@ -1,4 +1,4 @@
-"""What IVON's kernels compute: a record for each operation.
+"""Operations of IVON's kernels: a record for each.
 
 Symbols as in method.md 1: m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius,
 z standard normal noise. All tensors of a record have one shape, and every backend computes in float32.
@@ -18,7 +18,7 @@ ess * h does not overflow."""
 
 
 class Region(NamedTuple):
-    """Where local elements lie in the flat whole tensor: in rows of `row` elements that start `stride` apart.
+    """Place of local elements in the flat whole tensor: rows of `row` elements that start `stride` apart.
 
     Local element i is element start + i // row * stride + i % row of the whole. A tensor that is sharded by columns is
     one region, not one for each row.

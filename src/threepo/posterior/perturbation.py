@@ -38,7 +38,7 @@ class GroupSettings:
 
 
 def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
-    """What turns a group's Hessians into standard deviations; `group` has the fields of `GroupSettings`."""
+    """Numbers that turn a group's Hessians into standard deviations; `group` has the fields of `GroupSettings`."""
     isotropic = group["noise_shape"] == "isotropic"
     root = math.sqrt(group["ess"] * (group["hess_init"] + group["weight_decay"])) if isotropic else 0.0
     return Scalars(group["weight_decay"], group["ess"], root, group["noise_scale"])
@@ -181,7 +181,7 @@ def weights_under(
 
 
 def _out(entry: Noisy, into: Weights, gather: bool) -> torch.Tensor:
-    """Where to write a parameter's value under a draw."""
+    """Tensor into which a parameter's value under a draw is written."""
     p = entry.p
     if entry.name in into:
         return into[entry.name]

@@ -13,7 +13,7 @@ from threepo.types import Draw
 
 
 class Point(Perturbable, torch.optim.Optimizer):
-    """What a torch optimizer lacks as a policy optimizer; a class inherits this first, then the optimizer.
+    """Adds to a torch optimizer what a policy optimizer needs; a class inherits this first, then the optimizer.
 
     Args:
         params: as of torch; a group may have its own `noise_scale`.
@@ -124,7 +124,7 @@ class Point(Perturbable, torch.optim.Optimizer):
             group["step"] += 1
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Of every parameter, observed since the last step, as a sum."""
+        """Gradient of every parameter observed since the last step, as a sum."""
         held = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         return held | self._sums
 

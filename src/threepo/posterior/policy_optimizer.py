@@ -1,4 +1,4 @@
-"""What a training loop needs from an optimizer, whether it learns a posterior (IVON) or a point (AdamW)."""
+"""Interface of optimizers for training loops, whether they learn a posterior (IVON) or a point (AdamW)."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
 
 
 class WeightSource(Protocol):
-    """Where a rollout engine gets its weights from."""
+    """Source of a rollout engine's weights."""
 
     def weights(
         self, draw: Draw | None, into: Weights | None = None, *, gather: bool = False
@@ -33,7 +33,7 @@ class WeightSource(Protocol):
 
 
 class PolicyOptimizer(WeightSource, Protocol):
-    """What training loops use of IVON and PointAdamW: `at` and `observe` for each part of a batch, then `step`.
+    """Interface of IVON and PointAdamW for training loops: `at` and `observe` for each part of a batch, then `step`.
 
     A group of parameters has `noise_scale`, the size of its noise, and `ess`, by whose root that is divided.
     """
@@ -51,7 +51,7 @@ class PolicyOptimizer(WeightSource, Protocol):
         """
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Of every parameter, observed since the last step, as a sum."""
+        """Gradient of every parameter observed since the last step, as a sum."""
 
     def step(self, *, divisor: float | None = None) -> Any:
         """Update from the observed gradients: their sum over `divisor` (default: their number)."""
@@ -60,7 +60,7 @@ class PolicyOptimizer(WeightSource, Protocol):
         """Forget the observed gradients instead of stepping, and count it."""
 
     def step_metrics(self) -> dict[str, float]:
-        """What there is to log of the last step."""
+        """Metrics of the last step."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Where noise goes and how large it is: the [noise] table as a number for every parameter."""
+"""Place and size of noise: the [noise] table as a number for every parameter."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ _PARTS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn"
 
 
 def layer_kind(name: str) -> str:
-    """Which kind of layer a parameter belongs to, by the names that Hugging Face decoders share."""
+    """Kind of layer that a parameter belongs to, by the names that Hugging Face decoders share."""
     return next((kind for part, kind in _PARTS if part in name), "other")
 
 
@@ -64,7 +64,7 @@ def scaled_by(name: str) -> str:
 
 
 def root_mean_square(p: torch.Tensor) -> float:
-    """Of all elements, to seven digits: so it does not depend on how sums over shards are rounded."""
+    """Root mean square of all elements to seven digits, so that the rounding of sums over shards does not matter."""
     square = torch.linalg.vector_norm(local(p.detach()), dtype=torch.float64).square()
     return float(f"{(sum_over_shards([(p, square)]) / p.numel()) ** 0.5:.7g}")
 

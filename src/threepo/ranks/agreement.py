@@ -1,4 +1,4 @@
-"""What all ranks must have in common: recipe, versions and code at the start, and state and rows at every step.
+"""Agreement of ranks: on recipe, versions and code at the start, and on state and rows at every step.
 
 Gradients are sums over ranks, whatever each of them computed. So a rank that runs another recipe, or whose copy of
 the weights has changed, would spoil the run without a word. Here the ranks compare what must be equal, and end together
@@ -69,7 +69,7 @@ def reward_code(names: Iterable[str]) -> dict[str, str]:
 
 
 def batch_facts(batch: TrainingBatch) -> dict[str, Any]:
-    """What an update takes from a batch, by the words of messages."""
+    """Facts of a batch that an update uses, by the words of messages."""
     rows = {row.index: row for part in batch.parts for row in part.rows}
     return {
         "the draws of gradients": [part.draw for part in batch.parts],
@@ -161,7 +161,7 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shard(tensor: torch.Tensor) -> str:
-    """Which shard of a tensor this rank holds, for messages; empty if it holds the whole."""
+    """Names the shard of a tensor that this rank holds, for messages; empty if it holds the whole."""
     if not isinstance(tensor, DTensor):
         return ""
     place: Sequence[int] = tensor.device_mesh.get_coordinate() or ()

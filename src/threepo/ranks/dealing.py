@@ -1,4 +1,4 @@
-"""What each rank does of the work of a step: draws and requests, completions to grade, rows to train on.
+"""Work of a step dealt to ranks: draws and requests, completions to grade, rows to train on.
 
 Every rank knows all of them, so who does what is computed and not negotiated. The results are put together in one
 order, whatever the number of ranks.

@@ -36,7 +36,7 @@ class RankError(Exception):
 
 
 class AgreedError(UserError):
-    """What all ranks know to have failed on one."""
+    """A failure of one rank that all ranks know of."""
 
 
 class RankLost(RankError):
@@ -102,7 +102,7 @@ class Ranks:
             raise AgreedError(f"the ranks disagree about {name}: {values}{also}. {fix[0].upper()}{fix[1:]}")
 
     def deal(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
-        """What each rank computes of the items that it owns, in the order of all items, on every rank.
+        """Lets each rank compute the items that it owns; returns all results in the order of the items, on every rank.
 
         `owners` has the rank of every item; `compute` gets the indices of this rank's items. What it raises on one
         rank is raised on all.

@@ -47,7 +47,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class NotAFormula(Exception):
-    """What the parser cannot read."""
+    """A text that the parser cannot read."""
 
 
 def judge(given: str, reference: str) -> tuple[bool, str]:
@@ -107,7 +107,7 @@ def _verified(given: Basic | MatrixBase, reference: Basic | MatrixBase) -> bool:
 
 
 def _residue(value: Basic, moduli: list[int]) -> int:
-    """What integers and fractions of any size leave modulo a prime; `ValueError` for other expressions."""
+    """Residue of an expression of integers and fractions modulo a prime; `ValueError` for other expressions."""
     if isinstance(value, Rational):
         return int(value.p) * pow(int(value.q), -1, moduli[0]) % moduli[0]
     if isinstance(value, Add):

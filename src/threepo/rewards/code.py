@@ -51,7 +51,7 @@ class CodeTests:
     """The text for `stdin`, the value for `call`; empty for `script`, whose cases judge by themselves."""
 
     def judged(self, index: int, outcome: Outcome) -> str:
-        """How a case ended: `passed`, or the reason that it did not pass."""
+        """Verdict on a case: `passed`, or the reason that it did not pass."""
         if outcome.ending != "ok":
             return outcome.ending
         if self.submission.kind == "script":
@@ -194,7 +194,7 @@ def _filled(value: Any) -> bool:
 
 
 def _texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
-    """What a program reads or writes in each case; some data sets have it as a list of lines."""
+    """Inputs or outputs of a program, a text for each case; some data sets have lists of lines."""
     for value in values:
         lines = [value] if isinstance(value, str) else value
         if not isinstance(lines, Sequence) or not all(isinstance(line, str) for line in lines):

@@ -100,7 +100,7 @@ def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
 
 
 def lack(settings: RewardConfig, verifier: Verifier | None, problem: Problem) -> str:
-    """What `load_grader` would refuse a problem for; empty for nothing."""
+    """Reason for which `load_grader` would refuse a problem; empty if there is none."""
     return _kind(settings, verifier).lack(problem)
 
 

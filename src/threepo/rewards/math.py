@@ -130,7 +130,7 @@ def last_box(text: str) -> str | None:
 
 @lru_cache(maxsize=1)  # for the answer, and then for the layout
 def boxes(text: str) -> list[tuple[int, int]]:
-    """Where the contents of closed, not empty boxes begin and end, in the order in which they end. One pass."""
+    """Begins and ends of the contents of closed, not empty boxes, in the order in which they end. One pass."""
     found: list[tuple[int, int]] = []
     opened: list[tuple[int, int]] = []  # the depth and the beginning of each open box
     depth = 0

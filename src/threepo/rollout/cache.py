@@ -134,7 +134,7 @@ class Decode:
     """The largest length."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        """As in `Prefill`, with L = 1."""
+        """Attend as `Prefill` does, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
             return native.attend(q, k, v, memory.keys, memory.values, self.lengths, self.slots, scale, window)

@@ -1,4 +1,4 @@
-"""What stands in shared memory for a draw: all of its weights, the adapters of a model, or low-rank noise.
+"""Contents of shared memory for a draw: all of its weights, the adapters of a model, or low-rank noise.
 
 With adapters, the frozen weights are pushed once, and each draw is an adapter beside them (`engine.vllm.adapters`): the
 draws of a replica are decoded in one batch. The probe then runs in the trainer's precision, with adapters in the
@@ -29,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def contents_of(policy: Policy, settings: EngineConfig) -> "Contents":
-    """What the engine is to get for a draw; `UserError` if it cannot be that."""
+    """Chooses what the engine gets for a draw; `UserError` if it cannot take that."""
     own, dtype = settings.vllm, getattr(torch, settings.dtype)
     beside = policy.has_adapters or own.draw_rank > 0
     if own.draw_rank and (policy.has_adapters or not own.adapters):
@@ -58,11 +58,11 @@ class Contents:
         """Of what is written for a draw."""
 
     def frozen(self) -> Weights | None:
-        """What the draws are beside, if that never changes."""
+        """Weights beside which the draws stand, if they never change."""
         return None
 
     def mean(self, posterior: WeightSource) -> Weights | None:
-        """What the draws are beside, if that changes from step to step."""
+        """Weights beside which the draws stand, if they change from step to step."""
         return None
 
     def write(self, posterior: WeightSource, draw: Draw | None, tensors: Tensors) -> None:
@@ -139,7 +139,7 @@ def parameter_names(model: Any) -> dict[str, str]:
 
 
 def adapter_settings(layout: Layout, setting: str, rank: int, alpha: float) -> dict[str, Any]:
-    """What vLLM has to know of adapters; `UserError` for a rank that it does not serve, which `setting` names."""
+    """Settings of vLLM for adapters; `UserError` for a rank that it does not serve, which `setting` names."""
     if rank > RANKS[-1]:
         whole = "engine.vllm.adapters = 0" if setting.startswith("model") else f"{setting} = 0"
         raise UserError(f"{setting} = {rank}: vLLM serves up to {RANKS[-1]}; lower it, or push all weights: {whole}")

@@ -72,7 +72,7 @@ class Stack:
 
 
 class Rows:
-    """How many rows of each draw a pass has, and what follows from it while the loaded weights stay."""
+    """Number of rows of each draw in a pass, and what follows from it while the loaded weights stay."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         numbers = torch.tensor(counts)
@@ -123,7 +123,7 @@ class StackedLinear(nn.Module):
         return low.view(out.shape)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """What the weights give without an adapter."""
+        """Output of the weights without an adapter."""
         bias = None if self.bias is None else self.bias.values
         if self.weight.four_bit is not None:
             return F.linear(x, self.weight.four_bit.dense().to(x.dtype), None if bias is None else bias[0])
@@ -301,7 +301,7 @@ def check_positions(config: Any, tokens: int) -> None:
 
 
 def _stacked(module: nn.Module, own: Mapping[str, Stack], current: Pass) -> nn.Module:
-    """What computes the same with the stacks of a module's parameters."""
+    """Module that computes the same with the stacks of a module's parameters."""
     if type(module) is nn.Linear:
         return StackedLinear(current, own)
     if type(module) is nn.Embedding and module.max_norm is None:

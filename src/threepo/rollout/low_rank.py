@@ -17,7 +17,7 @@ from threepo.types import Draw
 
 
 def adapter_layout(model: Any, rank: int, dtype: torch.dtype) -> Layout:
-    """Of a draw's adapters, by peft's names."""
+    """Layout of a draw's adapters by peft's names."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, layer in inner_layers(model).items():
         found[_called(name, "A")] = (rank, layer.in_features), dtype

@@ -1,4 +1,4 @@
-"""How much memory a rollout engine needs, how much there is, and tensors in memory that two processes see."""
+"""Memory of rollout engines: how much they need, how much there is, and tensors that two processes see."""
 
 import math
 import os

@@ -34,7 +34,7 @@ class _Packing(ctypes.Structure):
 
 @cache
 def level(dtype: torch.dtype) -> int:
-    """Which instructions of this processor the library uses; 0: none, torch is faster or the library is missing."""
+    """Level of the processor's instructions that the library uses; 0: torch is faster, or the library is missing."""
     if LIBRARY.loaded is None or dtype not in (torch.float32, torch.bfloat16):
         return 0
     return int(LIBRARY.loaded.threepo_stacked_linear_level(dtype == torch.bfloat16))

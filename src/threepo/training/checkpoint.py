@@ -45,7 +45,7 @@ Files = Mapping[str, Weights]
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where training stands. Random addresses follow from the step; so does the data position, except with `drawn`."""
+    """Position of training. Random addresses follow from the step; so does the data position, except with `drawn`."""
 
     step: int = 0
     """Training steps done."""

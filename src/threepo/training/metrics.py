@@ -71,7 +71,7 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
 
 
 def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """What each of several reward functions has paid, where it could judge."""
+    """Rewards that each of several reward functions has paid, where it could judge."""
     found: dict[str, list[float]] = {}
     for name, reward in (part for verdict in verdicts for part in verdict.parts if not math.isnan(part[1])):
         found.setdefault(name.replace(":", "."), []).append(reward)
@@ -83,7 +83,7 @@ Embed = Callable[[Sequence[Completion]], torch.Tensor]
 
 
 def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> float:
-    """How alike completions of a prompt are: mean cosine of their vectors over pairs, then over prompts."""
+    """Similarity of the completions of a prompt: mean cosine of their vectors over pairs, then over prompts."""
 
     def of_groups(mine: list[int]) -> list[float]:
         return [mean_cosine(embed(groups[i].completions)) for i in mine]
@@ -92,7 +92,7 @@ def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> f
 
 
 def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
-    """How often each token occurs in each completion."""
+    """Counts of each token in each completion."""
     index = {token: i for i, token in enumerate(sorted({token for c in completions for token in c.tokens}))}
     return torch.stack([torch.tensor([index[t] for t in c.tokens]).bincount(minlength=len(index)) for c in completions])
 
@@ -105,7 +105,7 @@ def mean_cosine(vectors: torch.Tensor) -> float:
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:
-    """What dynamic sampling cost, and what it did not reach; empty without it."""
+    """Metrics of dynamic sampling: its cost, and what it did not reach; empty without it."""
     if not rollouts.rounds:
         return {}
     return {

@@ -30,7 +30,7 @@ LOUD_PRIOR = 2.0
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """How training makes an optimizer; each function gets the settings of its kind."""
+    """Functions with which training makes an optimizer; each gets the settings of its kind."""
 
     build: Callable[[Any, torch.nn.Module, list[dict[str, Any]], int], PolicyOptimizer]
     """A new optimizer of groups of a model's parameters, with the noise of each; last, the noise seed."""

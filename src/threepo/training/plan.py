@@ -46,7 +46,7 @@ Plan = dict[str, list[str]]
 
 
 def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0, ranks: int = 1) -> Plan:
-    """What the run would load, hold in memory and compute.
+    """Plan of a run: what it would load, hold in memory and compute.
 
     `prompt_tokens` and `response_tokens` are means; 0 stands for the longest that the recipe allows.
     """
@@ -138,7 +138,7 @@ def _supply(config: TrainConfig) -> str:
 
 
 def _dynamic(config: TrainConfig) -> list[str]:
-    """What the rollouts of a step can grow to with dynamic sampling."""
+    """Largest number of rollouts of a step with dynamic sampling."""
     rounds, each = config.sampling.dynamic_rounds, config.sampling.prompts_per_round or config.data.prompts_per_step
     return [f"dynamic sampling may answer up to {rounds * each} prompts for them"] if rounds else []
 
@@ -167,7 +167,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
 
 
 def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, int]:
-    """What training holds of every weight: by label, how many float32 tensors of their size."""
+    """Memory of training by label: how many float32 tensors of the weights' size."""
     optimizer = config.optimizer
     compared = isinstance(config, TrainConfig) and config.objective.reference_kl
     moved = isinstance(config, TrainConfig) and config.method.gradient_at == "evolution" and optimizer.kind == "sgd"

@@ -61,7 +61,7 @@ class Reference:
                 local(self.weights[name]).copy_(local(p.detach()))
 
     def saved(self) -> Files:
-        """What a checkpoint must hold: nothing, if it can be read from model.path again."""
+        """Tensors that a checkpoint must hold: none, if they can be read from model.path again."""
         return {FILE: self.weights} if self._reset_every else {}
 
 

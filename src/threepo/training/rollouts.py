@@ -11,7 +11,7 @@ from threepo.types import Group, Problem
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a step generated."""
+    """Groups that a step generated."""
 
     groups: Sequence[Group]
     """The groups to learn from."""

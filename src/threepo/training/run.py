@@ -1,4 +1,4 @@
-"""What RLVR and SFT share: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
+"""Base of RLVR and SFT runs: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
 
 import math
 import warnings
@@ -102,7 +102,7 @@ class TrainingRun(Generic[Config]):
         return metrics
 
     def more_tensors(self) -> Files:
-        """What a checkpoint has to hold besides the policy and its optimizer."""
+        """Tensors that a checkpoint has to hold besides the policy and its optimizer."""
         return {}
 
     def evaluate(self) -> None:

@@ -1,4 +1,4 @@
-"""What steps of training set for later ones: the effective sample size (method.md 1.8) and the temperature (3.7).
+"""Schedules that follow from earlier steps: effective sample size (method.md 1.8) and temperature (3.7).
 
 Everything here is a function of numbers that the log has, and of a small state that the checkpoint keeps.
 """
@@ -24,7 +24,7 @@ FOLLOW_ENTROPY = ("entropy_switch", "entropy_ratio")
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What all schedules together remember of the steps done."""
+    """Memory of all schedules of the steps done."""
 
     ess_factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""
@@ -73,7 +73,7 @@ def certainty(state: ScheduleState, metrics: Mapping[str, float]) -> float:
 
 
 def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
-    """How the coming step's rollouts are decoded; their log-probs are scored at the same temperature."""
+    """Sampling settings of the coming step; log-probs are scored at the same temperature."""
     if config.method.greedy:
         return replace(config.sampling, temperature=0.0)
     sampling = config.sampling

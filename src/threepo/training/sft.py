@@ -35,7 +35,7 @@ from threepo.types import Draw, Purpose, SupervisedRow
 
 @dataclass(frozen=True)
 class Material:
-    """What a run imitates, and for how long."""
+    """Texts that a run imitates, and for how long."""
 
     rows: Callable[[int], Sequence[SupervisedRow]]
     """The rows of an optimizer step; the same for every resumed run."""
@@ -116,7 +116,7 @@ def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: i
 
 
 def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
-    """How many tokens the loss of these rows counts."""
+    """Number of tokens that the loss of these rows counts."""
     return sum(end - first for row in rows for first, end in row.loss_ranges)
 
 

@@ -51,7 +51,7 @@ def collate(rows: Sequence[TrainingRow], weights: Mapping[int, float], device: t
 
 @dataclass
 class RowRecord:
-    """What the update saw of one row, for metrics and the log of completions."""
+    """Record of one row in the update, for metrics and the log of completions."""
 
     index: int
     tokens: int
@@ -175,7 +175,7 @@ def update_policy(
 
 
 class Scores(NamedTuple):
-    """Of the tokens of a row, on the CPU."""
+    """Scores of the tokens of a row, on the CPU."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -187,7 +187,7 @@ Address = tuple[Draw | None, int]
 
 @dataclass
 class _Update:
-    """What the passes of one policy update share."""
+    """State that the passes of one policy update share."""
 
     policy: Policy
     batch: TrainingBatch
@@ -292,7 +292,7 @@ class _Update:
     def inputs(
         self, draw: Draw | None, micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[LossInputs, Corrected]:
-        """What the loss reads of a micro-batch, and its correction."""
+        """Inputs of the loss for a micro-batch, and its correction."""
 
         def joined(by_row: Iterable[torch.Tensor]) -> torch.Tensor:
             return torch.cat(list(by_row)).to(logprobs.device)

@@ -30,7 +30,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one case ended."""
+    """Outcome of one case."""
 
     ending: Ending
     """`ok`: without an error; for `stdin` and `call` the output is still to be compared. `wrong`: an assertion of a

@@ -1,4 +1,4 @@
-"""What runs inside: a program on one case (`run`), and in the local sandbox the harness that starts it for each case.
+"""Code inside the sandbox: runs a program on one case (`run`); locally, a harness starts it for each case.
 
 This module is sent as source or as compiled code, to a SandboxFusion server (`on_server`) and into the local sandbox
 (`Harness`). So it imports nothing of threepo, and few modules: every import delays every program.
