@@ -102,7 +102,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "draw": lambda: after(rlvr.lattice, "gradient_draws", other_draw),
     "weights of a replica": lambda: after(rlvr, "update_policy", update_moves("weights")),
     "Hessian of a replica": lambda: after(rlvr, "update_policy", update_moves("hessian")),
-    "the last update": lambda: after(rlvr, "update_policy", update_moves("momentum")),
+    "the last update": lambda: after(rlvr, "update_policy", update_moves("hessian")),
 }
 ON_BOTH = {
     "data": ["data.train=problems.jsonl", "data.levels=[]"],

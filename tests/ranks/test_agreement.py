@@ -39,7 +39,7 @@ EXPECTED = {
     "draw": ("the draws of gradients: [Draw(", 0),
     "weights of a replica": ("the sum of the bits of weights in shard 0: ", 1),
     "Hessian of a replica": ("the sum of the bits of hessian in shard 0: ", 1),
-    "the last update": ("the sum of the bits of momentum in shard 0: ", 1),
+    "the last update": ("the sum of the bits of hessian in shard 0: ", 1),
 }
 """What the message must say of each fault, and how many steps were saved before."""
 
@@ -91,7 +91,6 @@ def test_bit_sums_notice_one_bit_two_numbers_and_two_tensors() -> None:
     for kind, tensors in {
         "weights": [p.data for p in parameters],
         "hessian": [optimizer.state[p]["hessian"] for p in parameters],
-        "momentum": [optimizer.state[p]["momentum"] for p in parameters],
     }.items():
         a, b = tensors[0].clone(), tensors[1].clone()
         tensors[0].copy_(b)

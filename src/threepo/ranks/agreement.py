@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,14 @@ def reward_code(names: Iterable[str]) -> dict[str, str]:
 def batch_facts(batch: TrainingBatch) -> dict[str, Any]:
     """Facts of a batch that an update uses, by the words of messages."""
     rows = {row.index: row for part in batch.parts for row in part.rows}
+    draws = (row.completion.draw for row in rows.values())  # all of this step
     return {
         "the draws of gradients": [part.draw for part in batch.parts],
         "the fitness of draws": list(batch.fitness.values()),
         "the sampling temperature": batch.temperature,
-        "the rows of each gradient": _digest("i", ([row.index for row in part.rows] for part in batch.parts)),
+        "the rows of each gradient": _digest("q", [[row.index for row in part.rows] for part in batch.parts]),
         "advantages": _digest("d", [[row.advantage for row in rows.values()]]),
-        "the draws of rollouts": _hashed(repr(row.completion.draw).encode() for row in rows.values()),
+        "the draws of rollouts": _digest("q", [[draw.sign * (draw.index + 1) if draw else 0 for draw in draws]]),
         "the log-probs of rollouts": _digest("d", (row.completion.logprobs for row in rows.values())),
         **row_facts(rows.values()),
     }
@@ -88,9 +90,10 @@ def row_facts(rows: Iterable[TrainingRow | SupervisedRow]) -> dict[str, Any]:
     return {"the tokens of rows": _digest("q", (row.input_tokens for row in rows))}
 
 
-def _digest(kind: str, values: Iterable[Iterable[Any]]) -> str:
-    """A digest of lists of numbers, which `array` has under the letter `kind`."""
-    return _hashed(array(kind, some).tobytes() for some in values)
+def _digest(kind: str, values: Iterable[Sequence[Any]]) -> str:
+    """A digest of lists of numbers, and of their lengths; `array` has the numbers under the letter `kind`."""
+    lists = list(values)
+    return _hashed([array("q", map(len, lists)).tobytes(), array(kind, chain.from_iterable(lists)).tobytes()])
 
 
 def _hashed(parts: Iterable[bytes]) -> str:
@@ -110,16 +113,16 @@ class StateCheck:
     """The sums as the last update left them."""
 
     def note(self) -> None:
-        """Remember the state as an update, or loading, has left it: until the next one nothing may change it."""
+        """Remember the weights as an update, or loading, has left them: until the next one nothing may change them."""
         if self.ranks.size > 1:
-            self._last = bit_sums(self.optimizer)
+            self._last = bit_sums(self.optimizer, ())
 
     def agree(self, state: Any, facts: Mapping[str, Any]) -> None:
         """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
         if self.ranks.size == 1:
             return
         sums, first = bit_sums(self.optimizer), self.optimizer.param_groups[0]
-        changed = sorted(name for name, value in sums.items() if self._last.get(name, value) != value)
+        changed = sorted(name for name, value in self._last.items() if sums[name] != value)
         known = {
             **{f"the train state's {name}": value for name, value in asdict(state).items()},
             **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
@@ -131,19 +134,19 @@ class StateCheck:
 
 
 @torch.no_grad()
-def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
-    """Sums of the bits of the weights and of each kind of optimizer state, of what this rank holds.
+def bit_sums(optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean")) -> dict[str, int]:
+    """Sums of the bits of the weights, and of these kinds of optimizer state, of what this rank holds.
 
+    Momenta are left out: where they differ, the weights differ after the next update.
     The bits are added as integers, so that no order of summing and no rounding matters; each tensor's sum has a weight
     of its own, so that two tensors cannot be swapped. Ranks that hold the same shard have the same names here.
     """
     found: dict[str, list[torch.Tensor]] = defaultdict(list)
     states = getattr(optimizer, "state", {})
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        here = _shard(p)  # of its state too
-        for kind, tensor in {"weights": p, **states.get(p, {})}.items():
-            if tensor.ndim:  # else it counts updates, which follow from the optimizer's own count
-                found[kind + here].append(_bit_sum(local(tensor)))
+        here, state = _shard(p), states.get(p, {})
+        for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
+            found[kind + here].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in found.items():
         stacked = torch.stack(totals)
