@@ -210,3 +210,17 @@ def test_several_functions_pay_their_weighted_sum(module: str) -> None:
     assert alone[0].status == "error"
     with pytest.raises(UserError, match=r"has no answer"):
         load_grader(settings, None, [Problem(id="a", prompt="?")])
+
+
+def test_a_list_keeps_what_a_verifier_says_of_an_answer(module: str) -> None:
+    """Else a list would hide completions without an answer, and the reasons for wrong ones, from metrics."""
+    write(module, "def length(completions, **_): return [0.5 * len(c) for c in completions]")
+    names, texts = (f"{module}:length", "math"), (r"<think>a</think>\boxed{2}", r"\boxed{\frac{2}{}}", "")
+    settings = RewardConfig(function=names, weights=(0.0, 1.0), scoring="format_penalty")
+    verdicts = load_grader(settings, None, PROBLEMS)([answered(PROBLEMS[0], text, (7,)) for text in texts])
+    assert [(v.status, v.reward, v.format_ok) for v in verdicts] == [
+        ("right", 1.0, True),
+        ("wrong", -1.0, False),
+        ("no_answer", -1.0, False),
+    ]
+    assert verdicts[1].detail == r"not a formula: \frac{2}{}"

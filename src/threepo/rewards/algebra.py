@@ -39,7 +39,7 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"([0-9.]+)\^\\circ ?", r"{\\frac{\1\\pi}{180}}"),
     (r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'prime' * len(m[2])}}}"),  # math-verify drops primes
     (r"\\([gG])amma(?![A-Za-z])", r"\1_{greek}"),  # not Euler's constant
-    (r"(?<=[0-9)])(?=\(|\\binom)", r"\\cdot "),  # 3(4) is not a mixed number
+    (r"(?<=[0-9)])(?=\()|(?<=[0-9)}])(?=\\binom)", r"\\cdot "),  # 3(4) is not a mixed number
     (r"(?<=[0-9])\\frac\{([0-9]+)\}\{([0-9]+)\}", lambda m: m[0] if int(m[1]) < int(m[2]) else rf"\cdot {m[0]}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"),  # the parser reads x^2 faster than x^{2}
 ]

@@ -61,7 +61,7 @@ def number(text: str) -> Number | None:
 
 
 PERCENT, DEGREES, OTHER_UNIT = "%", "°", "?"
-_RAISED = r"(?:\^\{)?(?:\\text\{)?"
+_RAISED = r"\^?\{?(?:\\text\{)?"
 _ORDINAL = rf"[0-9]*(?:1(?={_RAISED}st)|2(?={_RAISED}nd)|3(?={_RAISED}rd)|[0-9](?={_RAISED}th))"
 _SIGNS = [
     ("base ", re.compile(r"([0-9][0-9A-F.]*)_\{([0-9]+)\}")),
@@ -80,9 +80,8 @@ _UNIT = {name: names.split()[0] for names in _UNITS.split("; ") for name in name
 _POWER = {"square": "2", "squared": "2", "sq": "2", "2": "2", "cubic": "3", "cubed": "3", "cu": "3", "3": "3"}
 _NO_UNIT = re.compile(
     r"\b(?:or|and|if|not|more|less|least|most|than|except|where|when|for|to|dozen|hundred|thousand|[mbt]r?illion"
-    r"|plus|minus|times|over|by|divided|multiplied|point|remainder|choose|factorial|mod|modulo|root"
-    r"|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)t(?:een|y)"
-    r"|twenty|forty|halves|half|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten)ths?)\b"
+    r"|plus|minus|over|by|divided|multiplied|remainder|choose|factorial|mod|modulo|(?:times|point)(?= )"
+    r"|halves|half|thirds?|(?:four|fif|six|seven|eigh|nin|ten)ths?)\b"
 )
 _IN_TEXT = re.compile(r"[/ ]*(?:\\text\{[^{}]*\}(?:\^\{-?[0-9]\})?[/ ]*){1,4}$")
 _IN_WORDS = re.compile(r"(?<=[0-9})%])( ?)([A-Za-z][A-Za-z ./]*(?:\^\{[0-9]\})?)$")
@@ -126,9 +125,10 @@ _NUMERIC = re.compile(r"(?=.*[0-9])(?:[^A-Za-z\\%]|\\(?:frac|sqrt|times|cdot|pi|
 _RELATION = r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?"
 _COMMA = r"[,;](?!(?<=[0-9],)[0-9]{3}(?![0-9]))"
 """A comma that is not one between thousands."""
-_WORDS = r"(?:[ ,./]*(?:\\text\{[^{}]*\}(?![\^_(])|(?<![A-Za-z\\])(?:[A-Za-z]{4,}|[A-Za-z]+(?= [0-9]))))+"
+_WORDS = r"(?:[ ,./]*(?:\\text\{[^{}]*\}(?![\^_(])|(?<![A-Za-z\\])(?:[A-Za-z]{4,}|R(?=[0-9])|[A-Za-z]+(?= [0-9]))))+"
 _BRACKETED = re.compile(r"(\\\{|[(\[])(.+)(\\\}|[)\]])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z]) ?")
+_NUMBERED = re.compile(r"(?<![A-Za-z\\])(\\?[A-Za-z]+)_\{[0-9]\}(?==)")
 _TUPLES = re.compile(r"\(([^()]+,[^()]+)\)=\(([^()]+,[^()]+)\)")
 _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})")
 
@@ -148,6 +148,8 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     given, reference = _assignments(bare(given)), _assignments(bare(reference))
     if given.replace(", ", ",") == reference.replace(", ", ","):
         return True
+    if not (_NUMBERED.search(given) and _NUMBERED.search(reference)):  # x_1 = 2, x_2 = 1 are solutions, in any order
+        given, reference = _NUMBERED.sub(r"\1", given), _NUMBERED.sub(r"\1", reference)
     if number(given) and number(reference):
         return _same_quantity(given, "", reference, "")
     one, other, several, others = _sides(given), _sides(reference), _several(given), _several(reference)
@@ -251,15 +253,23 @@ def _has_names(several: Several | None) -> bool:
 def _same_members(given: Several, reference: Several, compare: Compare) -> bool | None:
     """Whether the members agree: in order within brackets, in any order in lists, and as sets if one of them is."""
     kinds, members, others = {given.brackets, reference.brackets}, given.members, reference.members
-    if len(kinds) > 1 and kinds not in ({"", "()"}, {"", r"\{\}"}):
+    if len(kinds) > 1 and kinds not in ({"", "()"}, {"", r"\{\}"}, {"", "row"}):
         return False
     if r"\{\}" in kinds:
         return _all([_each_found(members, others, compare), _each_found(others, members, compare)])
     if len(members) != len(others):
         return False
     if kinds == {""} and _has_names(given) == _has_names(reference):
-        return _each_found(members, others, compare, once=True)
+        if min(len(set(map(_label, side))) for side in (members, others)) == 1:
+            return _each_found(members, others, compare, once=True)
+        members, others = sorted(members, key=_label), sorted(others, key=_label)
     return _all([equal(*pair, compare) for pair in zip(members, others, strict=True)])
+
+
+def _label(text: str) -> str:
+    """The words after a quantity that are no unit of our table, such as the colors of `3 red, 2 blue`."""
+    quantity, unit = split_unit(text)
+    return _word(text.removeprefix(quantity)) if unit == OTHER_UNIT else ""
 
 
 def _each_found(members: list[str], others: list[str], compare: Compare, once: bool = False) -> bool | None:

@@ -58,8 +58,10 @@ def _weighted(settings: RewardConfig, graders: Sequence[Grader]) -> Grader:
         weights = settings.weights or [1.0] * len(parts)
         total = math.fsum(w * part for w, part, pays in zip(weights, parts, paying, strict=True) if pays)
         judged = paid(total, settings.correct_from)
-        answer = next((verdict.answer for verdict in verdicts if verdict.answer is not None), None)
-        return replace(judged, answer=answer, parts=named)
+        reader = next((v for v in verdicts if v.answer is not None or v.status == "no_answer"), verdicts[0])
+        unread = reader.status == "no_answer" and not judged.correct
+        status = reader.status if unread else judged.status
+        return replace(reader, correct=judged.correct, status=status, reward=total, parts=named)
 
     return lambda completions: [joined(v) for v in zip(*(grader(completions) for grader in graders), strict=True)]
 

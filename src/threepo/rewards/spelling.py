@@ -38,6 +38,7 @@ _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (rf"\\[hv]?phantom ?{_GROUP}|\\(?:text)?color(?:box)? ?\{{[^{{}}]*\}}", ""),  # invisible, and colors
     (r"(?<!\\)\\[,;:> ]|~|\\[hv]space ?\{[^{}]*\}", " "),
     (r"\\(?:mathbf|boldsymbol|hat|vec) ?\{([ijk])\}", r"\\vec{\1}"),  # unit vectors
+    (r"\\(?:mathbf|boldsymbol) ?\{([A-Za-z])\}", r" \1"),
     (r"([0-9]{0,99})\.([0-9]{0,99})\\(?:overline|bar) ?\{([0-9]{1,99})\}", _repeating),
     (r"\\([A-Za-z]+)\*? *", lambda m: _SAME.get(m[1], m[0].rstrip("* ")) + " "),
     (r"\\%", "%"),

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Literal, Protocol
 
@@ -60,6 +61,7 @@ BACKENDS = {
 }
 
 
+@lru_cache(maxsize=1000)  # the tests of a problem are graded with many programs
 def with_exits(tests: str) -> str:
     """Tests that are code as the harness takes them: a line with the places where their text ends them, and the text.
 
