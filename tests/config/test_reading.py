@@ -175,7 +175,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("reward.function=[]", r"reward.function = \[\]: name one or more"),
         ("reward.function=3", "reward.function = 3: must be a valid string"),
         ('reward.function=["math", "math"]', "names a function twice"),
-        ("reward.weights=[1.0]", r"reward.weights = \[1.0\]: must have one number for each of the 0 functions"),
+        ("reward.weights=[1.0]", r"reward.weights = \[1.0\]: must have one number for each function in a list"),
         ("run.threads=5000", "run.threads = 5000: must be less than or equal to 1024"),
         ("reward.timeout_s=1e300", "reward.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         (

@@ -534,6 +534,9 @@ def test_steps_are_clipped_only_if_asked_and_a_clip_of_all_is_told_once() -> Non
     assert torch.allclose(p, torch.zeros(1000), atol=0.2)  # ten steps of lr * gradient
     clipped = IVON([("w", p)], lr=0.1, ess=1e6, hess_init=0.1, clip_radius=1e-3)
     far_away(clipped, p, 9)
-    with pytest.warns(ThreepoWarning, match=r"clip_radius = 0.001: 100% of the weights .* moves by 1e-05 a step"):
+    with pytest.warns(
+        ThreepoWarning, match=r"clip_radius = 0.001: 100% of the weights .* moves by 1e-05 a step"
+    ) as caught:
         far_away(clipped, p, 1)
+    assert caught[0].filename == __file__, "it names the line that called step"
     far_away(clipped, p, 10)  # once: the suite turns warnings into errors

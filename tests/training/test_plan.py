@@ -413,7 +413,7 @@ def test_a_plan_says_how_often_the_data_are_gone_through(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="holds 10 problems, fewer than data.prompts_per_step = 11"):
         supply(*mine, "data.prompts_per_step=11")
     assert supply("data.train=sorting") == "12 steps x 3 prompts = 36; problems are generated without end"
-    fetched = "the data are not on this machine: `threepo data show gsm8k` fetches and counts them"
+    fetched = "a plan does not load these data: `threepo data show gsm8k` counts them"
     assert supply("data.train=gsm8k").endswith(fetched)
     with pytest.raises(UserError, match="did you mean sorting"):
         supply("data.train=sortign")

@@ -82,6 +82,10 @@ def test_plain_text_needs_no_chat_template(base: list[str], tmp_path: Path) -> N
         assert completion == f"{completion[0]}.<|endoftext|>"
         assert row.input_tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
         assert end == len(row.input_tokens)
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": "", "completion": ""}])
+    own = [f"conversations.source={empty}", "conversations.chat_template=", f"run.folder={tmp_path / 'empty'}"]
+    with pytest.raises(UserError, match=r"empty.jsonl, row 1: prompt and completion are empty"):
+        run_of([*base, *own, "run.steps=1"])
 
 
 def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str]) -> None:

@@ -57,7 +57,7 @@ class RewardConfig(Settings, table="reward"):
     def __post_init__(self) -> None:
         self.check("function", bool(self.names), "name one or more")
         count = 0 if isinstance(self.function, str) else len(self.names)
-        fix = f"must have one number for each of the {count} functions in the list reward.function, or be left out"
+        fix = "must have one number for each function in a list of reward.function, or be left out"
         self.check("weights", len(self.weights) in (0, count), fix)
         self.check("function", len(set(self.names)) == len(self.names), "names a function twice; remove one")
 

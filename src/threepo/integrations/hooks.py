@@ -8,6 +8,9 @@ from typing import Any
 
 from threepo.errors import UserError
 
+LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
+"""Metrics of IVON that plug-ins add to the log of their library."""
+
 
 def check_hooks(package: str, tested: str, hooks: str, needed: str = "") -> Callable[[type], Any]:
     """Class decorator: `UserError` unless the base class has these hooks, with the same first parameters.

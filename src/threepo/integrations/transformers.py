@@ -23,12 +23,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from threepo.config import IVONConfig
 from threepo.errors import ThreepoWarning, UserError
-from threepo.integrations.hooks import check_called, check_hooks
+from threepo.integrations.hooks import LOGGED, check_called, check_hooks
 from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
 from threepo.types import Draw
 
-LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
 _HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"
 
 
@@ -36,7 +35,7 @@ class PushPosterior(TrainerCallback):  # type: ignore[misc]
     """Adds the posterior to an upload of a checkpoint, for which the Trainer copies the files that it knows."""
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Copy it from the checkpoint to where the model's files are copied."""
+        """Copy the posterior from the checkpoint to the model's files that are uploaded."""
         saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
         if state.is_world_process_zero and saved.is_file():
             shutil.copyfile(saved, Path(args.output_dir) / FILE_NAME)
@@ -168,7 +167,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
-    """While a checkpoint is loaded: what was passed as `ivon` holds, but for what the loaded Hessian began with."""
+    """Context in which loading a checkpoint keeps the settings passed as `ivon`, except `hess_init`, and says so."""
     own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
     yield
     saved = {name: optimizer.param_groups[0][name] for name in own}

@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer
 from threepo.config import EngineConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
 from threepo.config.records import build
 from threepo.errors import UserError
-from threepo.integrations.hooks import check_called, check_hooks
-from threepo.integrations.transformers import LOGGED, PushPosterior, passed_settings_kept
+from threepo.integrations.hooks import LOGGED, check_called, check_hooks
+from threepo.integrations.transformers import PushPosterior, passed_settings_kept
 from threepo.integrations.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
 from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -310,7 +310,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def _as_in_evaluations(self) -> Iterator[None]:
-        """Without dropout and NEFTune, whose noise would enter rollouts and ratios."""
+        """Context without dropout and NEFTune, whose noise would enter rollouts and ratios."""
         training = self.model.training
         self.model.eval()
         try:

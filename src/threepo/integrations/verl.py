@@ -42,7 +42,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, IVONConfig, Method
 from threepo.errors import UserError
-from threepo.integrations.hooks import check_called, check_hooks
+from threepo.integrations.hooks import LOGGED, check_called, check_hooks
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.posterior.gaussian import posterior_metrics
 from threepo.posterior.ivon import IVON
@@ -54,7 +54,6 @@ _METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPL
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.integrations.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _check_hooks = partial(check_hooks, "verl", "0.9.1")
-_LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skipped_steps")
 
 
 def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
@@ -142,7 +141,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             check_called(self)
         metrics = self.optimizer.step_metrics() | posterior_metrics(self.optimizer)
         if self.is_mp_src_rank_with_outputs():
-            outputs["metrics"] |= {name: [metrics[name]] for name in _LOGGED}
+            outputs["metrics"] |= {name: [metrics[name]] for name in LOGGED}
         return outputs
 
     def optimizer_step(self) -> float:

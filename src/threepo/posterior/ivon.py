@@ -280,7 +280,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         counts = kernels.run(self._updates(moved, seen, factor))
         self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
         if self.warns_of_clipping and self.param_groups[0]["step"] == CHECKED_STEP:
-            groups.warn_of_clipping(self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=2)
+            groups.warn_of_clipping(self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=4)
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:

@@ -186,9 +186,11 @@ class _Preparation:
                 fix = "set conversations.too_long = 'drop' to leave such rows out"
                 raise UserError(f"{location}: {len(tokens)} tokens, more than {limit}; {fix}")
             return "too_long"
+        counted = sum(end - first for first, end in ranges)
+        if not counted:
+            return self._broken("prompt and completion are empty, so there is nothing to learn", location)
         self.policy.check_vocabulary(location, tokens)
         bounds = [bound for span in ranges for bound in span]
-        counted = sum(end - first for first, end in ranges)
         return tokens, bounds, len(tokens), counted, "", digest([repr((tokens, bounds))])
 
     def _broken(self, reason: str, location: str) -> str:

@@ -128,7 +128,7 @@ def _supply(config: TrainConfig) -> str:
     published, copy = split_copy(name, PUBLISHED)
     remote = published is not None or is_source(name) or name.startswith(ENVIRONMENTS)
     if remote and not is_local(split_source(copy if published else name)[0]):
-        return f"{asked}; the data are not on this machine: `threepo data show {name}` fetches and counts them"
+        return f"{asked}; a plan does not load these data: `threepo data show {name}` counts them"
     problems = open_training(config.data).problems
     if not isinstance(problems, FiniteProblems):
         return f"{asked}; problems are generated without end"
@@ -329,7 +329,7 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
 
 
 def _push(config: TrainConfig, model: Shape, copy: float, ranks: int) -> str:
-    """The weights that a step hands to the engine, or each rank to its own, which holds `copy` GiB."""
+    """The weights that a step hands to an engine, which holds `copy` GiB."""
     engine, draws = config.engine, max(config.method.draws, 1)
     if engine.kind == "local":
         return f"{copy:.4g} GiB of weights written into the engine"  # every load writes all that it has
@@ -341,7 +341,7 @@ def _push(config: TrainConfig, model: Shape, copy: float, ranks: int) -> str:
     turns = -(-draws // _engines(engine, ranks)) if ranks > 1 else draws
     size = (turns * (pushed or served) + mean) * _BYTES[engine.dtype]
     path = "copied to the CPU, summed, read by the probe and by vLLM, and summed again"
-    return f"{size / GIB:.4g} GiB of weights pushed into vLLM{' by each rank' if ranks > 1 else ''}: {path}"
+    return f"{size / GIB:.4g} GiB of weights pushed into {'each replica of ' if ranks > 1 else ''}vLLM: {path}"
 
 
 def _uncounted(config: TrainConfig | SFTConfig, shape: Any, weights: int, rows: int, length: int) -> list[str]:
