@@ -296,7 +296,7 @@ class RunFolder(LockedFolder):
         """Delete all but the newest `keep` checkpoints (0 keeps all)."""
         for _, path in checkpoints(self.path)[:-keep] if keep else []:
             os.rename(path, path.with_name(f".{path.name}{UNFINISHED}"))  # half of one must not look like one
-        sweep(self.path)
+        sweep(self.path / CHECKPOINTS)  # elsewhere in the folder a report may be about to be written
 
 
 class FollowedFolder(RunFolder):

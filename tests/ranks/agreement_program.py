@@ -118,12 +118,15 @@ def outcome(fault: str, folder: Path, common: list[str], ranks: Ranks) -> dict[s
         settings.append(SETTINGS[fault])
     if "replica" in fault or "last" in fault:
         settings.append("parallel.replicate=2")
-    config = load(TrainConfig, "", settings)
+    config, resumed = load(TrainConfig, "", settings), None
+    if fault == "another run":
+        name = ("nothing", "the-last-update")[ranks.rank]
+        config, resumed = api.reopen(folder / name, config, None, ranks)
     with ExitStack() as opened:
         if fault in FAULTS and ranks.rank == 1:
             opened.enter_context(FAULTS[fault]())
         try:
-            api.train(config, None, ranks)
+            api.train(config, resumed, ranks)
         except UserError as error:
             return {"error": str(error)}
     return {"error": None}
@@ -133,7 +136,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     under, shared = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     with joined(100.0) as here:
-        ended = {fault: outcome(fault, under, shared, here) for fault in ("nothing", *SETTINGS, *FAULTS)}
+        ended = {fault: outcome(fault, under, shared, here) for fault in ("nothing", *SETTINGS, *FAULTS, "another run")}
         (under / f"ended-{here.rank}.json").write_text(json.dumps(ended))
     sys.stderr.flush()
     os._exit(0)

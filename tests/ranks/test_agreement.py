@@ -40,6 +40,7 @@ EXPECTED = {
     "weights of a replica": ("the sum of the bits of weights in shard 0: ", 1),
     "Hessian of a replica": ("the sum of the bits of hessian in shard 0: ", 1),
     "the last update": ("the sum of the bits of hessian in shard 0: ", 1),
+    "another run": ("the checkpoint to resume: ", 0),
 }
 """What the message must say of each fault, and how many steps were saved before."""
 
@@ -88,6 +89,11 @@ def test_bit_sums_notice_one_bit_two_numbers_and_two_tensors() -> None:
     assert bit_sums(optimizer)["weights"] != before["weights"]
     weights.view(torch.int32)[3] ^= 1
     assert bit_sums(optimizer) == before
+    held = torch.zeros(8)
+    held[1:].copy_(weights)
+    parameters[0].data = held[1:]  # no whole number of words from where its memory begins
+    assert bit_sums(optimizer) == before
+    parameters[0].data = weights
     for kind, tensors in {
         "weights": [p.data for p in parameters],
         "hessian": [optimizer.state[p]["hessian"] for p in parameters],

@@ -1,5 +1,6 @@
 """Schedule, batching, metrics, checkpoints and trackers."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -232,6 +233,18 @@ def test_a_checkpoint_restores_the_optimizer_bitwise(policy: Policy, kind: str, 
     advance(resumed, range(3, 5))
     assert all(torch.equal(p, e) for p, e in zip(policy.model.parameters(), expected, strict=True))
     assert (tmp_path / "step-000003" / "posterior.safetensors").exists() is (kind == "ivon")
+
+
+def test_a_checkpoint_takes_a_tokenizer_that_saves_folders(policy: Policy, tmp_path: Path) -> None:
+    """Chat templates beyond the first come in a folder of their own."""
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    path = tmp_path / "step-000001"
+    save_checkpoint(path, replace(policy, tokenizer=tokenizer), PointAdamW(policy.model.parameters()), TrainState(1))
+    assert load_train_state(path) == TrainState(1)
+    next(path.glob("*/tool_use.jinja")).write_text("other")
+    with pytest.raises(UserError, match=r"tool_use\.jinja: is not the file that was saved"):
+        load_train_state(path)
 
 
 def test_a_resumed_run_debiases_a_parameter_that_joined_late_as_one_that_never_stopped(

@@ -155,6 +155,12 @@ def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_pat
     assert (tmp_path / "run" / "checkpoints" / ".mine").is_dir(), "threepo did not make it"
 
 
+def test_saving_leaves_what_another_process_is_writing_into_the_folder(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", RunConfig()) as folder, atomic_folder(folder.path / "report" / "pages"):
+        folder.prune_checkpoints(2)
+    assert (tmp_path / "run" / "report" / "pages").is_dir()
+
+
 def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig())
     for step in range(5):

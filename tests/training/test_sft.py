@@ -110,7 +110,8 @@ def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypa
     assert [draw.step for draw in draws] == [0, 1, 2]
 
 
-def test_the_first_update_that_is_skipped_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ivon", "adamw"])
+def test_the_first_update_that_is_skipped_warns(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gradients are not finite: one warning that names the step, and a count."""
     real, calls = sft.cross_entropy, iter(range(4))
 
@@ -122,7 +123,7 @@ def test_the_first_update_that_is_skipped_warns(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sft, "cross_entropy", spoilt)
     with pytest.warns(ThreepoWarning) as caught:
-        api.fine_tune(sft_config(tmp_path / "run", "run.steps=4"))
+        api.fine_tune(sft_config(tmp_path / "run", "run.steps=4", f"optimizer.kind={kind}"))
     said = [str(warning.message) for warning in caught if "skipped" in str(warning.message)]
     assert len(said) == 1
     assert said[0].startswith("a gradient of step 1 was not finite")

@@ -92,6 +92,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         """
         if cumulative:
             raise RuntimeError("only IVON carries gradients over from draw to draw")
+        finite = math.isfinite(total_norm(self._grads()))
         if divisor is not None:
             sums = dict(self._sums)
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -100,7 +101,7 @@ class Point(Perturbable, torch.optim.Optimizer):
                 p.grad = None
             self._sums = sums
         self._observed += 1
-        return True
+        return finite
 
     @torch.no_grad()
     def step(self, closure: Any = None, *, divisor: float | None = None) -> Any:

@@ -156,8 +156,9 @@ def bit_sums(optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mea
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor summed as integers of 64 bits, which is ten times as fast as of 32; the rest as it is."""
-    flat, size = tensor.reshape(-1), tensor.element_size()
-    words = 0 if flat.storage_offset() * size % 8 else flat.numel() * size // 8
+    flat, size = tensor.contiguous().view(-1), tensor.element_size()
+    flat = flat.clone() if flat.storage_offset() * size % 8 else flat  # integers begin at whole words
+    words = flat.numel() * size // 8
     head, tail = flat[: words * 8 // size], flat[words * 8 // size :]
     total = head.view(torch.int64).sum()
     return total + tail.view(_BITS[size]).sum(dtype=torch.int64) if len(tail) else total

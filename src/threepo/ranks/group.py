@@ -200,8 +200,11 @@ def _neighbours(here: Ranks) -> list[int]:
     """Handles of the processes of the other ranks of this node's torchrun; none where the system has no handles."""
     node, me = (os.environ.get("GROUP_RANK"), os.getppid()), os.getpid()
     found = here.gather((node, me))
-    known = sys.platform == "linux" and node[0]
-    return [os.pidfd_open(process) for where, process in found if where == node and process != me] if known else []
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open") or not node[0]:
+        return []
+    with suppress(OSError):  # an old kernel, or a container that forbids it
+        return [os.pidfd_open(process) for where, process in found if where == node and process != me]
+    return []
 
 
 def end_neighbours(neighbours: Sequence[int]) -> None:

@@ -109,8 +109,10 @@ def save_checkpoint(
                 first = optimizer.param_groups[0]
                 counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
                 write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
-                saved = (file for file in sorted(folder.iterdir()) if file.name != ADAPTERS)  # people edit its base
-                write_json(folder / CONTENTS, {file.name: _content(file) for file in saved})
+                saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
+                contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
+                contents.pop(ADAPTERS, None)  # people edit its base
+                write_json(folder / CONTENTS, contents)
 
 
 def _content(file: Path) -> str:

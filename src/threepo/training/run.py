@@ -233,6 +233,7 @@ def build_or_restore(
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
+    ranks.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
     state = load_train_state(path) if path else TrainState()
     whole = path and not (path / ADAPTERS).is_file()
     source = replace(model, path=str(path), tokenizer="") if whole else model
