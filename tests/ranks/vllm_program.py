@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from threepo.cli import main
 from threepo.ranks.group import joined
-from threepo.rollout.replicas import Replica
 from threepo.rollout.vllm import VLLMEngine
 
 PATIENCE = 8.0
 """Seconds that a replica may be silent. Its start takes longer."""
 RANK = os.environ["RANK"]
-START, CALL, GENERATE = VLLMEngine.__init__, Replica.call, VLLMEngine.generate
+START, LOAD, GENERATE = VLLMEngine.__init__, VLLMEngine.load, VLLMEngine.generate
 
 
 def impatient(engine: Any, *arguments: Any) -> None:
@@ -36,14 +35,13 @@ def impatient(engine: Any, *arguments: Any) -> None:
     Path(f"replica-of-{RANK}").write_text(str(replica.pid))
 
 
-def swapped(replica: Any, request: str, *arguments: Any) -> Any:
-    """`Replica.call`, with the other rank's shared memory in the place of this one's."""
-    if request == "share":
-        *rest, path = arguments
-        paths: list[Any] = [None, None]
-        dist.all_gather_object(paths, path)
-        arguments = (*rest, paths[1 - int(RANK)])
-    return CALL(replica, request, *arguments)
+def swapped(engine: Any, *arguments: Any) -> None:
+    """`VLLMEngine.load`, with the other rank's shared memory in the place of this one's."""
+    paths: list[Any] = [None, None]
+    dist.all_gather_object(paths, engine._shared[0].path)
+    (replica,) = engine._replicas
+    replica.call("share", 0, engine._contents.layout, paths[1 - int(RANK)])
+    LOAD(engine, *arguments)
 
 
 def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
@@ -54,7 +52,7 @@ def noted(engine: Any, requests: Any, sampling: Any, seed: int) -> Any:
     return GENERATE(engine, requests, sampling, seed)
 
 
-FAULTS = {"": CALL, "swapped": swapped}
+FAULTS = {"": LOAD, "swapped": swapped}
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(550, exit=True)
@@ -68,7 +66,7 @@ if __name__ == "__main__":
                 patch("threepo.cli._PATIENCE", 0),  # nobody waits for torchrun here
                 patch("threepo.commands.joined", lambda _: nullcontext(ranks)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
-                patch.object(Replica, "call", FAULTS[fault]),
+                patch.object(VLLMEngine, "load", FAULTS[fault]),
             ):
                 status = main(command)
             if status != expected:
