@@ -139,6 +139,14 @@ def test_a_method_is_a_value_a_name_or_a_table(method: Any, model: str, tmp_path
     assert not run.posterior().is_point
 
 
+def test_an_optimizer_that_is_asked_for_wins_over_a_methods_own(model: str, tmp_path: Path) -> None:
+    """A method made in Python names an optimizer always, also where nobody wrote one."""
+    method = Method(rollouts_per_prompt=4, draws=2, gradient_at="generator")
+    chosen = {**SMALL, "optimizer": {"kind": "ivon"}, "run": {"steps": 1}}
+    run = threepo.train(model, ROWS, by_name, method, folder=tmp_path / "run", **chosen)
+    assert run.config["optimizer"]["kind"] == run.config["method"]["optimizer"] == "ivon"
+
+
 def test_a_method_of_ones_own_replaces_that_of_the_recipe(model: str, tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('[method]\npreset = "c3po"\n[run]\nsteps = 1\nthreads = 1\n')
     own = Method(name="own", rollouts_per_prompt=2)

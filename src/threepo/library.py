@@ -157,6 +157,8 @@ def train(
     tables = objects.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
+    if "kind" in settings.get("optimizer", {}) and isinstance(method, Method):
+        tables["method"] = {key: value for key, value in tables["method"].items() if key != "optimizer"}
     config = _config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
     with given(functions):
         return _run(config, callbacks, objects)

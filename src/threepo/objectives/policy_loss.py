@@ -88,7 +88,8 @@ def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], agg
     """The factor of all advantages with which the policy loss is a mean over the rows that count, not over all `rows`.
 
     It is the sum of the row weights of all tokens over that of the rows that count: 1 if all rows do. Other terms of
-    the loss do not see it. With `constant` it is 1.
+    the loss do not see it. With `constant` it is 1. Tokens count as they are before a correction masks any, so with
+    masks it is an approximation (method.md 2.6).
     """
 
     def total(some: Iterable[TrainingRow]) -> float:

@@ -14,7 +14,7 @@ import struct
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from threepo.config.records import to_dict
 from threepo.posterior.layout import local
-from threepo.posterior.policy_optimizer import PolicyOptimizer
+from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.ranks.group import Ranks
 from threepo.types import SupervisedRow, TrainingBatch, TrainingRow
 
@@ -43,8 +43,7 @@ def agree_on_setup(config: Any, ranks: Ranks) -> None:
         packages = {f"the version of {name}": version(name) for name in PACKAGES}
         own = {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
         fix = "start all ranks with one recipe, in one environment"
-        settings = dict(_settings("", to_dict(config)))
-        ranks.agree(settings | {"the names of settings": _hashed(map(str.encode, settings))} | packages | own, fix)
+        ranks.agree(dict(_settings("", to_dict(config))) | packages | own, fix, everywhere=True)
 
 
 def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -117,16 +116,18 @@ class StateCheck:
         if self.ranks.size > 1:
             self._last = bit_sums(self.optimizer, ())
 
-    def agree(self, state: Any, facts: Mapping[str, Any]) -> None:
+    def agree(
+        self, state: Any, facts: Callable[[], Mapping[str, Any]] = dict, reference: Weights | None = None
+    ) -> None:
         """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
         if self.ranks.size == 1:
             return
-        sums, first = bit_sums(self.optimizer), self.optimizer.param_groups[0]
+        sums, first = bit_sums(self.optimizer, reference=reference), self.optimizer.param_groups[0]
         changed = sorted(name for name, value in self._last.items() if sums[name] != value)
         known = {
             **{f"the train state's {name}": value for name, value in asdict(state).items()},
             **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
-            **facts,
+            **facts(),
             "what has changed since the last update": ", ".join(changed) or "nothing",
             **{f"the sum of the bits of {name}": value for name, value in sums.items()},
         }
@@ -134,8 +135,10 @@ class StateCheck:
 
 
 @torch.no_grad()
-def bit_sums(optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean")) -> dict[str, int]:
-    """Sums of the bits of the weights, and of these kinds of optimizer state, of what this rank holds.
+def bit_sums(
+    optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean"), reference: Weights | None = None
+) -> dict[str, int]:
+    """Sums of the bits of the weights, of these kinds of optimizer state, and of a reference, as this rank holds them.
 
     Momenta are left out: where they differ, the weights differ after the next update.
     The bits are added as integers, so that no order of summing and no rounding matters; each tensor's sum has a weight
@@ -147,6 +150,8 @@ def bit_sums(optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mea
         here, state = _shard(p), states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
             found[kind + here].append(_bit_sum(local(tensor)))
+    for tensor in (reference or {}).values():
+        found["the reference" + _shard(tensor)].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in found.items():
         stacked = torch.stack(totals)

@@ -82,18 +82,19 @@ class Ranks:
             raise RankLost(error) from error
         return found
 
-    def agree(self, facts: Mapping[str, Any], fix: str) -> None:
+    def agree(self, facts: Mapping[str, Any], fix: str, everywhere: bool = False) -> None:
         """Raise an `AgreedError` on every rank if two ranks have different values for a fact that both name.
 
-        `facts` by the words of the message, which ends in `fix`; values are compared by their `repr`.
+        `facts` by the words of the message, which ends in `fix`; values are compared by their `repr`. `everywhere`: it
+        also counts as a difference if a rank does not name a fact.
         """
         told = self.gather({name: repr(value) for name, value in facts.items()})
         differing = {}
         for name in dict.fromkeys(name for own in told for name in own):
             holders: dict[str, list[int]] = {}
             for rank, own in enumerate(told):
-                if name in own:
-                    holders.setdefault(own[name], []).append(rank)
+                if name in own or everywhere:
+                    holders.setdefault(own.get(name, "nothing"), []).append(rank)
             if len(holders) > 1:
                 differing[name] = "; ".join(f"{value} on {_listed(ranks)}" for value, ranks in holders.items())
         if differing:

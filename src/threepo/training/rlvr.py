@@ -127,7 +127,8 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     if run.reference:
         run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
-    run.check.agree(run.state, batch_facts(batch))
+    reference = run.reference.weights if run.reference else None
+    run.check.agree(run.state, lambda: batch_facts(batch), reference)
     settings = (config.objective, config.batching.tokens)
     record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
     run.check.note()

@@ -140,7 +140,7 @@ class TrainingRun(Generic[Config]):
         with self.ranks.together():
             path = self.folder.checkpoint_path(self.state.step)
         if self.state.step and not any(self.ranks.gather(path.exists())):
-            self.check.agree(self.state, {})
+            self.check.agree(self.state)
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks, self.more_tensors())
         with self.ranks.together():
             self.folder.prune_checkpoints(self.config.run.keep_checkpoints)

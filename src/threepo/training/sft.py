@@ -10,6 +10,7 @@ IVON, one draw of the weights is held across all micro-batches of a step.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def fine_tune(run: FineTuning) -> None:
             rows = run.material.rows(step)
             draw = Draw(config.run.seed, step, 0, Purpose.FINE_TUNING) if isinstance(run.optimizer, IVON) else None
             tokens = loss_tokens(rows)
-            run.check.agree(run.state, {"the draw": draw, **row_facts(rows)})
+            run.check.agree(run.state, partial(row_facts, rows))
             with run.optimizer.at(draw):
                 loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
             finite = run.optimizer.observe(draw)
