@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/runtime
 	$(BIN)/threepo demo
 
-PROCESSES := tests/ranks tests/analysis/test_study.py
+PROCESSES := tests/ranks tests/lab/test_study.py
 
 # A file of tests to a core at a time, one thread each: threads of several PyTorch processes wait for one another.
 test: $(VENV)/dev
@@ -46,15 +46,15 @@ test-ranks: $(VENV)/dev
 test-vllm: $(VENV_VLLM)/vllm
 	$(VENV_VLLM)/bin/python -c "import vllm"
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_servers.py \
-	  tests/ranks/test_vllm_on_ranks.py tests/evaluation/test_probe_command.py tests/integrations/test_trl_vllm.py
+	  tests/ranks/test_vllm_on_ranks.py tests/lab/test_probe_command.py tests/plugins/test_trl_vllm.py
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"
-	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/integrations/test_verl.py \
-	  tests/analysis/test_study_ray.py
+	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/plugins/test_verl.py \
+	  tests/lab/test_study_ray.py
 
 test-extras: $(VENV_EXTRAS)/extras
-	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/integrations/test_trackers.py tests/data/test_verifiers.py
+	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/plugins/test_trackers.py tests/plugins/test_verifiers.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@ from scipy.stats import spearmanr
 
 from second_act import problem_rows, right_chance
 from threepo.config import ModelConfig, NoiseConfig
-from threepo.config.study import Cell, load_study
 from threepo.files import read_json, write_json
+from threepo.lab.study_config import Cell, load_study
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.run_folder import model_folder, read_metrics

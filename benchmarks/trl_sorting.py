@@ -19,8 +19,8 @@ from trl import GRPOConfig
 import threepo
 from threepo.config import DataConfig, Method, ModelConfig
 from threepo.data.source import ProblemSet, open_heldout, open_training
-from threepo.integrations.trl import ThreepoTrainer
 from threepo.models.policy import load_policy
+from threepo.plugins.trl import ThreepoTrainer
 from threepo.run_folder import model_folder
 
 STEPS, PROMPTS, ROLLOUTS = 60, 16, 16

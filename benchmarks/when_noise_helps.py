@@ -18,11 +18,11 @@ import matplotlib.pyplot as plt
 
 from threepo import api
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import load
 from threepo.data.tasks import TASKS
 from threepo.data.tasks.choices import ChoicesNear
 from threepo.files import read_json, write_json
+from threepo.lab.probe_config import ProbeConfig
 from threepo.models.policy import load_policy
 from threepo.run_folder import SUMMARY, model_folder
 

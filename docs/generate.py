@@ -16,10 +16,10 @@ from typing import Any
 from threepo import config
 from threepo.cli import build_parser
 from threepo.config.presets import PRESETS
-from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import load
 from threepo.config.records import RECORDS, shown
-from threepo.config.study import StudyTables
+from threepo.lab.probe_config import ProbeConfig
+from threepo.lab.study_config import StudyTables
 
 PAGE = Path(__file__).parent / "configuration.md"
 COMMAND_LINE = Path(__file__).parent / "command_line.md"

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 import threepo
-from threepo.integrations.transformers import IVONTrainer
+from threepo.plugins.transformers import IVONTrainer
 
 torch.manual_seed(0)
 shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -13,10 +13,10 @@ import pytest
 
 from runs import RLVR, SFT, TINY, forked, outcome, train_config
 from threepo import api
-from threepo.analysis.report import RunReport
 from threepo.cli import main
 from threepo.config import ModelConfig
-from threepo.demo import FIRST_ACT, SECOND_ACT, conclusion, demonstrate
+from threepo.lab.demo import FIRST_ACT, SECOND_ACT, conclusion, demonstrate
+from threepo.lab.report import RunReport
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import Posterior
 from threepo.run_folder import checkpoints, read_metrics

@@ -20,10 +20,10 @@ import torch
 import threepo
 from threepo.cli import build_parser, main
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.probe import load_probing
 from threepo.config.recipes import load, load_evaluation, merge, shipped_recipes
 from threepo.config.records import build
-from threepo.config.study import load_study
+from threepo.lab.probe_config import load_probing
+from threepo.lab.study_config import load_study
 from threepo.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

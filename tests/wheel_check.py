@@ -14,7 +14,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
-from threepo.doctor import examine
+from threepo.lab.doctor import examine
 
 
 def check() -> None:

@@ -10,24 +10,24 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from threepo.analysis.report import read_run
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.probe import ProbeConfig
 from threepo.config.recipes import Table, load
 from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.data.rows import digest
 from threepo.errors import UserError
-from threepo.evaluation import probe as probing
-from threepo.evaluation.probe_findings import recipe, write_recipe
-from threepo.evaluation.probe_report import draw_picture
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
-from threepo.integrations.trackers import Trackers
+from threepo.lab import probe as probing
+from threepo.lab.probe_config import ProbeConfig
+from threepo.lab.probe_findings import recipe, write_recipe
+from threepo.lab.probe_report import draw_picture
+from threepo.lab.report import read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
+from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics

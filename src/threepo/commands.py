@@ -41,7 +41,7 @@ def train(options: argparse.Namespace) -> None:
     else:
         raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
     if options.dry_run:
-        from threepo.training.plan import plan
+        from threepo.lab.plan import plan
 
         found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or started().size)
         for label, lines in found.items() if started().first else ():
@@ -130,7 +130,7 @@ def _compare(options: argparse.Namespace) -> None:
 def probe(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.config.probe import load_probing
+    from threepo.lab.probe_config import load_probing
 
     flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
     flags |= {"exact": True} if options.exact else {}
@@ -143,7 +143,7 @@ def probe(options: argparse.Namespace) -> None:
         raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
     config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
     from threepo import api
-    from threepo.evaluation.probe_report import table
+    from threepo.lab.probe_report import table
 
     folder = options.output or api.probe_folder(config, settings)
     summary = api.probe(config, settings, folder, training, options.write)
@@ -158,7 +158,7 @@ def probe(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.analysis.report import read_runs, tables
+    from threepo.lab.report import read_runs, tables
 
     runs = read_runs([*map(Path, options.runs)])
     named = os.path.abspath(options.baseline or runs[0].path)
@@ -169,12 +169,12 @@ def report(options: argparse.Namespace) -> None:
         Console().print(table)
     if options.output is None:
         return
-    from threepo.analysis.figures import plot
+    from threepo.lab.figures import plot
 
     if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
         plot(runs, options.output)
         return
-    from threepo.analysis.page import PAGE, write_page
+    from threepo.lab.page import PAGE, write_page
 
     write_page(runs, baseline, options.output)
     print(f"page: {options.output / PAGE}")
@@ -186,8 +186,8 @@ def explore(options: argparse.Namespace) -> None:
     baseline, *runs = map(Path, options.runs)
     if not runs:
         raise UserError(f"explore {baseline}: name the baseline, and at least one run to compare with it")
-    from threepo.analysis.exploration import explore
-    from threepo.analysis.exploration_view import exploration_tables, plot_exploration
+    from threepo.lab.exploration import explore
+    from threepo.lab.exploration_view import exploration_tables, plot_exploration
 
     rule = {"verdict": options.verdict, "above": options.right_above, "by_draw": options.by_draw}
     comparison = explore(baseline, runs, heldout=options.heldout or (), **rule)
@@ -205,22 +205,22 @@ def explore(options: argparse.Namespace) -> None:
 def study(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.config.study import load_study
+    from threepo.lab.study_config import load_study
 
     study = load_study(options.study, options.settings)
     if unequal := study.unequal_rollouts():
         warnings.warn(f"the methods differ in rollouts of a run: {unequal}", ThreepoWarning, stacklevel=2)
     if options.dry_run:
-        from threepo.analysis.study import forecast
+        from threepo.lab.study import forecast
 
         print("\n".join(forecast(study)))
         return
     if not options.summary:
-        from threepo.analysis.study import run_study
+        from threepo.lab.study import run_study
 
         run_study(study)
-    from threepo.analysis.study_summary import summarise
-    from threepo.analysis.study_view import tables, write_results
+    from threepo.lab.study_summary import summarise
+    from threepo.lab.study_view import tables, write_results
 
     summary = summarise(study)
     write_results(study, summary)
@@ -250,7 +250,7 @@ def merge(options: argparse.Namespace) -> None:
 def push(options: argparse.Namespace) -> None:
     if options.public and options.dry_run:
         raise UserError("--public --dry-run: --dry-run uploads nothing; leave out one of the two")
-    from threepo.integrations import hub
+    from threepo.lab import hub
 
     evaluations = options.evaluations or ()
     if options.dry_run:
@@ -261,7 +261,7 @@ def push(options: argparse.Namespace) -> None:
 
 
 def show_data(options: argparse.Namespace) -> None:
-    from threepo.show import listing, shown_problem
+    from threepo.lab.show import listing, shown_problem
 
     if options.source is None:
         print(listing())
@@ -273,7 +273,7 @@ def show_data(options: argparse.Namespace) -> None:
 def demo(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from threepo.demo import demonstrate
+    from threepo.lab.demo import demonstrate
 
     again = "run it again to go on: finished stages are not repeated"
     try:
@@ -285,6 +285,6 @@ def demo(options: argparse.Namespace) -> None:
 
 
 def doctor(options: argparse.Namespace) -> None:
-    from threepo.doctor import doctor
+    from threepo.lab.doctor import doctor
 
     doctor()

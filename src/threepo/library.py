@@ -73,7 +73,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The run's result; so far, if it is not finished."""
-        from threepo.analysis.report import read_run
+        from threepo.lab.report import read_run
 
         file = self.folder / SUMMARY
         return read_json(file) if file.is_file() else read_run(self.folder).summary()
@@ -91,8 +91,8 @@ class Run:
 
     def plot(self) -> "Figure":
         """The training curves; `.savefig("curves.png")` writes them."""
-        from threepo.analysis import figures
-        from threepo.analysis.report import read_run
+        from threepo.lab import figures
+        from threepo.lab.report import read_run
 
         return figures.curves([read_run(self.folder)])
 

@@ -9,11 +9,11 @@ import pytest
 from published_rows import write_rows
 from threepo.config import DataConfig, DemonstrationConfig
 from threepo.data.finite import column_problems
-from threepo.data.reasoning_gym import ReasoningGymProblems
 from threepo.data.source import open_heldout, open_source, open_training
 from threepo.data.task import split_of
 from threepo.data.tasks import Demonstrations
 from threepo.errors import UserError
+from threepo.plugins.reasoning_gym import ReasoningGymProblems
 from threepo.types import Problem
 
 ROWS = [{"prompt": f"{i} + {i}", "answer": 2 * i, "difficulty": i % 3} for i in range(10)]

@@ -9,7 +9,7 @@ from launch import ended, start
 from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
-from threepo.training.plan import plan
+from threepo.lab.plan import plan
 
 PROGRAM = str(Path(__file__).with_name("pretended_program.py"))
 SHAPES = {"olmo3_7b": OLMO3_7B, "qwen25_math_7b": QWEN25_MATH_7B}

@@ -18,13 +18,13 @@ from accelerate import state
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 
 from trl_models import MICRO_BATCHES, NOISY, PROMPTS, ROLLOUTS, VLLM, WIDE, Checked, ToldThreepo, make
 
 import threepo
 from threepo.config import Method
-from threepo.integrations.trl import ThreepoTrainer
+from threepo.plugins.trl import ThreepoTrainer
 from threepo.posterior.layout import whole
 
 FSDP2 = {

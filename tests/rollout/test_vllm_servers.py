@@ -300,7 +300,7 @@ def test_servers_write_for_trls_trainer(
 ) -> None:
     """Each serves two draws, told by address alone."""
     pytest.importorskip("trl")
-    from integrations import trl_models
+    from plugins import trl_models
 
     monkeypatch.setattr(trl_models, "new_policy", lambda: tiny("tiny-qwen2", tied=True))
     own = {"servers": tuple(server.url for server in servers), "weights_folder": str(tmp_path / "weights")}

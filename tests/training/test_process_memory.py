@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from published_shapes import QWEN25_MATH_7B
 from threepo.config import LoRAConfig
+from threepo.lab.rank_memory import passing
 from threepo.models.adapters import add_adapters, round_base
 from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
-from threepo.training.rank_memory import passing
 from threepo.types import PackedTokens
 
 SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}

@@ -9,13 +9,11 @@ from threepo.config import DataConfig
 from threepo.config.records import require
 from threepo.config.sources import KINDS, is_file, is_source
 from threepo.data.finite import FiniteProblems, column_problems, published_problems
+from threepo.data.installed import installed_kinds, installed_source
 from threepo.data.published import CONVERSATIONS, PUBLISHED, PublishedSet
-from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
-from threepo.data.verifiers import PREFIX as ENVIRONMENTS
-from threepo.data.verifiers import open_environment
 from threepo.errors import UserError
 from threepo.types import OwnReward, Problem, Verdict, VerifierName
 
@@ -50,25 +48,20 @@ class Conversations:
 
 
 def open_source(name: str, split: Split, settings: DataConfig) -> ProblemSet:
-    """Open a procedural task, a data set of reasoning-gym, an environment, a published set or a user's own source."""
+    """Open a procedural task, a source of an installed package, a published set or a user's own source."""
     _refuse_unused(name, settings)
     if name in TASKS:
         task = TASKS[name]
         return ProblemSet(ProceduralProblems(task, split, settings.seed, settings.levels), task.verify, name)
-    if name.startswith(PREFIX):
-        gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
-        return ProblemSet(gym, gym.verify, name)
-    if name.startswith(ENVIRONMENTS):
-        problems, environment = open_environment(name, settings)
-        return ProblemSet(problems, OwnReward(environment.rewards), name)
+    if installed := installed_source(name):
+        return installed.open(name, split, settings)
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return ProblemSet(published_problems(published, copy, split, settings), published.verifier, name)
     if is_source(name):
         return ProblemSet(column_problems(name, settings), None, name)
-    listed = (
-        f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {PREFIX}NAME, {ENVIRONMENTS}NAME, {KINDS}"
-    )
+    kinds = "".join(f"{kind}:NAME, " for kind in installed_kinds())
+    listed = f"a task ({', '.join(TASKS)}), a data set ({', '.join(PUBLISHED)}), {kinds}{KINDS}"
     raise unknown("data source", name, [*TASKS, *PUBLISHED], listed)
 
 
@@ -146,7 +139,8 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> UserEr
 
 
 def _is_endless(name: str) -> bool:
-    return name in TASKS or name.startswith(PREFIX)
+    installed = installed_source(name)
+    return name in TASKS or (installed is not None and installed.endless)
 
 
 def _refuse_unused(name: str, settings: DataConfig) -> None:

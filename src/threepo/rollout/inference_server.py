@@ -1,6 +1,6 @@
 """A vLLM server on an inference node, as its client sees it: draws told by address, token ids in, log-probs out.
 
-The server is vLLM's own, with the weight-transfer backend of integrations/vllm.py; docs/engines.md has the command that
+The server is vLLM's own, with the weight-transfer backend of plugins/vllm.py; docs/engines.md has the command that
 starts it. Requests run side by side in one event loop, each over a connection of its own (HTTP/1.0, so that an answer
 ends with its connection), and each with a time limit.
 """

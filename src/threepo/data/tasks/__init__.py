@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
-from threepo.config import DemonstrationConfig
-from threepo.data.reasoning_gym import PREFIX, ReasoningGymProblems
+from threepo.config import DataConfig, DemonstrationConfig
+from threepo.data.installed import InstalledSource, installed_kinds, installed_source
 from threepo.data.task import Endless, ProceduralProblems, Task
 from threepo.data.tasks.choices import Choices, ChoicesNear, ChoicesZoo
 from threepo.data.tasks.forks import Forks
@@ -33,11 +33,10 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         for name in self.settings.tasks:
-            gym = name.startswith(PREFIX)
-            if not gym and name not in TASKS:
-                listed = f"{', '.join(TASKS)} and {PREFIX}NAME"
+            if name not in TASKS and not _endless(name):
+                listed = ", ".join([*TASKS, *(f"{kind}:NAME" for kind in installed_kinds() if _endless(f"{kind}:"))])
                 raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {listed}")
-            known = ("direct",) if gym else TASKS[name].behaviours
+            known = TASKS[name].behaviours if name in TASKS else ("direct",)
             for behaviour in self.settings.behaviours.keys() - set(known):
                 raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
 
@@ -59,9 +58,19 @@ class Demonstrations:
         settings = self.settings
         if name in TASKS:
             return ProceduralProblems(TASKS[name], "train", settings.seed, settings.levels)
-        return ReasoningGymProblems(name.removeprefix(PREFIX), "train", settings.seed)
+        installed = _endless(name)
+        assert installed is not None  # __post_init__
+        problems = installed.open(name, "train", DataConfig(train=name, seed=settings.seed)).problems
+        assert isinstance(problems, Endless)
+        return problems
 
     def batch(self, step: int) -> list[Demonstration]:
         """The demonstrations of one optimizer step."""
         size = self.settings.batch_size
         return [self.demonstration(step * size + i) for i in range(size)]
+
+
+def _endless(name: str) -> InstalledSource | None:
+    """The source of an installed package, if its problems have no end."""
+    installed = installed_source(name)
+    return installed if installed is not None and installed.endless else None

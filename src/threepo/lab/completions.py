@@ -1,0 +1,211 @@
+"""Saved completions as groups by step and problem: those of threepo, TRL and verl, or any with such columns.
+
+docs/analysis.md lists the columns. Files are read one after the other, and only figures of a text are kept.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from threepo.errors import UserError
+from threepo.evaluation.records import EVALUATION, completions_file
+from threepo.evaluation.scores import normalised
+from threepo.files import read_json
+from threepo.lab.statistics import PairMeans, distances, pair_means
+from threepo.run_folder import COMPLETIONS, SUMMARY
+
+NAMES = {
+    "step": ("step",),
+    "problem": ("problem_id", "prompt", "input"),
+    "completion": ("completion", "output"),
+    "correct": ("correct", "acc"),
+    "reward": ("reward", "score"),
+    "answer": ("parsed_answer", "pred"),
+    "status": ("status",),
+    "tokens": ("tokens",),
+}
+"""What is read, and the columns that can have it; the first that is there counts.
+
+TRL: `_logs` in trl/trainer/grpo_trainer.py (f2cd577) is written as step, prompt, completion, a column for each reward
+function, those of `log_extra`, advantage. verl: `_dump_generations` in verl/trainer/ppo/ray_trainer.py (b178a3c) has
+input, output, gts, score, step and what the reward function returned, such as acc and pred.
+"""
+DRAW = ("draw_seed", "draw_step", "draw_index", "draw_mirrored")
+NO_ANSWER = (None, "", "[INVALID]")
+"""Answers that are none; the last is how verl/utils/reward_score/math_dapo.py says so."""
+Table = dict[str, Any]
+"""Columns of a file by name, each a sequence."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of a problem at a step, in the order of the file; G values each."""
+
+    right: tuple[bool, ...]
+    no_answer: tuple[bool, ...] | None
+    """No answer was found in them; None: not recorded."""
+    answers: tuple[str | None, ...] | None
+    """Spelled alike if they are; None: not recorded."""
+    draws: tuple[int, ...]
+    """Which weights wrote them, numbered from 0 within the group."""
+    text_distance: PairMeans
+    """1 - cosine of the token counts."""
+
+
+Groups = dict[tuple[int, str], Group]
+"""By step and problem."""
+
+
+def read_completions(path: Path, verdict: str = "", above: float | None = None, *, heldout: bool = False) -> Groups:
+    """The groups of a run, from its folder or a file; `heldout`: of an evaluation, without steps and texts.
+
+    The column `verdict` says what is right, or else `correct`, or else the reward. Right is a value above `above`; if
+    that is None, 1 is right, and 0 and -1 are wrong. `UserError` names the file, what is wrong with it, and the fix.
+    """
+    groups: Groups = {}
+    last: Any = None
+    for file, label in _files(path):
+        table = _table(file, verdict, above, texts=not heldout)
+        logged = not heldout and not any(name in table for name in DRAW)  # by another tool
+        texts = (table["problem"], table["completion"]) if logged else None
+        if texts is not None and texts == last:
+            continue  # TRL writes its last batch at every logging step, also if no other was generated since
+        last = texts
+        rows = defaultdict(list)
+        for i, problem in enumerate(table["problem"]):
+            step = 0 if heldout else _step(file, table, i)
+            rows[step, f"{label}{problem}"].append(i)
+        if twice := rows.keys() & groups.keys():
+            step, problem = min(twice)
+            raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
+        groups |= {key: _group(table, chosen) for key, chosen in rows.items()}
+    if not groups:
+        raise UserError(f"{path}: its files have no rows; name a run that has finished a step")
+    return groups
+
+
+def _files(path: Path) -> Iterator[tuple[Path, str]]:
+    """The files of a run or an evaluation, with what comes before the ids of their problems."""
+    if (path / EVALUATION).is_file():
+        if not (path / SUMMARY).is_file():
+            raise UserError(f"{path}: this evaluation is not finished; repeat the command that began it")
+        for name in read_json(path / SUMMARY)["benchmarks"]:
+            yield completions_file(path, name), f"{name}: "
+        return
+    folder = path / COMPLETIONS if (path / COMPLETIONS).is_dir() else path
+    files = [path] if path.is_file() else sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{path}: holds no completions (no .parquet or .jsonl file); check the path")
+    yield from ((file, "") for file in files)
+
+
+def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Table:
+    """Returns the columns of a file by our names; `right` is always among them."""
+    columns = _columns(file)
+    if not columns:
+        raise UserError(f"{file}: is empty; remove it, or write the step's completions again")
+    wanted = {name: next((c for c in names if c in columns), "") for name, names in NAMES.items()}
+    wanted |= {name: name for name in DRAW if name in columns}
+    if verdict or not wanted["correct"]:
+        wanted["correct"] = verdict or wanted["reward"] or _only_reward(file, columns)
+    for name in ("step", "problem", "completion", "correct") if texts else ("problem", "correct"):
+        if wanted[name] not in columns:
+            names = " or ".join([verdict] if verdict and name == "correct" else NAMES[name])
+            raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
+    unread = {"reward"} if texts else {"reward", "step", "completion", "tokens"}
+    table = {name: columns[column] for name, column in wanted.items() if column and name not in unread}
+    read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
+    read["right"] = _right(file, wanted["correct"], read["correct"], above)
+    return read | _answers(read)
+
+
+def _columns(file: Path) -> dict[str, Any]:
+    """The columns of a parquet file (lazy) or of a JSONL file, whose rows have the same keys."""
+    try:
+        if file.suffix == ".parquet":
+            found = pyarrow.parquet.read_table(file)
+            return dict(zip(found.column_names, found.columns, strict=True))
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException) as error:
+        kind = "parquet" if file.suffix == ".parquet" else "JSON lines with the same keys"
+        raise UserError(
+            f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file"
+        ) from error
+
+
+def _values(column: Any) -> Sequence[Any]:
+    return column if isinstance(column, list) else column.to_pylist()
+
+
+def _step(file: Path, table: Table, row: int) -> int:
+    try:
+        step = float(table["step"][row])
+    except (TypeError, ValueError):
+        step = math.nan
+    if not step.is_integer():
+        raise UserError(f"{file}: step of row {row} is {table['step'][row]!r}; it must be a whole number")
+    return int(step)
+
+
+def _only_reward(file: Path, columns: Mapping[str, Any]) -> str:
+    """TRL's column of the reward, where there is one reward function and nothing else was logged, but draws."""
+    names = list(columns)
+    between = names[names.index("completion") + 1 : names.index("advantage")] if "advantage" in names else []
+    between = [name for name in between if name not in DRAW]
+    if len(between) > 1:
+        raise UserError(f"{file}: has the columns {', '.join(between)}; say which one is the verdict with --verdict")
+    return between[0] if between else ""
+
+
+def _right(file: Path, column: str, values: Sequence[Any], above: float | None) -> list[bool]:
+    """Returns for each completion whether it is right."""
+    for i, value in enumerate(values):
+        if not isinstance(value, bool | int | float) or math.isnan(value):
+            raise UserError(f"{file}: {column} of row {i} is {value!r}; it must be a number, or true or false")
+        if above is None and value not in (-1, 0, 1):
+            raise UserError(f"{file}: {column} of row {i} is {value}; say from where on it is right with --right-above")
+    return [bool(value == 1 if above is None else value > above) for value in values]
+
+
+def _answers(table: Table) -> Table:
+    """The answers in one spelling, None where there is none, and which completions have none; as far as recorded."""
+    found: Table = {"answer": [None if a in NO_ANSWER else normalised(str(a)) for a in table.get("answer", ())]}
+    statuses = table.get("status")
+    judged = table["right"] if statuses is None else [status in ("right", "wrong") for status in statuses]
+    if not found["answer"] or any(j and a is None for j, a in zip(judged, found["answer"], strict=True)):
+        found = {"answer": None}  # not all are reported, as by a user's own function
+    if statuses is not None:
+        found["no_answer"] = [status == "no_answer" for status in statuses]
+    elif found["answer"] is not None:
+        found["no_answer"] = [answer is None for answer in found["answer"]]
+    return found
+
+
+def _group(table: Table, rows: Sequence[int]) -> Group:
+    def of(name: str) -> tuple[Any, ...] | None:
+        return tuple(table[name][i] for i in rows) if table.get(name) is not None else None
+
+    labels = list(zip(*(values for name in DRAW if (values := of(name)) is not None), strict=True)) or [()] * len(rows)
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    draws = tuple(numbers[label] for label in labels)
+    means = PairMeans(math.nan, math.nan, math.nan)
+    if "completion" in table and len(rows) > 1:
+        means = pair_means(distances([_tokens(table, i) for i in rows]), draws)
+    return Group(of("right") or (), of("no_answer"), of("answer"), draws, means)
+
+
+def _tokens(table: Table, row: int) -> np.ndarray:
+    """The tokens of a completion; without them, its words, and its end as one more."""
+    if "tokens" not in table:
+        return np.array([*str(table["completion"][row]).split(), ""])
+    tokens = table["tokens"][row]
+    return np.asarray(tokens if isinstance(tokens, list) else tokens.values)

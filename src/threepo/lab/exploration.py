@@ -1,0 +1,219 @@
+"""Did a run explore more than its baseline? From saved completions, paired by step and problem (docs/analysis.md).
+
+    threepo explore BASELINE RUN... [--heldout EVAL EVAL...] [--output FOLDER]
+
+A group is rescued if the run has a right completion where the baseline has none, and lost if it is the other way round
+(the paper's "Does 3PO really explore more?"). Groups of unequal size are compared at the smaller size: each figure of
+the bigger group is its mean over all subsets of that size.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from threepo.errors import UserError
+from threepo.evaluation.scores import ks_up_to, pass_at_k
+from threepo.files import finite
+from threepo.lab.completions import Group, Groups, read_completions
+from threepo.lab.statistics import count_chances, distinct, estimates, fewer, pair_means
+from threepo.run_folder import read_metrics
+
+MOST_K = 256
+SUMS = ("rescued", "lost", "rescued_minus_lost")
+"""Figures that are sums over pairs; most others are means over the pairs that have them."""
+HELDOUT_NAMES = {"rescued": "gained", "rescued_minus_lost": "gained_minus_lost"}
+BAD = ("no_answer", "incorrect", "wrong_answer")
+"""What a run should produce less of: completions without an answer; all that are not right; those with an answer that
+is not right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
+PHASES = ("all", "early", "late")
+Terms = dict[str, float]
+"""Figures of one pair of groups; NaN where they are not known."""
+
+
+def explore(
+    baseline: Path,
+    runs: Sequence[Path],
+    *,
+    heldout: Sequence[Path] = (),
+    verdict: str = "",
+    above: float | None = None,
+    by_draw: bool = False,
+) -> dict[str, Any]:
+    """Compare each run with the baseline, ready for JSON; docs/analysis.md explains the figures.
+
+    `heldout` names an evaluation for the baseline and for each run, in this order. `by_draw`: the groups of a run are
+    those of its draws, as M3PO credits them. `UserError` if the runs cannot be paired.
+    """
+    if heldout and len(heldout) != 1 + len(runs):
+        raise UserError(f"--heldout names {len(heldout)} evaluations; name {1 + len(runs)}: the baseline's, each run's")
+    names = [path.name for path in runs] if len({path.name for path in runs}) == len(runs) else list(map(str, runs))
+    first = read_completions(baseline, verdict, above)
+    examined = read_completions(heldout[0], verdict, above, heldout=True) if heldout else {}
+    found = {}
+    for i, (name, path) in enumerate(zip(names, runs, strict=True)):
+        second = read_completions(path, verdict, above)
+        found[name] = compared(baseline, path, first, second, by_draw=by_draw)
+        if heldout:
+            evaluated = read_completions(heldout[1 + i], verdict, above, heldout=True)
+            pairs = _paired(heldout[0], heldout[1 + i], examined, evaluated)
+            results = figures([terms_of(a, b) for _, a, b in pairs])
+            found[name]["heldout"] = {HELDOUT_NAMES.get(figure, figure): value for figure, value in results.items()}
+    return {"baseline": str(baseline), "by_draw": by_draw, "runs": found}
+
+
+def compared(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool = False) -> dict[str, Any]:
+    """All figures of one run against the baseline; `UserError` if they cannot be paired."""
+    steps = [{step for step, _ in groups} for groups in (first, second)]
+    common = sorted(steps[0] & steps[1])
+    shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
+    pairs = _paired(baseline, run, *shared)
+    terms = [terms_of(a, b, by_draw=by_draw) for _, a, b in pairs]
+    third = max(1, round(len(common) / 3))
+    phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
+    sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
+    return {
+        "pairs": len(pairs),
+        "steps": len(common),
+        "steps_in_one_only": {"baseline": len(steps[0] - steps[1]), "run": len(steps[1] - steps[0])},
+        "group_sizes": {"baseline": sizes[0], "run": sizes[1], "compared": sorted({t["size"] for t in terms})},
+        "phases": {
+            name: figures([t for t, (step, _, _) in zip(terms, pairs, strict=True) if chosen[0] <= step <= chosen[-1]])
+            for name, chosen in phases.items()
+        },
+        "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
+        "entropy": {name: _entropy(path) for name, path in (("baseline", baseline), ("run", run))},
+    }
+
+
+def _paired(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tuple[int, Group, Group]]:
+    """Step, the baseline's group and the run's, by step; `UserError` if the problems are not the same."""
+    if not first or not second:
+        raise UserError(f"{baseline} and {run}: have no step in common, so nothing can be paired")
+    if single := first.keys() ^ second.keys():
+        step, problem = min(single)
+        fix = "train both on the same prompts in the same order (data.seed), without dynamic sampling"
+        raise UserError(
+            f"{baseline} and {run}: {len(single)} problems are in only one of them at their step, such as "
+            f"{problem[:60]!r} at step {step}, so rollouts cannot be paired; {fix}"
+        )
+    return [(key[0], first[key], second[key]) for key in sorted(first)]
+
+
+def _parts(group: Group, values: Sequence[Any], by_draw: bool) -> list[Sequence[Any]]:
+    """The values of a group's completions, or of each of its draws."""
+    if not by_draw:
+        return [values]
+    return [[v for v, d in zip(values, group.draws, strict=True) if d == draw] for draw in sorted(set(group.draws))]
+
+
+def terms_of(base: Group, run: Group, *, by_draw: bool = False) -> Terms:
+    """All figures of a pair of groups."""
+    groups = {"baseline": base, "run": run}
+    right = {name: _parts(group, group.right, by_draw) for name, group in groups.items()}
+    size = min(len(part) for parts in right.values() for part in parts)
+    chances = {name: _chances(parts, size) for name, parts in right.items()}
+    none = {name: float(found[0]) for name, found in chances.items()}
+    terms: Terms = {"size": size, "rescued": none["baseline"] * (1 - none["run"])}
+    terms["lost"] = (1 - none["baseline"]) * none["run"]
+    terms["rescued_minus_lost"] = terms["rescued"] - terms["lost"]
+    for name, group in groups.items():
+        terms[f"all_wrong/{name}"], terms[f"all_right/{name}"] = none[name], float(chances[name][-1])
+        answers = _parts(group, group.answers, by_draw) if group.answers else []
+        terms[f"distinct_answers/{name}"] = _mean([distinct(part, size) for part in answers])
+        distance = group.text_distance
+        terms[f"text_distance/{name}"] = distance.same_draw if by_draw else distance.all
+        for k in ks_up_to(min(size, MOST_K)):
+            terms[f"pass_at_{k}/{name}"] = _mean([pass_at_k(len(part), sum(part), k) for part in right[name]])
+    for kind in BAD:
+        marked = {name: _bad(group, kind) for name, group in groups.items()}
+        counts = []
+        for name, bad in marked.items():
+            terms[f"{kind}/{name}"] = _mean(bad)
+            counts += [_chances(_parts(groups[name], bad, by_draw), size)] if bad else []
+        outcome = fewer(*counts) if len(counts) == 2 else (math.nan,) * 3
+        terms |= dict(zip((f"{kind}/wins", f"{kind}/losses", f"{kind}/ties"), outcome, strict=True))
+    return terms | _second_draw(run)
+
+
+def _chances(parts: Sequence[Sequence[bool]], size: int) -> np.ndarray:
+    """Chances of each count of marked completions in a subset of `size` of a part that is drawn at random."""
+    return np.asarray(np.mean([count_chances(len(part), sum(part), size) for part in parts], axis=0))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _bad(group: Group, kind: str) -> list[bool]:
+    """Returns for each completion whether it is bad in this sense; empty if that was not recorded."""
+    if kind == "incorrect":
+        return [not right for right in group.right]
+    none = list(group.no_answer or ())
+    return none if kind == "no_answer" or not none else [not (r or n) for r, n in zip(group.right, none, strict=True)]
+
+
+def _second_draw(run: Group) -> Terms:
+    """Value of a second completion after a first: from the same draw, and from another draw."""
+    right, answers = np.array(run.right), run.answers
+    means = {"text_distance": run.text_distance, "one_right": pair_means(right[:, None] | right, run.draws)}
+    if answers is not None:
+        have = np.array([answer is not None for answer in answers])
+        other = np.not_equal.outer(np.array(answers, dtype=object), np.array(answers, dtype=object)).astype(bool)
+        means["two_answers"] = pair_means(other & have[:, None] & have, run.draws)
+    terms: Terms = {}
+    for name in ("text_distance", "two_answers", "one_right"):
+        same, other_draw = (means[name].same_draw, means[name].other_draw) if name in means else (math.nan, math.nan)
+        terms[f"second/{name}/same_draw"], terms[f"second/{name}/other_draw"] = same, other_draw
+    return terms
+
+
+def figures(terms: Sequence[Terms]) -> dict[str, Any]:
+    """Value and 95 % interval of every figure over the pairs of a phase."""
+    shared = [name for name in terms[0] if all(name in t for t in terms) and name != "size"]  # k up to the smallest
+    columns = {name: np.array([t[name] for t in terms]) for name in shared}
+    ones = np.ones(len(terms))
+    fractions: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name, x in columns.items():
+        stem, _, last = name.rpartition("/")
+        if name in SUMS or last in ("wins", "losses", "ties"):
+            fractions[name] = (x, ones * math.nan)
+        else:
+            fractions[name] = (np.nan_to_num(x), ~np.isnan(x) * ones)
+        if last == "losses":
+            fractions[f"{stem}/win_rate"] = (columns[f"{stem}/wins"], columns[f"{stem}/wins"] + x)
+        if last in ("run", "other_draw"):
+            d = x - columns[f"{stem}/{'baseline' if last == 'run' else 'same_draw'}"]
+            fractions[f"{stem}/difference"] = (np.nan_to_num(d), ~np.isnan(d) * ones)
+    numerators, denominators = (np.array(side) for side in zip(*fractions.values(), strict=True))
+    found = estimates(numerators, denominators)
+    values = zip(found.values.tolist(), found.low.tolist(), found.high.tolist(), strict=True)
+    result = {
+        name: {"value": value, "interval": [low, high]}
+        for name, (value, low, high) in zip(fractions, values, strict=True)
+    }
+    return finite(result)  # type: ignore[no-any-return]
+
+
+def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:
+    """Curves over common steps: groups rescued and lost so far, and shares of groups without a signal."""
+    found_at = defaultdict(list)
+    for step, found in terms:
+        found_at[step].append(found)
+    by_step = [found_at[step] for step in steps]
+    curves: dict[str, list[float]] = {"step": list(steps)}
+    for name in ("rescued", "lost"):
+        curves[name] = np.cumsum([sum(t[name] for t in found) for found in by_step]).tolist()
+    for name in ("all_wrong", "all_right"):
+        for run in ("baseline", "run"):
+            curves[f"{name}/{run}"] = [float(np.mean([t[f"{name}/{run}"] for t in found])) for found in by_step]
+    return curves
+
+
+def _entropy(run: Path) -> dict[str, list[float]]:
+    """Token entropy by step, of a run of threepo that logged it."""
+    rows = [row for row in read_metrics(run) if row.get("policy/entropy") is not None] if run.is_dir() else []
+    return {"step": [row["step"] for row in rows], "nats": [row["policy/entropy"] for row in rows]}

@@ -1,0 +1,202 @@
+"""A report of training runs as one page that needs no network: tables, figures, and a browser of rollouts.
+
+    threepo report RUN... --output FOLDER [--baseline RUN]
+
+Writes index.html, and each figure as a PNG in figures/ (docs/report.md). The page's own parts are in templates/.
+Rollouts travel as base64 of gzip of JSON, in chunks that a browser unpacks one by one.
+"""
+
+import base64
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from rich.table import Column, Table
+
+from threepo.errors import UserError
+from threepo.files import atomic_file
+from threepo.lab.completions import DRAW, read_completions
+from threepo.lab.exploration import compared
+from threepo.lab.exploration_view import exploration_panels, exploration_tables
+from threepo.lab.figures import colours, diagnostics, inline_svg, learning, picture, seconds, tokens, with_data
+from threepo.lab.report import RunReport, tables
+from threepo.run_folder import COMPLETIONS
+
+PAGE, FIGURES = "index.html", "figures"
+MOST_TEXT = 150_000_000
+"""About as many characters of rollouts are in a page; of runs with more, every second step is left out, and so on."""
+_CHUNK = 1_000_000
+"""Characters that a browser unpacks at a time, so that it can answer in between."""
+COLUMNS = {
+    "completion": "text",
+    "reward": "reward",
+    "correct": "correct",
+    "status": "status",
+    "num_tokens": "tokens",
+    "finish_reason": "finish",
+    "parsed_answer": "answer",
+    "rho": "rho",
+    "correction_weight": "weight",
+}
+"""What the page has of each completion, and under which name."""
+
+
+def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
+    """Write the page and its PNGs; `baseline`, one of the runs, is what the others are paired with.
+
+    `UserError` if there is nothing to draw.
+    """
+    names = [run.name for run in runs]
+    light, dark = colours(names), colours(names, dark=True)
+    sections = _sections(runs, baseline, light, folder / FIGURES)
+    if not any(section["figures"] for section in sections):
+        raise UserError(f"--output {folder}: the runs have no finished step, so there is nothing to draw")
+    steps = {run.name: _steps(run.path, MOST_TEXT // len(runs)) for run in runs}
+    environment = Environment(loader=PackageLoader("threepo.lab"), autoescape=True, trim_blocks=True)
+    page = environment.get_template("report.html").stream(
+        runs=[{"name": name, "light": light[name], "dark": dark[name]} for name in names],
+        tables=[_cells(table) for table in tables({run.name: run for run in runs})],
+        sections=sections,
+        folder=FIGURES,
+        steps=[{"name": name, "shown": len(chosen), "all": total} for name, (chosen, total) in steps.items()],
+        chunks=_chunks([chosen for chosen, _ in steps.values()]),
+    )
+    with atomic_file(folder / PAGE) as temporary:
+        page.dump(str(temporary), "utf-8")
+
+
+def _sections(
+    runs: Sequence[RunReport], baseline: RunReport, palette: Mapping[str, str], pictures: Path
+) -> list[dict[str, Any]]:
+    """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
+    comparison, reasons = _exploration(runs, baseline)
+    explored = exploration_panels(comparison) if comparison["runs"] else []
+    panels = {"Learning": learning(runs), "Exploration": [p for p in explored if p.name != "entropy"]}
+    more: dict[str, dict[str, Any]] = {
+        "Exploration": {
+            "reasons": reasons,
+            "baseline": baseline.name,
+            "tables": [_cells(table) for table in exploration_tables(comparison)],
+        },
+        "Cost": {"tables": [_cells(_costs(runs))]},
+    }
+    variables = {run.name: f"--line-{i}" for i, run in enumerate(runs)}
+    sections = []
+    for heading, listed in (panels | diagnostics(runs)).items():
+        found = with_data(listed, palette)
+        for panel in found:
+            picture([panel], palette, pictures / f"{panel.name}.png")
+        figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
+        missing = [panel.title for panel in listed if panel not in found]
+        sections.append({"heading": heading, "figures": figures, "missing": missing, **more.get(heading, {})})
+    return sections
+
+
+def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[str, Any], list[str]]:
+    """The analysis of all runs that can be paired with the baseline, and why others cannot be."""
+    comparison: dict[str, Any] = {"baseline": baseline.name, "runs": {}}
+    others = [run for run in runs if run is not baseline]
+    if not others:
+        return comparison, ["Nothing to compare: exploration is shown for runs beside a baseline, and this is one run"]
+    try:
+        first = read_completions(baseline.path / COMPLETIONS)
+    except UserError as error:
+        return comparison, [f"Not compared: {error}"]
+    reasons = []
+    for run in others:
+        try:
+            second = read_completions(run.path / COMPLETIONS)
+            comparison["runs"][run.name] = compared(baseline.path, run.path, first, second)
+        except UserError as error:
+            reasons.append(f"Not compared: {error}")
+    return comparison, reasons
+
+
+def _costs(runs: Sequence[RunReport]) -> Table:
+    """Totals of what runs have cost."""
+    parts = {"rollout": "time/rollout", "reward": "time/reward", "update": "time/update", "evaluation": "time/eval"}
+    columns = ["FLOPs", "generated tokens", "seconds", *parts]
+    table = Table("run", *(Column(name, justify="right") for name in columns), title="Totals of the training steps")
+    for run in runs:
+        steps = [row for row in run.rows if row["step"] >= 0]
+        listed = [[row.get("compute/flops") for row in steps], list(map(tokens, steps)), list(map(seconds, steps))]
+        listed += [[row.get(metric) for row in steps] for metric in parts.values()]
+        known = [[value for value in values if value is not None] for values in listed]
+        forms = (".3g", ",.0f", *[",.1f"] * (1 + len(parts)))
+        table.add_row(run.name, *(format(sum(v), form) if v else "-" for v, form in zip(known, forms, strict=True)))
+    return table
+
+
+def _cells(table: Table) -> dict[str, Any]:
+    """The texts of a table."""
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    return {"title": table.title, "columns": [column.header for column in table.columns], "rows": rows}
+
+
+def _steps(run: Path, most: int) -> tuple[list[Path], int]:
+    """The files of completions that go into the page, the last step among them, and how many there are."""
+    files = sorted((run / COMPLETIONS).glob("*.parquet"))
+    try:
+        counts = [pyarrow.parquet.read_table(file, columns=["num_tokens"])["num_tokens"] for file in files]
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{run}: completions cannot be read ({error}); remove the damaged file") from error
+    size = sum(4 * sum(column.to_pylist()) + 200 * len(column) for column in counts)  # English has 4 letters a token
+    return files[::-1][:: max(1, -(-size // most))][::-1], len(files)
+
+
+def _chunks(files: Sequence[Sequence[Path]]) -> Iterator[str]:
+    """The groups of each run, packed; empty runs have none."""
+    chunk, size = [], 0
+    for run, steps in enumerate(files):
+        for group in (group for file in steps for group in _groups(file)):
+            chunk.append(json.dumps({"run": run} | group, separators=(",", ":")))
+            size += len(chunk[-1])
+            if size > _CHUNK:
+                yield _packed(chunk)
+                chunk, size = [], 0
+    if chunk:
+        yield _packed(chunk)
+
+
+def _packed(chunk: Sequence[str]) -> str:
+    return base64.b64encode(gzip.compress(f"[{','.join(chunk)}]".encode(), mtime=0)).decode()
+
+
+def _groups(file: Path) -> Iterator[dict[str, Any]]:
+    """The completions of each problem in a file, in its order."""
+    rows = pyarrow.parquet.read_table(file).drop_columns("tokens").to_pylist()
+    by_problem: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_problem.setdefault(row["problem_id"], []).append(row)
+    for problem, group in by_problem.items():
+        addresses = [tuple(row[part] for part in DRAW) for row in group]
+        numbers = {address: i for i, address in enumerate(dict.fromkeys(addresses))}
+        yield {
+            "step": group[0]["step"],
+            "problem": problem,
+            "prompt": _prompt(group[0]["prompt"]),
+            "reference": group[0]["reference_answer"],
+            "draws": [_label(*address) for address in numbers],
+            "draw": [numbers[address] for address in addresses],
+            **{name: [row.get(column) for row in group] for column, name in COLUMNS.items()},
+        }
+
+
+def _label(seed: int | None, step: int | None, index: int | None, mirrored: bool | None) -> str:
+    return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}"
+
+
+def _prompt(text: str) -> str:
+    """A prompt to read: of chat messages, which are saved as JSON, each with its role."""
+    if not text.startswith('[{"'):
+        return text
+    try:
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in json.loads(text))
+    except (ValueError, TypeError, KeyError):  # a text that only begins like messages
+        return text

@@ -1,0 +1,87 @@
+"""Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
+
+Only the full score of 1.0 counts as right: reasoning-gym gives partial scores to answers that merely contain the right
+one, and a policy would learn to exploit that.
+"""
+
+import hashlib
+import re
+from functools import lru_cache
+from typing import Any
+
+from threepo.config import DataConfig
+from threepo.config.sources import split_settings
+from threepo.data.installed import InstalledSource
+from threepo.data.source import ProblemSet
+from threepo.data.task import Endless, Split, split_of
+from threepo.errors import UserError
+from threepo.types import Problem, Verdict, final_answer, judge
+
+PREFIX = "reasoning-gym:"
+_CHUNK = 256
+_PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
+"""Problems taken from each chunk of generated items: fewer than the split's share (7/8, 1/8), so that every chunk has
+enough."""
+
+
+class ReasoningGymProblems(Endless):
+    """Endless problems of one data set; the i-th is a function of (spec, split, seed, i).
+
+    `spec` is the name of the data set, with its settings in parentheses.
+    """
+
+    def __init__(self, spec: str, split: Split, seed: int) -> None:
+        self.spec, self.split, self.seed = spec, split, seed
+        self._name, self._settings = split_settings(f"{PREFIX}{spec}")
+        self._chunk = lru_cache(maxsize=4)(self._make_chunk)
+        if not self._chunk(0)[1]:
+            raise UserError(f"data: {PREFIX}{spec} has too few different items for a {split} split")
+
+    def _make_chunk(self, number: int) -> tuple[Any, list[dict[str, Any]]]:
+        """A generated data set, and its items of this split."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            install = "needs the package; in a clone, pip install '.[reasoning-gym]'"
+            raise UserError(f"data: {PREFIX}{self.spec}: {install}") from error
+        # Neighbouring integer seeds share items in reasoning-gym (item i uses seed + i), so we hash them.
+        digest = hashlib.blake2b(f"{self.spec}/{self.seed}/{number}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest) >> 1
+        try:
+            dataset = reasoning_gym.create_dataset(self._name, **self._settings, seed=seed, size=_CHUNK)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"data: {PREFIX}{self.spec}: {error}") from error
+        items = [dataset[i] for i in range(_CHUNK)]
+        return dataset, [item for item in items if split_of(item["question"]) == self.split]
+
+    def problem(self, index: int) -> Problem:
+        """Problem number `index`."""
+        number, position = divmod(index, _PER_CHUNK[self.split])
+        items = self._chunk(number)[1]
+        item = items[position % len(items)]
+        return Problem(
+            id=f"{PREFIX}{self.spec}/{self.split}/{self.seed}/{index}",
+            prompt=item["question"],
+            answer=str(item["answer"]),
+            columns={"entry": item},
+        )
+
+    def verify(self, problem: Problem, completion: str) -> Verdict:
+        """The verdict of reasoning-gym's own scorer on the text in <answer> tags, or else after the last </think>."""
+        tagged = re.findall(r"<answer>\s*(.*?)\s*</answer>", completion, flags=re.DOTALL)
+        given = tagged[-1] if tagged else final_answer(completion)
+        if not given:
+            return judge(given, False)
+        try:
+            score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
+        except Exception:  # the scorer failed on the text, so it gave no verdict
+            return Verdict(correct=False, status="error", answer=given)
+        return judge(given, score >= 1.0)
+
+
+def _open(name: str, split: Split, settings: DataConfig) -> ProblemSet:
+    gym = ReasoningGymProblems(name.removeprefix(PREFIX), split, settings.seed)
+    return ProblemSet(gym, gym.verify, name)
+
+
+SOURCE = InstalledSource(_open, endless=True)

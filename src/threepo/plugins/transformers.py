@@ -1,0 +1,212 @@
+"""IVON in the Hugging Face Trainer: `IVONTrainer` is a `transformers.Trainer` that learns a posterior.
+
+    trainer = IVONTrainer(model, TrainingArguments(..., learning_rate=1.0, max_grad_norm=0.0), ivon={"ess": 1e9}, ...)
+    trainer.train()
+
+Each optimizer step has one draw: all its micro-batches run forward and backward at the same weights, mean + sigma *
+z(draw). Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
+saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every rank makes the
+same draw without communication, because noise is a function of its address (seed, step, draw, parameter name).
+Needs accelerate (`pip install '.[trainer]'` in a clone).
+"""
+
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from threepo.config import IVONConfig
+from threepo.errors import ThreepoWarning, UserError
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.posterior.gaussian import FILE_NAME, Posterior, posterior_metrics
+from threepo.posterior.ivon import IVON
+from threepo.types import Draw
+
+_HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_scheduler save_model log"
+
+
+class PushPosterior(TrainerCallback):  # type: ignore[misc]
+    """Adds the posterior to an upload of a checkpoint, for which the Trainer copies the files that it knows."""
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Copy the posterior from the checkpoint to the model's files that are uploaded."""
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE_NAME
+        if state.is_world_process_zero and saved.is_file():
+            shutil.copyfile(saved, Path(args.output_dir) / FILE_NAME)
+
+
+@check_hooks("transformers", "5.23.0", _HOOKS, needed="training_step")
+class IVONTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
+
+    Args:
+        model: as in Trainer, like all other arguments but `ivon`.
+        args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
+            `weight_decay` must be 0; other settings of optimizers are not used.
+        ivon: further settings of `threepo.IVON`; clip_radius is the paper's 1e-3 unless set. For parameter groups, pass
+            an IVON as `optimizers=(optimizer, None)` instead.
+
+    The log has `posterior/sigma_to_rms`, `posterior/clipped_share` and `optimizer/skipped_steps` next to the loss.
+    """
+
+    optimizer: Any
+    """IVON, wrapped by accelerate once training has begun; None before, unless it was passed."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        ivon: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._settings = dict(ivon or {})
+        self._draw: Draw | None = None
+        """Of the optimizer step in progress."""
+        self._best: Path | None = None
+        """The checkpoint that the weights were loaded from after training."""
+        _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
+        super().__init__(model, args, *rest, **settings)
+        self._check_optimizer()
+        self.add_callback(PushPosterior)
+
+    @property
+    def ivon(self) -> IVON:
+        """The optimizer, without accelerate's wrapping."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """IVON over all parameters that are trained."""
+        if self.optimizer is None:
+            named = (self.model if model is None else model).named_parameters()
+            settings = {"seed": self.args.seed, "clip_radius": IVONConfig().clip_radius, **self._settings}
+            settings["lr"] = self.args.learning_rate
+            self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
+            self.optimizer.warns_of_clipping = False
+            self.optimizer.register_step_pre_hook(self._observe)
+        return self.optimizer
+
+    def train(self, *args: Any, **settings: Any) -> Any:
+        """Train as Trainer does; `load_best_model_at_end` loads the best checkpoint's posterior with its weights."""
+        self._best = None
+        output = super().train(*args, **settings)
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._best = Path(self.state.best_model_checkpoint)
+            Posterior.from_pretrained(self._best).load_into(self.ivon)
+            with torch.no_grad():
+                for p, state in self.ivon.state.items():
+                    if "mean" in state:
+                        state["mean"].copy_(p)
+        return output
+
+    def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
+        # Also after an error, with or without a retry: the gradients of the step that it interrupted are cleared too.
+        self._draw = None
+        return super()._inner_training_loop(*args, **settings)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with passed_settings_kept(self.optimizer, self._settings):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch at the weights of this optimizer step's draw."""
+        if self._draw is None:
+            self._draw = self.ivon.next_draw()
+        with self.ivon.perturbed(self._draw):
+            return super().training_step(*args, **settings)  # type: ignore[no-any-return]
+
+    def _observe(self, *_: Any) -> None:
+        """Before a step: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
+        check_called(self)
+        if self._draw is not None:
+            draw, self._draw = self._draw, None
+            self.ivon.observe(draw)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as Trainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
+        super().save_model(output_dir, _internal_call)
+        if not self.args.should_save or self.optimizer is None:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        if self._best is None:
+            Posterior.of(self.ivon).save(folder)
+        elif folder.resolve() != self._best.resolve():
+            shutil.copyfile(self._best / FILE_NAME, folder / FILE_NAME)
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """Log as Trainer does, with IVON's metrics next to every training loss."""
+        if "loss" in logs and self.optimizer is not None:
+            metrics = {**self.ivon.step_metrics(), **posterior_metrics(self.ivon)}
+            logs = {**logs, **{name: metrics[name] for name in LOGGED}}
+        super().log(logs, *args, **settings)
+
+    def _check_optimizer(self) -> None:
+        for name in ("lr", "params", "model"):
+            if name in self._settings:
+                fix = "set TrainingArguments(learning_rate=...)" if name == "lr" else "leave it to the Trainer"
+                raise UserError(f"IVONTrainer ivon[{name!r}]: not a setting here; {fix}")
+        if self.optimizer_cls_and_kwargs is not None:
+            raise UserError("IVONTrainer optimizer_cls_and_kwargs: the optimizer is IVON; pass its settings as ivon={}")
+        if self.optimizer is None:
+            return
+        if not isinstance(self.ivon, IVON):
+            raise UserError(
+                f"IVONTrainer optimizers: {type(self.optimizer).__name__} has no posterior; pass a threepo.IVON, or "
+                f"leave it out and pass the settings as ivon={{}}"
+            )
+        if self._settings:
+            raise UserError("IVONTrainer ivon: has no effect with optimizers=(...); pass the settings to that IVON")
+        self.ivon.register_step_pre_hook(self._observe)
+
+
+@contextmanager
+def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
+    """Context in which loading a checkpoint keeps the settings passed as `ivon`, except `hess_init`, and says so."""
+    own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
+    yield
+    saved = {name: optimizer.param_groups[0][name] for name in own}
+    other = [name for name in own if own[name] != saved[name]]
+    for group in optimizer.param_groups:
+        group.update({name: own[name] for name in other if name != "hess_init"})
+    if other:
+        values = ", ".join(f"{name} = {own[name]!r} (the checkpoint: {saved[name]!r})" for name in other)
+        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what shall not change"
+        warnings.warn(f"resuming with other settings in ivon, {values}: {fate}", ThreepoWarning, stacklevel=3)
+
+
+def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], also: str = "") -> None:
+    """`UserError` for settings of the Trainer's own optimizers that would be ignored; `also` is a value that is not."""
+    for field in fields(TrainingArguments):
+        value = getattr(args, field.name)
+        if field.name.startswith(starts) and value not in (field.default, also):
+            shown = repr(getattr(value, "value", value))
+            raise UserError(f"{type(args).__name__} {field.name} = {shown}: threepo's {kind} ignores it; leave it out")
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    check_optimizer_arguments(args, "IVON", ("optim", "adam_"))
+    reasons = {
+        "max_grad_norm": "IVON learns its Hessian from the gradients, so they must not be clipped; set "
+        "max_grad_norm=0.0 (ivon={'clip_radius': ...} limits steps)",
+        "weight_decay": "in IVON it is the precision of the prior; leave it at 0 here and set "
+        "ivon={'weight_decay': ...}",
+        **dict.fromkeys(
+            ("fsdp", "deepspeed"),
+            "IVONTrainer does not shard; leave it out (data parallelism works without it), or use threepo.IVON with "
+            "FSDP2 in your own loop",
+        ),
+    }
+    for name, reason in reasons.items():
+        if value := getattr(args, name, None):
+            raise UserError(f"TrainingArguments {name} = {value!r}: {reason}")
+    if args.mixed_precision == "fp16":
+        raise UserError(
+            "TrainingArguments fp16 = True: float16 needs scaled gradients, which IVON would mistake for curvature; "
+            "set bf16=True instead, or neither"
+        )

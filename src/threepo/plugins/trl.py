@@ -1,0 +1,355 @@
+"""GRPO, B3PO, M3PO, C3PO and C3PO-replay inside TRL 1.16: `ThreepoTrainer` is a `trl.GRPOTrainer` (docs/trl.md).
+
+    trainer = ThreepoTrainer(model, reward_funcs, GRPOConfig(..., learning_rate=1.0, max_grad_norm=0.0),
+                             method=threepo.C3PO, ivon={"ess": 1e9}, train_dataset=..., processing_class=...)
+
+TRL generates, grades, normalises and logs. What differs is at which weights: the rows of a group are dealt to the
+draws of the step, and the gradient is taken where the method says. Between these the model holds the mean, so
+evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all ranks make the same.
+With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trl import GRPOConfig, GRPOTrainer
+
+from threepo.config import EngineConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
+from threepo.config.records import build
+from threepo.errors import UserError
+from threepo.methods.corrections import correct
+from threepo.methods.method import gradient_draws, rollout_draws
+from threepo.models.policy import Policy, Scorer, without_weights
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.plugins.transformers import PushPosterior, passed_settings_kept
+from threepo.plugins.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
+from threepo.posterior.gaussian import Posterior, posterior_metrics
+from threepo.posterior.ivon import IVON
+from threepo.ranks.dealing import build_ranked, refuse_engine
+from threepo.ranks.group import ALONE, Ranks
+from threepo.rollout.engines import RolloutEngine
+from threepo.training.optimizers import begin_ivon, build_optimizer
+from threepo.types import Draw, Problem, Request
+
+Batch = dict[str, torch.Tensor]
+"""What TRL keeps of generated rows: tensors whose first dimension is that of the rows, and numbers."""
+_HOOKS = "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler evaluation_loop save_model log"
+_NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
+"""Hooks without which a step would have no draws."""
+
+
+@check_hooks("trl", "1.16.0", _HOOKS, _NEEDED)
+class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
+    """A `trl.GRPOTrainer` that explores in weight space.
+
+    Args:
+        model: as in GRPOTrainer, like all arguments that are not named here.
+        args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is that of IVON,
+            which schedulers change; `seed` seeds the draws too.
+        method: a row of the lattice. One that learns a posterior takes `ivon`; one with draws around AdamW takes
+            `noise`. `threepo.GRPO` with neither is TRL's own trainer.
+        ivon: settings of IVON, as in [optimizer] of a recipe.
+        noise: [noise] of a recipe, such as {"unit": "rms", "size": 0.05}.
+        engine: [engine] of a recipe, such as {"kind": "vllm"}: what generates, in training and, once training has
+            begun, in evaluations. None: TRL's `generate`, one draw after another.
+
+    The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
+    `optimizer/skipped_steps` where they apply; completions have the column `draw_index`.
+    """
+
+    optimizer: Any
+    """What learns, wrapped by accelerate once training has begun; None before."""
+    _buffered_inputs: Any
+    """Of GRPOTrainer: the micro-batches of a step."""
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *rest: Any,
+        method: Method,
+        ivon: Mapping[str, Any] | None = None,
+        noise: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        args = args or GRPOConfig("trainer_output")
+        if not isinstance(method, Method):
+            raise UserError(f"ThreepoTrainer method = {method!r}: must be a Method, such as threepo.C3PO")
+        self.method = replace(method, rollouts_per_prompt=args.num_generations)
+        self._ready: Batch | None = None  # prepared for a training step that has not begun
+        self._passed = ivon or {}
+        self._checkpoint: Path | None = None  # what training goes on from
+        self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
+        self._engine_settings: EngineConfig | None = None
+        self._engine: RolloutEngine | None = None  # made for the first rollouts
+        self._holds_mean = False  # whether the engine has the weights that are being evaluated
+        if method.draws or method.optimizer != "adamw" or ivon or noise:
+            self._settings, self._noise = optimizer_settings(method, args, ivon or {}), NoiseConfig(**(noise or {}))
+            check(self.method, args, self._noise, engine is not None)
+            for name in ("tools", "rollout_func", "environment_factory", "optimizers"):
+                if settings.get(name):
+                    fix = "draws only write plain answers, and the method has its optimizer; leave it out"
+                    raise UserError(f"ThreepoTrainer {name}: {fix}")
+            if engine is not None:
+                self._engine_settings = build(EngineConfig, engine, "engine")
+                decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+                self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
+                self._engine_settings.check_temperature(self._sampling, "temperature")
+        elif engine is not None:
+            fix = "this method around AdamW is TRL's own trainer, which has use_vllm; leave it out"
+            raise UserError(f"ThreepoTrainer engine = {engine!r}: {fix}")
+        if len(gradient_draws(self.method, 0, 0)) > 1:  # gradients are taken out at the end of each draw
+            own = args.accelerator_config.gradient_accumulation_kwargs or {}
+            args.accelerator_config.gradient_accumulation_kwargs = {**own, "sync_each_batch": True}
+        super().__init__(model, reward_funcs, args, *rest, **settings)
+        if self._settings:
+            self._check_made()
+            self.add_callback(PushPosterior)
+        if self._engine_settings:
+            self._architecture = without_weights(self.model).eval()  # before accelerate shards the weights
+
+    @property
+    def policy_optimizer(self) -> Any:
+        """The optimizer, without accelerate's wrapping: an IVON, or an AdamW of threepo's with noise around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer of the method, over all parameters that are trained."""
+        if self._settings is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        # accelerate shards the parameters and exchanges them in an optimizer that it expects to be empty.
+        later = [p for p in model.parameters() if p.requires_grad and self.is_fsdp_enabled]
+        for p in later:
+            p.requires_grad_(False)
+        self.optimizer = build_optimizer(self._settings, self._noise, model, self.args.seed, self._checkpoint)
+        for p in later:
+            p.requires_grad_(True)
+        if not isinstance(self._settings, IVONConfig):
+            split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
+        self.optimizer.register_step_pre_hook(lambda *_: check_called(self))
+        if isinstance(self._settings, IVONConfig) and self._settings.load_hessian:
+            begin_ivon(self._settings, self.optimizer, ModelConfig(path=model.name_or_path or "model"))
+        return self.optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._checkpoint = Path(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint and isinstance(self.policy_optimizer, IVON):
+            self.policy_optimizer.trainable()  # makes the state, where a sharded one is loaded into it
+        with passed_settings_kept(self.optimizer, self._passed):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a micro-batch at its gradient's draw, which is observed after its last one."""
+        if self._settings is None:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        model.train()
+        began = time.perf_counter()
+        self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
+        self._current_train_step_time += time.perf_counter() - began  # as TRL, which generates within a step
+        draws = gradient_draws(self.method, self.args.seed, self.state.global_step)
+        share = self.args.gradient_accumulation_steps // len(draws)
+        draw = draws[self._step % self.args.gradient_accumulation_steps // share]
+        with self.policy_optimizer.at(draw):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % share == 0:
+            # TRL has divided by the count of all draws' rows, and the optimizer is about to average over draws.
+            divisor = {"divisor": 1 / len(draws)} if len(draws) > 1 else {}
+            self.policy_optimizer.observe(draw, **divisor)
+        return loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
+        new = self.model.training and self._step % self.args.steps_per_generation == 0
+        ready = super()._prepare_inputs(generation_batch)
+        if new and len(gradient_draws(self.method, 0, 0)) > 1:
+            self._buffered_inputs = self._by_draw(self._buffered_inputs)
+            ready = self._buffered_inputs[0]
+        return ready
+
+    def _by_draw(self, batches: list[Batch]) -> list[Batch]:
+        """The rows of all micro-batches in as many micro-batches of one draw each."""
+        joined = {name: torch.cat([b[name] for b in batches]) if x.ndim else x for name, x in batches[0].items()}
+        order = joined["draw"].argsort(stable=True)
+        parts = {name: x[order].chunk(len(batches)) if x.ndim else [x] * len(batches) for name, x in joined.items()}
+        found = [{name: part[i] for name, part in parts.items()} for i in range(len(batches))]
+        if self.method.normalize == "part":
+            tokens = torch.bincount(joined["draw"], joined["completion_mask"].sum(dim=1)).long()
+            tokens = self.accelerator.reduce(tokens, reduction="sum") * self.method.draws
+            for batch in found:
+                batch["num_items_in_batch"] = tokens[batch["draw"][0]]
+        return found
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if self._settings is None or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self.num_generations = self.method.group_size  # TRL compares the rewards of so many rows that follow each other
+        try:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.num_generations = self.method.rollouts_per_prompt
+        batch["draw"] = self._draw_of_rows(len(inputs)).to(batch["prompt_ids"].device)
+        draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+        taken = gradient_draws(self.method, self.args.seed, self.state.global_step)
+        if self.method.correction.kind != "none" and taken != draws:
+            self._correct(batch, draws, taken[0])
+        return batch
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        training = self.model.training
+        if self.method.draws and not training:  # else TRL's log shows the draws of the training rows before
+            self._log_completion_extra("draw_index", [None] * len(prompt_ids))
+        if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
+        if images or multimodal_fields:
+            raise UserError("train_dataset: has images, which draws do not read here; leave them out")
+        found: list[list[int]] = [[]] * len(prompt_ids)
+        draws: list[Draw | None] = [None]
+        draw_of = torch.zeros(len(prompt_ids), dtype=torch.long)
+        if training:
+            draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+            draw_of = self._draw_of_rows(len(prompt_ids))
+        if training and self.method.draws:
+            self._log_completion_extra("draw_index", draw_of.tolist())
+        if self._engine_settings:
+            return self._generate_by_engine(prompt_ids, draws, draw_of.tolist())
+        for index, draw in enumerate(draws):
+            rows = (draw_of == index).nonzero()[:, 0].tolist()
+            with self.policy_optimizer.at(draw), self._as_in_evaluations():
+                ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
+            for row, completion in zip(rows, ids, strict=True):
+                found[row] = completion
+        return found, None
+
+    def _generate_by_engine(
+        self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Completions of this rank's rows, and the log-prob of each token where it was drawn; all draws at once."""
+        ranks, args = self._ranks, self.args
+        if self._engine is None:
+            assert self._engine_settings
+            for buffer in self._architecture.buffers():
+                buffer.data = buffer.to(args.device)
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
+            refuse_engine(self._engine_settings, ranks)
+            self._engine = build_ranked(self._engine_settings, policy, ranks)
+        if self.model.training or not self._holds_mean:
+            self._engine.load(self.policy_optimizer, draws, self.state.global_step)
+            self._holds_mean = not self.model.training
+        parts = ranks.gather(list(zip(prompt_ids, draw_of, strict=True)))  # the engines of all ranks share them
+        requests = [
+            Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
+            for row, (ids, draw) in enumerate(pair for part in parts for pair in part)
+        ]
+        first = sum(map(len, parts[: ranks.rank]))
+        mine = self._engine.generate(requests, self._sampling, args.seed)[first : first + len(prompt_ids)]
+        return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        """The processes that accelerate has started, with a group of their own for objects."""
+        state = self.accelerator
+        if state.num_processes == 1:
+            return ALONE
+        return Ranks(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        """Evaluate as GRPOTrainer does; an engine gets the mean once for all batches."""
+        self._holds_mean = False
+        return super().evaluation_loop(*args, **settings)
+
+    def _draw_of_rows(self, rows: int) -> torch.Tensor:
+        """[rows] integers: which draw writes each row of a rank. Rows of a prompt follow each other, draw by draw."""
+        share = self.method.rollouts_per_prompt // max(self.method.draws, 1)
+        return torch.arange(rows) % self.method.rollouts_per_prompt // share
+
+    def _correct(self, batch: Batch, draws: list[Draw | None], taken: Draw | None) -> None:
+        """Multiply advantages by the weights of the correction, a [rows, tokens] tensor, and count what it keeps."""
+        tokens = batch["completion_mask"].bool()
+        behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
+        parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
+        if self._engine_settings:
+            behaviour = batch["sampling_per_token_logps"]  # of the engine, whose precision may be another
+        for draw, rows in () if self._engine_settings else parts:
+            with self.policy_optimizer.at(draw):
+                behaviour[rows] = self._score(batch, rows)
+        with self.policy_optimizer.at(taken):
+            for _, rows in parts:  # in the same batches, so that equal weights give equal numbers
+                at_gradient[rows] = self._score(batch, rows)
+        logprobs = (at_gradient[tokens], behaviour[tokens])
+        found = correct(*logprobs, tokens.nonzero()[:, 0], len(tokens), self.method.correction)
+        weights, kept = torch.zeros_like(behaviour), torch.zeros_like(tokens)
+        weights[tokens], kept[tokens] = found.weights, found.kept
+        batch["advantages"] = batch["advantages"][:, None] * weights
+        d = (logprobs[0] - logprobs[1]).double()
+        sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), tokens.any(dim=1).sum(), (d.exp() - 1 - d).sum()]
+        local = torch.tensor(sums, dtype=torch.float64, device=tokens.device)
+        kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
+        if self.method.correction.normalizer == "kept":
+            batch["num_items_in_batch"] = torch.tensor(int(kept_tokens), device=tokens.device)
+        if all_rows:  # mask_truncated_completions may leave none
+            self._metrics["train"]["correction/kept_share"].append(kept_rows / all_rows)
+            self._metrics["train"]["correction/kl"].append(kl / all_tokens)
+
+    @contextmanager
+    def _as_in_evaluations(self) -> Iterator[None]:
+        """Context without dropout and NEFTune, whose noise would enter rollouts and ratios."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """Log-probs [chosen rows, tokens] of completions at the weights that the model holds now."""
+        parts = [(batch[f"prompt_{what}"][rows], batch[f"completion_{what}"][rows]) for what in ("ids", "mask")]
+        read = (*(torch.cat(pair, dim=1) for pair in parts), parts[0][1].size(1), self.args.per_device_train_batch_size)
+        with self._as_in_evaluations():
+            return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as GRPOTrainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
+        super().save_model(output_dir, _internal_call)
+        if self._settings and self.optimizer is not None:
+            posterior = Posterior.of(self.policy_optimizer)  # gathers shards, so on every rank
+            if self.args.should_save:
+                posterior.save(Path(output_dir or self.args.output_dir))
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """Log as GRPOTrainer does, with the optimizer's metrics next to every training loss."""
+        if "loss" in logs and self._settings is not None:
+            found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
+            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in LOGGED if x in found}
+        super().log(logs, *args, **settings)
+
+    def _check_made(self) -> None:
+        """`UserError` for what is known only once GRPOTrainer is made."""
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
+            raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
+        if self.method.correction.kind != "none" and not self._engine_settings:
+            check_decoding(self.args.generation_kwargs, self.generation_config, self.model.generation_config)
+        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
+        if self._engine_settings and frozen:
+            fix = "engines get their weights from the optimizer; train all weights, or leave engine out"
+            raise UserError(f"ThreepoTrainer engine: {frozen[0]} is frozen: {fix}")
+        if self.is_fsdp_enabled and (self._noise.unit == "rms" or getattr(self._settings, "load_hessian", "")):
+            raise UserError("GRPOConfig fsdp: noise.unit = 'rms' and load_hessian need whole weights; use DDP")

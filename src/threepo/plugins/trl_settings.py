@@ -1,0 +1,97 @@
+"""Settings of TRL's GRPOConfig beside those of threepo: what becomes the optimizer, and what is refused."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from threepo.config import AdamWConfig, IVONConfig, Method, NoiseConfig, OptimizerConfig
+from threepo.errors import UserError
+from threepo.methods.method import gradient_draws
+from threepo.plugins.transformers import check_optimizer_arguments
+
+_FILTERED = "it changes the rollouts' distribution, so that ratios to it have no meaning; leave it out"
+_HARMLESS = (
+    *("max_length", "max_new_tokens", "max_time", "stop_strings", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
+    *("transformers_version", "_from_model_config"),
+)
+"""Settings of `generate` that do not change how probable a token is."""
+
+
+def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:
+    """Settings of the method's optimizer; `UserError` for those of TRL's that it does not have."""
+    if "lr" in ivon:
+        raise UserError(f"ThreepoTrainer ivon: lr = {ivon['lr']!r}: leave it out, and set GRPOConfig learning_rate")
+    if method.optimizer == "ivon":
+        check_optimizer_arguments(args, "IVON", ("optim", "adam_"))
+        return IVONConfig(lr=args.learning_rate, **ivon)
+    if ivon or method.optimizer != "adamw":
+        fix = "pass a method with 'ivon', such as threepo.C3PO, or dataclasses.replace(method, optimizer='ivon')"
+        raise UserError(f"ThreepoTrainer method: {method.name!r} has the optimizer {method.optimizer!r}; {fix}")
+    check_optimizer_arguments(args, "AdamW", ("optim",), also="adamw_torch")
+    own = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
+    return AdamWConfig(lr=args.learning_rate, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, **own)
+
+
+def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = False) -> None:
+    """`UserError` for settings with which a method cannot be had inside TRL."""
+    ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
+    draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
+    if not draws:
+        raise UserError("ThreepoTrainer method.gradient_at = 'evolution': TRL trains by gradients; use another method")
+    plain = Method(rollouts_per_prompt=group)
+    for axis in ("greedy", "cumulative", "log_evolution", "gradient_draws", "advantage"):
+        if (value := getattr(method, axis)) != getattr(plain, axis):
+            raise UserError(f"ThreepoTrainer method.{axis} = {value!r}: TRL has no place for it; leave it out")
+    if not ivon and (not method.draws or noise.unit == "posterior" or not noise.size):
+        fix = "pass a method with draws, and noise={'unit': 'rms', 'size': 0.05}, as AdamW learns no posterior"
+        raise UserError(f"ThreepoTrainer noise: around AdamW, it needs a size and a use; {fix}")
+    off = {
+        "fp16": "float16 scales gradients, which IVON would mistake for curvature; set bf16=True, or neither",
+        "use_vllm": "TRL sends vLLM one set of weights a step; pass engine={'kind': 'vllm'} to ThreepoTrainer instead",
+        "use_transformers_continuous_batching": "it converts weights in place, which loses the mean; leave it out",
+        "load_best_model_at_end": "it would leave the posterior behind; leave it out",
+    }
+    if ivon:
+        off["max_grad_norm"] = "IVON learns its Hessian from the gradients, so they must not be clipped; set it to 0.0"
+        off["weight_decay"] = "in IVON it is the precision of the prior; set ivon={'weight_decay': ...} instead"
+    if method.correction.kind != "none":
+        off |= dict.fromkeys(("top_k", "min_p"), _FILTERED)
+        off |= {name: _FILTERED for name in ("top_p", "repetition_penalty") if getattr(args, name) != 1}
+    if has_engine:
+        off |= dict.fromkeys(("min_p", "generation_kwargs"), "an engine of threepo's does not know it; leave it out")
+        off |= {"repetition_penalty": off["min_p"]} if args.repetition_penalty != 1 else {}
+    off = {name: reason for name, reason in off.items() if getattr(args, name)}
+    if args.num_iterations != 1:
+        off["num_iterations"] = "draws are of one step; leave it out"
+    if args.steps_per_generation != accumulated:
+        off["steps_per_generation"] = f"a step generates once; leave it at gradient_accumulation_steps = {accumulated}"
+    if rows % group:
+        whole = f"a process must hold whole groups of num_generations = {group}"
+        off["per_device_train_batch_size"] = f"{whole}; set it so that {accumulated} of it are a multiple of {group}"
+    if accumulated % draws:
+        fix = f"set a multiple of the {draws} draws, and divide per_device_train_batch_size"
+        off["gradient_accumulation_steps"] = f"a micro-batch has its gradient at one draw; {fix}"
+    for name, reason in off.items():
+        raise UserError(f"GRPOConfig {name} = {getattr(args, name)!r}: {reason}")
+
+
+def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) -> None:
+    """`UserError` for `generation_kwargs`, or settings of the model that TRL does not set, with which a token has
+    another probability when it is generated than when it is scored."""
+    theirs = of_model.to_diff_dict().items()
+    left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
+    for name, value in (left | dict(own or {})).items():
+        if name not in _HARMLESS:
+            where = "GRPOConfig generation_kwargs" if name in (own or {}) else "model.generation_config"
+            raise UserError(f"{where}[{name!r}] = {value!r}: {_FILTERED}")
+
+
+def split_by_decay(optimizer: Any, decayed: Collection[str]) -> None:
+    """Split groups of AdamW in two, of which one, norms and biases, does not decay, as in the Trainer."""
+    optimizer.param_groups = [
+        group | {"params": [p for _, p in own], "param_names": [name for name, _ in own], "weight_decay": decay}
+        for group in optimizer.param_groups
+        for decay, chosen in ((group["weight_decay"], True), (0.0, False))
+        for named in [zip(group["param_names"], group["params"], strict=True)]
+        if (own := [(name, p) for name, p in named if (name in decayed) == chosen])
+    ]

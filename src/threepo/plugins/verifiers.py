@@ -1,0 +1,187 @@
+"""Environments of Prime Intellect's `verifiers` with one turn, for example `verifiers:word_sums(split="train")`.
+
+An environment is an installed package that exports a `Taskset` (verifiers 0.4). Its tasks give the prompts, and their
+`score` the rewards: each completion becomes the trace of one exchange. Environments in which more than that happens are
+refused: several turns or agents, tools, a sandbox, a judge model.
+"""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from threepo.config import DataConfig
+from threepo.config.sources import split_settings
+from threepo.data.finite import FiniteProblems, collect
+from threepo.data.installed import InstalledSource
+from threepo.data.rows import BrokenRow, Row, chat_messages
+from threepo.data.source import ProblemSet
+from threepo.data.task import Split
+from threepo.errors import UserError
+from threepo.types import THINK, THINK_END, Completion, OwnReward, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Environment:
+    """The tasks of an environment, which know their rewards."""
+
+    source: str
+    tasks: Mapping[str, Any]
+    """Each a `verifiers.v1.Task`, by the id of its problem."""
+
+    def rewards(self, completions: Sequence[Completion]) -> list[float]:
+        """The weighted sum of the task's rewards for each completion; what goes wrong in one is a `UserError`."""
+
+        async def all_of_them() -> list[float]:
+            return await asyncio.gather(*(self._reward(completion) for completion in completions))
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(all_of_them())
+        # In another thread, verifiers' grading of mathematics cannot set its alarm, and pays 0.
+        raise UserError(f"data: {self.source}: cannot be scored in a notebook; train from a script or the command line")
+
+    async def _reward(self, completion: Completion) -> float:
+        from verifiers.v1.utils.decorators import invoke
+
+        task, where = self.tasks[completion.problem.id], f"{completion.problem.label}: its reward"
+        try:
+            trace = _empty_trace(task)
+            await invoke(task.setup, {"trace": trace, "runtime": None})  # `_refusal`: none of its own needs a runtime
+            _record(trace, task, completion)
+            await invoke(task.finalize, {"trace": trace, "runtime": None})
+            await task.score(trace)
+        except Exception as error:  # it is the environment's code, and may raise anything
+            raise UserError(f"{where} raised {_described(error.__cause__ or error)}") from error
+        if not math.isfinite(trace.reward):
+            raise UserError(f"{where} is {trace.reward}, which must be a finite number")
+        return float(trace.reward)
+
+
+def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems, Environment]:
+    """The problems and rewards of `verifiers:NAME(setting=value, ...)`.
+
+    The settings are those of the environment's `TasksetConfig`. Besides, `select` takes some of the tasks, with the
+    settings of verifiers' `SelectConfig`.
+    """
+    name, arguments = split_settings(source)
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise UserError(f"data: {source}: needs verifiers 0.4; in a clone, pip install '.[verifiers]'") from error
+    try:
+        select = vf.SelectConfig.model_validate(arguments.pop("select", {}))
+        config = vf.taskset_config_type(name).model_validate({**arguments, "id": name})
+        taskset = vf.load_taskset(config).select(select)
+        tasks = list(taskset) if taskset.bounded else []
+        reason = _refusal(vf, name, taskset, tasks)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"data: {source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (Exception, SystemExit) as error:  # importing and loading run the environment's code
+        raise UserError(f"data: {source}: is no taskset of verifiers 0.4: {_described(error)}") from error
+    if reason:
+        raise UserError(f"data: {source}: {reason}")
+
+    def problem(row: Row, _: int) -> Problem:
+        data = row["task"].data
+        if not data.prompt:
+            raise BrokenRow("has no prompt")
+        prompt = data.prompt
+        if data.system_prompt is not None or not isinstance(prompt, str):
+            prompt = chat_messages([m.model_dump(exclude_none=True) for m in _prompt(data)], "prompt")
+        columns = data.model_dump(mode="json", exclude=set(vf.TaskData.model_fields))
+        answer = columns.get("answer")
+        return Problem(f"{source}/{data.idx}", prompt, "" if answer is None else str(answer), columns)
+
+    rows = ((number, {"task": task}) for number, task in enumerate(tasks, start=1))
+    found = collect(source, rows, problem, settings)
+    return found, Environment(source, {f"{source}/{task.data.idx}": task for task in tasks})
+
+
+def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
+    """Why the environment cannot be used; empty if one completion of a prompt is all that happens in it."""
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    if not taskset.bounded:
+        return "has no end; take some of its tasks, for example with select={'limit': 1000}"
+    if not tasks:
+        return "has no tasks"
+    task, config, kind = tasks[0], tasks[0].config, vf.environment_class(name)
+    overridden = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
+    functions = [*(getattr(task, hook) for hook in overridden), *task.hooks("reward")]
+    in_sandbox = [function.__name__ for function in functions if _needs_runtime(function)]
+    more = {
+        f"its {kind.__name__} has turns or agents of its own": kind is not vf.SingleAgentEnv,
+        "it runs the model in a harness of its own": vf.default_harness_id(name) == name,
+        "it gives the model tools": taskset.toolsets(taskset.config) or task.toolsets(config),
+        "it needs a container": task.NEEDS_CONTAINER or task.data.image,
+        f"it needs a sandbox (runtime) for {', '.join(in_sandbox)}": in_sandbox,
+        "it changes requests or responses": discover_decorated(task, "intercept"),
+        "a judge model scores it": any(isinstance(value, vf.JudgeConfig) for value in dict(config).values())
+        or config.judges,
+        "it has no rewards": not task.hooks("reward"),
+    }
+    reasons = [reason for reason, found in more.items() if found]
+    return (
+        f"{'; '.join(reasons)}; threepo takes environments with one turn, scored from its text alone" if reasons else ""
+    )
+
+
+def _needs_runtime(function: Callable[..., Any]) -> bool:
+    """Whether a function must be given the sandbox in which a rollout of verifiers takes place."""
+    parameter = inspect.signature(function).parameters.get("runtime")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _prompt(data: Any) -> list[Any]:
+    """The messages of a task's prompt, its system prompt first."""
+    import verifiers.v1 as vf
+
+    system = [] if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt)]
+    return system + ([vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt))
+
+
+def _empty_trace(task: Any) -> Any:
+    """Trace with which a rollout of verifiers begins."""
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+
+    agent = vf.AgentInfo(config=vf.AgentConfig(harness={"id": "null"}, max_turns=1))
+    named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    return vf.Trace(task=named, state=state_cls(type(task))(), agent=agent)
+
+
+def _record(trace: Any, task: Any, completion: Completion) -> None:
+    """Add the exchange to the trace: the prompt, and the completion with its thinking apart from the reply."""
+    import verifiers.v1 as vf
+
+    thinking, _, reply = (completion.opening + completion.text).rpartition(THINK_END)
+    message = vf.AssistantMessage(content=reply, reasoning_content=thinking.removeprefix(THINK) or None)
+    for number, prompt in enumerate([*_prompt(task.data), message]):
+        sampled = prompt is message
+        trace.nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=prompt, sampled=sampled))
+    usage = vf.Usage(prompt_tokens=len(completion.prompt_tokens), completion_tokens=len(completion.tokens))
+    trace.calls.append(vf.ModelCall(node=number, finish_reason=completion.finish_reason, usage=usage))
+    trace.ok = True
+    trace.stop("agent_completed")
+
+
+def _described(error: BaseException) -> str:
+    """An exception in one line, with the last place in the code."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}:{place.lineno})"
+
+
+def _open(name: str, _: Split, settings: DataConfig) -> ProblemSet:
+    problems, environment = open_environment(name, settings)
+    return ProblemSet(problems, OwnReward(environment.rewards), name)
+
+
+SOURCE = InstalledSource(_open, endless=False)

@@ -1,0 +1,368 @@
+"""C3PO and its relatives inside verl 0.9, in verl's own trainer, Ray placement and rollout servers (docs/verl.md).
+
+    python -m verl.trainer.main_ppo trainer.v1.trainer_mode=threepo actor_rollout_ref.actor.strategy=fsdp2 \\
+        algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1.0 \\
+        'actor_rollout_ref.actor.optim.override_optimizer_config={method: c3po, draws: 4, ess: 1e9}' ...
+
+verl finds this module through the entry point `verl.plugins`. If it says "Unknown trainer 'threepo'",
+`python -c "import threepo.plugins.verl"` says why: verl logs the reason at the level DEBUG only.
+
+| part | what it changes of verl |
+| --- | --- |
+| IVONEngine | the optimizer is IVON; gradients and the log-probs before them are taken at the draw of the method |
+| IVONWorker | has that engine, and sends the draw r mod N, or the mean, to its rollout replica r |
+| DrawTrainer | rollouts come from the draws, evaluations from the mean; C3PO is corrected by Seq-MIS |
+| DrawRouter | every draw writes the same share of each prompt's completions |
+"""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.metric import AggregationType
+from verl.utils.model import convert_weight_keys
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, IVONConfig, Method
+from threepo.errors import UserError
+from threepo.methods.method import gradient_draws, rollout_draws
+from threepo.plugins.hooks import LOGGED, check_called, check_hooks
+from threepo.posterior.gaussian import posterior_metrics
+from threepo.posterior.ivon import IVON
+from threepo.types import Draw
+
+_SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
+_METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY)}
+"""Those that can be had inside verl; its own trainer has the other rows' losses and credit rules."""
+_NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
+_OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
+_check_hooks = partial(check_hooks, "verl", "0.9.1")
+
+
+def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
+    """The method and the settings of IVON that verl's `override_optimizer_config` holds."""
+    settings = dict(override or {})
+    name = settings.pop("method", None)
+    if name not in _METHODS:
+        raise UserError(f"{_SETTINGS}.method = {name!r}: must be one of {', '.join(_METHODS)}")
+    draws = settings.pop("draws", _METHODS[name].draws)
+    return dataclasses.replace(_METHODS[name], draws=draws, rollouts_per_prompt=2 * max(draws, 1)), settings
+
+
+@_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
+@EngineRegistry.register("language_model", "fsdp2", device=["cuda", "cpu"], vendor="threepo")
+class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's FSDP2 engine with IVON; verl takes it where VERL_ENGINE_VENDOR=threepo.
+
+    A method of threepo says at which draw of the weights an update takes its gradient. Between calls the model holds
+    the mean, so checkpoints and losses of evaluation are of the mean; log-probs of an update to come are of its draw.
+    """
+
+    replica: int | None = None
+    """The rollout replica that this rank sends weights to gets draw `replica` modulo N. None: it gets the mean."""
+    _step: int | None = None
+    """Of the draws that the rollouts were made with; None before the first."""
+    _divisor: float | None = None
+    """Of the sum of the gradients observed for the next step."""
+
+    def _build_optimizer(self, module: torch.nn.Module) -> IVON:
+        config = self.optimizer_config
+        if rank := self.model_config.lora_rank:
+            raise UserError(f"actor_rollout_ref.model.lora_rank = {rank}: IVON here trains all weights; set 0")
+        for field in dataclasses.fields(FSDPOptimizerConfig):
+            value = tuple(config.betas) if field.name == "betas" else getattr(config, field.name)
+            if field.name in _OF_ADAMW and value != field.default:
+                raise UserError(
+                    f"actor_rollout_ref.actor.optim.{field.name} = {value!r}: not IVON's; leave it out, and set "
+                    f"override_optimizer_config (betas, weight_decay, clip_radius, ...)"
+                )
+        self.method, settings = read_settings(config.override_optimizer_config)
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        optimizer = IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
+        optimizer.warns_of_clipping = False
+        return optimizer
+
+    def draw_step(self) -> int:
+        """Steps tried so far, the skipped ones included, so that no step has the draws of another."""
+        return int(self.optimizer.param_groups[0]["step"] + self.optimizer.skipped_steps)
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """Run verl's passes at the draws of the gradient; an evaluation's loss, and a reference model, at the mean."""
+        if self.optimizer is None or (forward_only and loss_function is not None):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        # All mini-batches of a step take their gradients at the same draws, which their rollouts fix.
+        step = self.draw_step() if self._step is None else self._step
+        draws = gradient_draws(self.method, self.optimizer.seed, step)
+        if not forward_only and "response_mask" in data:
+            data["loss_mask"] = data["response_mask"]  # verl divides by its sum: by the tokens that a correction kept
+        parts: list[tuple[list[int], Any]] = []
+        tokens: list[float] = []
+        with self._state_on_device(model=False):
+            for index, draw in enumerate(draws):
+                rows, part = list(range(len(data))), data
+                if len(draws) > 1:
+                    rows, part = _written_by(index, data, self.get_data_parallel_group())
+                with self.optimizer.at(draw):
+                    parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
+                tokens.append(tu.get(part, "batch_num_tokens"))
+                if not forward_only:  # verl divided this gradient by the tokens of the part
+                    self.optimizer.observe(draw, 1.0 if self._by_part(draws) else 1.0 / tokens[-1])
+        self._divisor = None if self._by_part(draws) else sum(tokens)
+        shares = [1 / len(draws) if self._by_part(draws) else count / sum(tokens) for count in tokens]
+        return parts[0][1] if len(parts) == 1 else _joined(parts, shares)
+
+    def _by_part(self, draws: Sequence[Draw | None]) -> bool:
+        """Whether gradients are averaged over draws, instead of over the tokens of all of them."""
+        return len(draws) == 1 or self.method.normalize == "part"
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """Train on a batch as verl does, and add IVON's metrics."""
+        outputs = super().train_batch(data, loss_function)
+        if self.replica is not None:
+            check_called(self)
+        metrics = self.optimizer.step_metrics() | posterior_metrics(self.optimizer)
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"] |= {name: [metrics[name]] for name in LOGGED}
+        return outputs
+
+    def optimizer_step(self) -> float:
+        """A step without clipping, because the Hessian is learned from these gradients; their norm."""
+        self.optimizer.step(divisor=self._divisor)
+        return float(self.optimizer.step_metrics()["optimizer/grad_norm"])
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """All weights, one at a time, of the draw that this rank's rollout replica shall hold; a collective."""
+        self._step = self.draw_step()
+        draws = rollout_draws(self.method, self.optimizer.seed, self._step)
+        draw = None if self.replica is None else draws[self.replica % len(draws)]
+        return unfuse_moe_params(self._weights(draw), self.model_config.hf_config.model_type), None
+
+    def _weights(self, draw: Draw | None) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._state_on_device(model=True):
+            for name, value in self.optimizer.weights(draw, gather=True):
+                yield next(iter(convert_weight_keys({name: value}, self.module))), value
+
+    @contextmanager
+    def _state_on_device(self, model: bool) -> Iterator[None]:
+        """A draw needs IVON's state, and all else where the weights are; verl may keep either on the CPU."""
+        state = {"model": model and self._is_offload_param, "optimizer": self._is_offload_optimizer, "grad": False}
+        if not any(state.values()) or self.mode == "train":  # verl has brought all of it
+            yield
+            return
+        self.to(get_device_name(), **state)
+        try:
+            yield
+        finally:
+            self.to("cpu", **state)
+
+
+def _written_by(draw: int, data: Any, ranks: Any) -> tuple[list[int], Any]:
+    """Positions of the rows that a draw wrote, and a batch of them, filled up with rows that count for nothing.
+
+    All ranks get as many rows as the one that has most: verl needs as many micro-batches of each.
+    """
+    rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] == draw]
+    most = torch.tensor(len(rows), device=get_device_name())
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, ranks)
+    shortest = int(data["input_ids"].offsets().diff().argmin())
+    part = tu.index_select_tensor_dict(data, rows + [shortest] * (int(most) - len(rows)))
+    for name in {"loss_mask", "response_mask"} & set(part.keys()):
+        masks = [mask if i < len(rows) else torch.zeros_like(mask) for i, mask in enumerate(part[name].unbind())]
+        part[name] = tu.nested_tensor_from_tensor_list(masks)
+    return rows, part
+
+
+def _joined(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str, Any]:
+    """The outputs of several parts of a batch as verl has them for the whole; losses weighted by `shares`."""
+    metrics: dict[str, Any] = {}
+    for (_, out), share in zip(parts, shares, strict=True):
+        for name, values in out["metrics"].items():
+            if getattr(values, "aggregation", None) == AggregationType.SUM:
+                values.values = [value * share for value in values.values]
+            metrics[name].extend(values) if name in metrics else metrics.update({name: values})
+    model_output = {}
+    for name in parts[0][1]["model_output"]:
+        by_row = {  # `zip` leaves out what a part was filled up with
+            row: value
+            for rows, out in parts
+            for row, value in zip(rows, out["model_output"][name].unbind(), strict=False)
+        }
+        model_output[name] = torch.nested.as_nested_tensor([by_row[row] for row in sorted(by_row)], layout=torch.jagged)
+    losses = [loss * share for (_, out), share in zip(parts, shares, strict=True) for loss in out["loss"]]
+    return {"model_output": model_output, "loss": losses, "metrics": metrics}
+
+
+@_check_hooks("init_model")
+class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    """verl's worker of trainer and rollout, with an IVONEngine."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def init_model(self) -> None:
+        """Make the model as verl does."""
+        os.environ["VERL_ENGINE_VENDOR"] = "threepo"  # by which verl chooses engines
+        super().init_model()
+        if not isinstance(self.actor.engine, IVONEngine):
+            raise UserError(f"verl chose the engine {type(self.actor.engine).__name__}: {_NOT_FOUND}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def send_draws(self, draws: bool) -> None:
+        """Whether the next `update_weights` sends draws, or the mean."""
+        self.actor.engine.replica = self.rank // ranks_of_replica(self.config.rollout) if draws else None
+
+
+@_check_hooks(
+    "on_validate_begin on_validate_end on_step_end", "_init_resource_pool_mgr _setup get_llm_client _compute_advantage"
+)
+@register_trainer("threepo")
+class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer, with rollouts from draws of the weights."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._method = check_config(config)
+        config.trainer.v1.trainer_mode = "sync"  # by which verl chooses its settings and its replay buffer
+        super().__init__(config)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in self.role_worker_mapping:
+            if "actor" in str(role):
+                self.role_worker_mapping[role] = ray.remote(IVONWorker)
+
+    def _setup(self) -> None:
+        super()._setup()
+        servers = self.llm_server_manager
+        by_address = dict(zip(servers.server_addresses, servers.server_handles, strict=True))
+        servers.global_load_balancer = ray.remote(DrawRouter).remote(by_address, max(self._method.draws, 1))
+        self.actor_rollout_wg.send_draws(True)
+
+    def on_step_end(self) -> None:
+        """End a step as verl does, once all was called that makes its rollouts come from draws."""
+        check_called(self)
+        super().on_step_end()
+
+    def on_validate_begin(self) -> None:
+        """Evaluate the mean."""
+        self._send(draws=False)
+
+    def on_validate_end(self) -> None:
+        """Roll out from draws again."""
+        self._send(draws=True)
+
+    def _send(self, draws: bool) -> None:
+        self.checkpoint_manager.sleep_replicas()
+        self.actor_rollout_wg.send_draws(draws)
+        self.checkpoint_manager.update_weights(self.global_steps)
+
+    def get_llm_client(self) -> "DrawClient":
+        """verl's client, which notes draws."""
+        client: DrawClient = self.llm_server_manager.get_client(DrawClient)
+        servers, draws = self.llm_server_manager.server_addresses, max(self._method.draws, 1)
+        client.draw_of = {address: replica % draws for replica, address in enumerate(servers)}
+        return client
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._method.advantages == "draw":  # verl compares rows of one uid
+            data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=["uid", "extra_fields"])
+            rows = zip(tu.get(data, "uid"), tu.get(data, "extra_fields"), strict=True)
+            uids = tu.get_tensordict({"uid": [f"{uid}/{fields['draw']}" for uid, fields in rows]})
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=uids)
+        return super()._compute_advantage(batch, metrics)
+
+
+@_check_hooks("_acquire_server generate")
+class DrawClient(LLMServerClient):  # type: ignore[misc]
+    """verl's client of rollout servers; `extra_fields["draw"]` of a completion is the index of its draw."""
+
+    draw_of: Mapping[str, int]
+    """By a server's address."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._asked: dict[str, str] = {}
+
+    async def _acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:
+        self._asked[request_id], server = await super()._acquire_server(request_id, **fields)
+        return self._asked[request_id], server
+
+    async def generate(self, request_id: str, **settings: Any) -> Any:
+        """Make the model as verl does."""
+        output = await super().generate(request_id, **settings)
+        output.extra_fields["draw"] = self.draw_of[self._asked.pop(request_id)]
+        return output
+
+
+@_check_hooks("require_acquire_fields acquire_server")
+class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
+    """Sends the requests of a prompt to the draws in turn; replica r has draw r modulo N."""
+
+    def __init__(self, servers: dict[str, Any], draws: int) -> None:
+        super().__init__(servers)
+        self._draws = draws
+        self._asked: Counter[int] = Counter()
+
+    def require_acquire_fields(self) -> list[str]:
+        """Fields by which a request is routed."""
+        return ["prompt_ids"]
+
+    def acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:
+        """The server for a request: later turns of a conversation stay where its first one went."""
+        if request_id not in self._request_id_to_server:
+            prompt = hash(tuple(fields["prompt_ids"]))
+            replicas = list(self._servers)[self._asked[prompt] % self._draws :: self._draws]
+            self._asked[prompt] += 1
+            self._request_id_to_server[request_id] = min(replicas, key=self.get_inflight_count)
+        return super().acquire_server(request_id)  # type: ignore[no-any-return]
+
+
+def ranks_of_replica(rollout: DictConfig) -> int:
+    """Ranks of the trainer that one rollout replica spans."""
+    return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
+
+
+def check_config(config: DictConfig) -> Method:
+    """The method of a configuration of verl, into which its correction is written; `UserError` for what cannot be."""
+    actor, rollout, given = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    method, _ = read_settings(actor.optim.override_optimizer_config)
+    if actor.strategy != "fsdp2":
+        raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
+    replicas = given.nnodes * given.n_gpus_per_node // ranks_of_replica(rollout)
+    if method.draws > replicas:
+        raise UserError(
+            f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "
+            f"{replicas}; set draws to {replicas} or less"
+        )
+    if method.draws and rollout.n % method.draws:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n = {rollout.n}: must be a multiple of draws = {method.draws}, so that each "
+            f"draw writes the same share of a prompt"
+        )
+    if len(gradient_draws(method, 0, 0)) > 1 and not actor.use_dynamic_bsz:
+        raise UserError(
+            "actor_rollout_ref.actor.use_dynamic_bsz = False: this method splits a batch by draws, which micro-batches "
+            "of one size do not divide; set it to True"
+        )
+    correction, own = method.correction, config.algorithm.rollout_correction
+    if correction.kind != "none" and method.draws > 1 and own.rollout_is is None and own.rollout_rs is None:
+        rollout.calculate_log_probs = True
+        own.rollout_is, own.rollout_is_threshold = "sequence", correction.high
+        own.rollout_rs, own.rollout_rs_threshold = "seq_sum_k1", f"{correction.low}_{correction.high}"
+    return method

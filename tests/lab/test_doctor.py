@@ -1,0 +1,82 @@
+"""`threepo doctor` tells what works here and what does not: the real checks, and things that are really missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rewards.contained import why_not
+from threepo.cli import main
+from threepo.lab import doctor
+from threepo.posterior import native
+
+REASON = why_not()
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, wide enough that no line is broken."""
+    wide = os.environ | {"COLUMNS": "200"} | environment
+    command = [sys.executable, "-m", "threepo", "doctor"]
+    return subprocess.run(command, capture_output=True, text=True, env=wide, check=False)
+
+
+def line(output: str, part: str) -> str:
+    """The words after the name of a part."""
+    return next(line for line in output.splitlines() if line.startswith(part)).removeprefix(part).strip()
+
+
+def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for check in doctor.CHECKS:
+        state = line(output, check.name).split()[0]
+        assert state == "works" or not check.needed or state == "slow", output
+    assert "torch" in line(output, "packages")
+    assert "bfloat16" in line(output, "devices")
+    assert line(output, "kernel: noise and IVON").startswith("works" if native.LIBRARY.loaded else "slow")
+    assert line(output, "grader: code, sandbox").startswith("absent" if REASON else "works")
+    assert line(output, "several ranks").startswith("works")
+    assert line(output, "extra: trainer").startswith("works")
+    extras = [one for one in output.splitlines() if one.startswith("extra: ")]
+    assert len({one.partition("  ")[0] for one in extras}) == len(extras), "each extra is listed once"
+
+
+def test_without_bubblewrap_the_sandbox_is_absent_and_the_rest_works(tmp_path: Path) -> None:
+    (tmp_path / "sh").symlink_to(shutil.which("sh") or "sh")
+    ended = run(PATH=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert line(ended.stdout, "grader: code, sandbox").startswith("absent")
+    assert "grader: code, sandbox: install it (apt-get install bubblewrap)" in ended.stdout
+    assert line(ended.stdout, "grader: mathematics").startswith("works")
+
+
+def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+    """A torch that cannot be imported, found before the real one."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
+    ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    assert ended.returncode == 2
+    assert line(ended.stdout, "packages").startswith("broken  ImportError: libtorch.so: cannot open")
+    assert line(ended.stdout, "Python").startswith("works")
+    (said,) = ended.stderr.splitlines()
+    assert said.startswith("threepo: doctor: training needs what does not work here: packages, devices")
+
+
+def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: here the kernels get a noise that is not the address's."""
+    from threepo.posterior import kernels
+
+    whole = kernels.run
+    monkeypatch.setattr(kernels, "run", lambda some: whole([one._replace(key=(1, 2)) for one in some]))
+    assert doctor.noise().state == "broken"
+
+
+def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
+    found = doctor.extra("tracker")
+    assert found == ("absent", "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone", "")
+    assert doctor.packages().found.endswith("is not >=900")

@@ -1,0 +1,155 @@
+"""`threepo push`: what would be uploaded, its card, and what is said where nothing can be."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from PIL import Image
+
+from runs import sft_config, train_config
+from threepo import api
+from threepo.cli import main
+from threepo.config.recipes import load_evaluation
+from threepo.errors import ThreepoWarning, UserError
+from threepo.lab.hub import base_model, contents, hub_name, percent, public
+from threepo.posterior.gaussian import Posterior
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of C3PO that was evaluated."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    return api.train(train_config(folder, "run.steps=2", "eval.every=2", "method.preset=c3po"))
+
+
+def test_a_dry_run_writes_a_model_that_others_can_use(run: Path, tmp_path: Path) -> None:
+    api.evaluate(load_evaluation(str(run), "", []), tmp_path / "eval")
+    folder = tmp_path / "upload"
+    arguments = ["push", str(run), "me/first", "--evaluations", str(tmp_path / "eval"), "--dry-run", str(folder)]
+    assert main(arguments) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {"README.md", "curves.png", "model.safetensors", "posterior.safetensors", "tokenizer.json"} <= names
+    assert not names & {"optimizer.safetensors", "train_state.json", "files.json", "metrics.jsonl"}
+    assert main(["sample", str(folder), "--output", str(tmp_path / "drawn")]) == 0
+    assert not Posterior.from_pretrained(folder).is_point
+    with Image.open(folder / "curves.png") as image:
+        assert image.width > 400
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.tags == ["threepo", "rlvr", "c3po"]
+    assert card.data.base_model is None
+    summary = json.loads((run / "summary.json").read_text())
+    after = percent(summary["pass_at_1_after"], summary["se_after"])
+    for text in ("2 steps on `sorting`", f"| held-out pass@1 after training | {after} |", "## Evaluation", "95 %"):
+        assert text in card.text, text
+    for text in (
+        "hf download me/first",
+        "threepo sample model",
+        "| method.draws | `4` |",
+        "![Training curves](curves.png)",
+    ):
+        assert text in card.text, text
+    assert str(run.parent) not in card.content, "no folder of this machine"
+    assert main(arguments) == 2, "the folder is there already"
+
+
+def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
+    warm = api.fine_tune(sft_config(tmp_path / "warm", "run.steps=1"))
+    files = dict(contents(warm, "me/warm"))
+    card = files["README.md"].decode()  # type: ignore[union-attr]
+    assert "supervised fine-tuning: 1 steps on `sorting`, `stack`" in card
+    assert "| loss of the last step |" in card
+    settings = [f"model.path={warm}", "model.lora.rank=2", "method.preset=grpo", "run.steps=1"]
+    adapted = api.train(train_config(tmp_path / "adapted", *settings))
+    with pytest.warns(ThreepoWarning, match="the base model of these adapters is the folder"):
+        files = dict(contents(adapted, "me/adapted"))
+    assert "adapter_model.safetensors" in files
+    assert "library_name: peft" in files["README.md"].decode()  # type: ignore[union-attr]
+
+
+def test_a_card_has_whole_tables_and_no_folders(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["data"] |= {"train": "gsm8k:/home/me/copy", "prompt_template": "/think\n```\n{prompt}|x\n```"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    card = dict(contents(tmp_path / "run", "me/first"))["README.md"].decode()  # type: ignore[union-attr]
+    assert "/home" not in card
+    assert card.count("`gsm8k:copy`") == 2
+    (row,) = (line for line in card.splitlines() if "data.prompt_template" in line)
+    assert row == r"| data.prompt_template | `` /think\n```\n{prompt}\|x\n``` `` |"
+    table = card.partition("| setting | |")[2].partition("\n\n")[0].strip().splitlines()
+    assert all(line.startswith("| ") and line.endswith(" |") for line in table)
+    assert [public(name) for name in ("hf://datasets/a/b.jsonl", "~/x/y/")] == ["hf://datasets/a/b.jsonl", "y"]
+
+
+def test_names_on_the_hub(run: Path, tmp_path: Path) -> None:
+    names = {
+        "org/name:main:train": "org/name",
+        "org/name": "org/name",
+        "./org/name.jsonl": "",
+        "sorting": "",
+        "/data/rows.jsonl": "",
+        "gsm8k": "",
+    }
+    assert {name: hub_name(name) for name in names} == names
+    config = json.loads((run / "config.json").read_text())
+    for path, base in (("org/model", "org/model"), ("tiny-qwen2", None), (str(run), None)):
+        config["model"]["path"] = path
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert base_model(tmp_path) == base
+
+
+def test_without_a_token_or_a_network_one_line_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert main(["push", str(run), "me/first"]) == 2
+    said = capsys.readouterr().err
+    assert "push me/first: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN" in said
+    monkeypatch.setenv("HF_TOKEN", "hf_invalid")
+    assert main(["push", str(run), "me/first"]) == 2  # the tests are offline
+    said = capsys.readouterr().err
+    assert "threepo: push me/first: Offline" in said
+    assert said.count("\n") == 1
+    assert main(["push", str(run), "not a name"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["push", str(tmp_path), "me/first", "--dry-run", str(tmp_path / "out")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(UserError, match="holds no finished evaluation"):
+        contents(run, "me/first", [tmp_path])
+
+
+def test_a_network_that_is_not_there_is_one_line(run: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_invalid"}
+    command = [sys.executable, "-m", "threepo", "push", str(run), "me/first"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("threepo: push me/first: ConnectError: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["eval", "org/model", "data.eval=sorting", "--output", str(tmp_path / "eval")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ThreepoWarning)
+        assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("threepo: no folder org/model here")
+    assert lines[1].startswith("threepo: model.path = 'org/model': no such folder, and the hub cannot")
+    assert len(lines) == 2
+
+
+def test_a_hub_that_is_out_of_reach_is_asked_once() -> None:
+    """Not as often as its library asks again, which takes more than a minute."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    program = "import threepo.models.loading as loading; loading.load_tokenizer('org/model')"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert "UserError: model.path = 'org/model': no such folder, and the hub cannot be asked" in done.stderr

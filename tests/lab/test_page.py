@@ -1,0 +1,350 @@
+"""The page of a report: what it holds, and how it behaves in a real browser."""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from threepo.cli import main
+from threepo.errors import UserError
+from threepo.lab.page import PAGE, _steps, write_page
+from threepo.lab.report import read_runs
+from threepo.run_folder import write_parquet
+
+CHROMIUM = shutil.which("chromium")
+HOSTILE = (
+    '</script><script>window.bad = 1</script><img src=x onerror="window.bad = 1"> \u202e \x00\x1b[31m & \U0001f600'
+)
+BY_DRAW = ["So the sum is 7", "So the sum is 7", "So the sum is 8", "Hence the sum is 7"]
+"""Completions of two draws, two of each."""
+
+
+def completions(step: int, problem: str, texts: list[str], draws: list[int | None], right: str) -> list[dict[str, Any]]:
+    """The rows of a group; `right` has a letter R for each completion that is, and M if it is masked, too."""
+    return [
+        {
+            "step": step,
+            "problem_id": problem,
+            "prompt": f"prompt of {problem}",
+            "reference_answer": "7",
+            "draw_seed": None if draw is None else 0,
+            "draw_step": None if draw is None else step,
+            "draw_index": draw,
+            "draw_mirrored": None if draw is None else False,
+            "completion": text,
+            "tokens": [1, 2],
+            "num_tokens": 2,
+            "finish_reason": "stop",
+            "parsed_answer": text[-1:],
+            "status": "right" if letter in "RM" else "not_a_number",
+            "correct": letter in "RM",
+            "reward": float(letter in "RM"),
+            "rho": 3.0 if letter == "M" else 0.9,
+            "correction_weight": 0.0 if letter == "M" else 0.9,
+        }
+        for text, draw, letter in zip(texts, draws, right, strict=True)
+    ]
+
+
+def write_run(path: Path, steps: list[list[dict[str, Any]]], draws: int = 0) -> Path:
+    """A run folder with these completions at each step."""
+    path.mkdir()
+    config = {"data": {"prompts_per_step": 2}, "method": {"rollouts_per_prompt": 4, "draws": draws}}
+    (path / "config.json").write_text(json.dumps(config))
+    metrics = []
+    for step, rows in enumerate(steps):
+        write_parquet(path / "completions" / f"step-{step:06d}.parquet", rows)
+        reward = sum(row["reward"] for row in rows) / len(rows)
+        metrics.append({"step": step, "reward/mean": reward, "groups/zero_advantage_share": 0.5, "time/step": 1.0})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    return path
+
+
+def two_runs(folder: Path) -> list[Path]:
+    """A baseline of one policy, and a run of two draws with an unpleasant name and unpleasant texts."""
+    one: list[int | None] = [None] * 4
+    plain = [
+        completions(step, "p1", ["a", "b", "c", "d 7"], one, "wwwR") + completions(step, "p10", ["x"] * 4, one, "wwww")
+        for step in range(3)
+    ]
+    drawn = [
+        completions(step, "p1", BY_DRAW, [0, 0, 1, 1], "RRwM")
+        + completions(step, "p10", [HOSTILE, "x", "y", "z"], [0, 0, 1, 1], "RRRR" if step == 2 else "wwww")
+        for step in range(3)
+    ]
+    return [write_run(folder / "grpo", plain), write_run(folder / "<b>$x_{$", drawn, draws=2)]
+
+
+def groups_in(page: str) -> list[dict[str, Any]]:
+    """The groups that a page holds."""
+    chunks = re.findall(r'<script type="text/plain" class="chunk">(.*?)</script>', page)
+    return [group for chunk in chunks for group in json.loads(gzip.decompress(base64.b64decode(chunk)))]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs, in a folder with a dot in its name."""
+    folder = tmp_path_factory.mktemp("report")
+    assert main(["report", *map(str, two_runs(folder)), "--output", str(folder / "qwen2.5")]) == 0
+    return folder / "qwen2.5" / PAGE
+
+
+def test_a_page_holds_every_completion_and_links_to_its_pictures(report: Path) -> None:
+    page = report.read_text()
+    groups = groups_in(page)
+    assert [(group["run"], group["step"], group["problem"]) for group in groups] == [
+        (run, step, problem) for run in (0, 1) for step in range(3) for problem in ("p1", "p10")
+    ]
+    assert groups[6]["text"] == BY_DRAW
+    assert groups[6]["draws"] == ["draw 0", "draw 1"]
+    assert groups[6]["draw"] == [0, 0, 1, 1]
+    assert groups[7]["text"][0] == HOSTILE
+    assert groups[0]["draws"] == ["mean weights"]
+    assert "<b>$x" not in page
+    pictures = re.findall(r'href="(figures/\w+\.png)"', page)
+    assert {f"figures/{name}.png" for name in ("reward", "rescued", "seconds", "by_draws")} < set(pictures)
+    for picture in pictures:
+        assert (report.parent / picture).read_bytes().startswith(b"\x89PNG")
+    assert "Without data in these runs: Token entropy (nats)" in re.sub(r"Held-out[^;]*; ", "", page)
+
+
+def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> None:
+    one: list[int | None] = [None] * 2
+    folders = [
+        write_run(tmp_path / problem, [completions(0, problem, ["a", "b"], one, "Rw")]) for problem in ("p1", "p2")
+    ]
+    bare = write_run(tmp_path / "bare", [])
+    metrics = {"step": 0, "reward/mean": 1.0, "groups/zero_advantage_share": 0.0, "time/step": 1.0}
+    (bare / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    runs = read_runs([*folders, bare])
+    write_page(runs, runs[0], tmp_path / "out")
+    page = (tmp_path / "out" / PAGE).read_text()
+    assert f">Not compared: {folders[0]} and {folders[1]}: 2 problems are in only one of them at their step" in page
+    assert "holds no completions" in page
+    assert "1 of 1 steps with rollouts" in page
+    assert "0 of 0 steps with rollouts" in page
+    write_page(runs[:1], runs[0], tmp_path / "alone")
+    alone = (tmp_path / "alone" / PAGE).read_text()
+    assert ">Nothing to compare: exploration is shown for runs beside a baseline, and this is one run.<" in alone
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = two_runs(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for arguments, message in (
+        ([*runs, "--output", tmp_path / "page.html"], "page.html: name a folder"),
+        ([*runs, "--baseline", tmp_path / "other"], "other: must be one of the RUNs"),
+        ([tmp_path / "empty", "--output", tmp_path / "out"], "nothing to draw"),
+    ):
+        assert main(["report", *map(str, arguments)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_damaged_completions_are_named(tmp_path: Path) -> None:
+    folders = two_runs(tmp_path)
+    file = folders[1] / "completions" / "step-000001.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+    runs = read_runs(folders)
+    with pytest.raises(UserError, match=f"{file.name}.*remove the damaged file"):
+        write_page(runs, runs[0], tmp_path / "out")
+
+
+def test_of_long_runs_evenly_chosen_steps_are_kept(tmp_path: Path) -> None:
+    """Eight steps of 4 completions count 8 * 4 * (4 * 2 + 200) = 6656 characters; half of that has every second."""
+    rows = [completions(step, "p", ["a"] * 4, [None] * 4, "wwww") for step in range(8)]
+    run = write_run(tmp_path / "run", rows)
+    for most, expected in ((6656, list(range(8))), (3328, [1, 3, 5, 7]), (3000, [1, 4, 7]), (1, [7])):
+        chosen, total = _steps(run, most)
+        assert [int(file.stem.removeprefix("step-")) for file in chosen] == expected
+        assert total == 8
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[Any]:
+    """Opens pages; at the end of a test none of them may have complained or asked for anything but itself."""
+    contexts, complaints = [], []
+
+    def open_page(path: Path, fragment: str = "", width: int = 1440, height: int = 900, scheme: str = "light") -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        own = path.as_uri()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith((own, "data:")) or complaints.append(request.url))
+        page.goto(own + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def ready(page: Any) -> Any:
+    page.wait_for_selector("body[data-ready]")
+    return page
+
+
+def listed(page: Any, count: int) -> list[str]:
+    """Run, step and problem of the groups in the list, once there are `count`."""
+    expect(page.locator("#list button")).to_have_count(count, timeout=30_000)
+    return [button.get_attribute("title") for button in page.query_selector_all("#list button")]
+
+
+def filtered(page: Any, count: int, **values: str) -> list[str]:
+    """The list with these filters, once it has `count` groups."""
+    for name in ("run", "verdict", "draw"):
+        page.select_option(f"[name={name}]", values.get(name, ""))
+    for name in ("step", "problem", "text"):
+        page.fill(f"[name={name}]", values.get(name, ""))
+    page.wait_for_selector("#list[aria-busy=false]", state="attached")
+    return listed(page, count)
+
+
+def test_filters_and_links_lead_to_groups(report: Path, opened: Any) -> None:
+    page = ready(opened(report))
+    name = "<b>$x_{$"
+    assert len(listed(page, 12)) == 12
+    assert filtered(page, 6, run=name)[0] == f"{name}, step 0, p1"
+    assert filtered(page, 4, step="2")[-1] == f"{name}, step 2, p10"
+    assert filtered(page, 6, problem="p10")[0] == "grpo, step 0, p10"
+    assert filtered(page, 1, verdict="right") == [f"{name}, step 2, p10"]
+    assert filtered(page, 5, verdict="wrong")[-1] == f"{name}, step 1, p10"
+    assert filtered(page, 6, verdict="mixed")[-1] == f"{name}, step 2, p1"
+    assert filtered(page, 6, draw="draw 1")[0] == f"{name}, step 0, p1"
+    assert page.locator(".completion").count() == 2, "those of the draw alone"
+    assert filtered(page, 3, text="HENCE the")[0] == f"{name}, step 0, p1"
+    assert page.locator(".completion.found").count() == 1
+    assert page.locator(".completion .wrong").all_inner_texts() == ["✗ not a number"]
+    assert filtered(page, 0, text="(.*") == [], "the text is no pattern"
+    address = page.url
+    filtered(page, 1, step="1", problem="p10", run="grpo")
+    assert page.url != address
+    assert page.inner_text("#group b") == "grpo, step 1"
+    again = ready(opened(report, page.url.partition(PAGE)[2]))
+    assert listed(again, 1) == ["grpo, step 1, p10"]
+    assert again.input_value("[name=problem]") == "p10"
+    filtered(page, 12)
+    page.click("#list button >> nth=4")
+    page.click("#next")
+    bar = page.locator("#group > .bar")
+    expect(bar).to_have_text("grpo, step 2p100 of 4 rightLink to this group")
+    page.click("text=Link to this group")
+    assert listed(page, 1) == ["grpo, step 2, p10"]
+    for link in page.eval_on_selector_all("nav a", "links => links.map((link) => link.getAttribute('href'))"):
+        assert page.locator(link).count() == 1, link
+
+
+def test_texts_of_models_are_text(report: Path, opened: Any) -> None:
+    page = ready(opened(report))
+    filtered(page, 1, step="0", run="<b>$x_{$", problem="p10")
+    text = page.inner_text(".completion pre >> nth=0")
+    assert text == HOSTILE.replace("\x00", "\u2400").replace("\x1b", "\u241b")
+    assert page.evaluate("window.bad") is None
+    assert page.locator("main img, main b b").count() == 0
+
+
+def test_a_right_completion_that_the_correction_masked_says_so(report: Path, opened: Any) -> None:
+    page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1"))
+    expect(page.locator("#group > .bar")).to_contain_text("3 of 4 right, 1 masked")
+    told = [bar.inner_text() for bar in page.locator(".completion .bar").all()]
+    assert ["masked" in text for text in told] == [False, False, False, True]
+    assert "rho 0.900 · weight 0.900" in told[0]
+    assert "right" in told[3]
+    assert "rho 3.00 · weight 0" in told[3]
+
+
+def test_words_are_marked_where_draws_disagree(report: Path, opened: Any) -> None:
+    """Of the other draw's two completions, both have "sum is 7" less than both; the context is two words."""
+    page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1"))
+    found = page.evaluate(
+        "[...document.querySelectorAll('.completion pre')].map((pre) => [...pre.childNodes].map((node) => "
+        "[node.textContent, node.className ?? '']))"
+    )
+    # The other draw has "So", "So the" and "So the sum" in one of two completions; "the sum is" in both; "7" in one.
+    assert found[0] == [["So the sum", "m2"], [" is", ""], [" 7", "m2"]]
+    assert found[1] == found[0]
+    # Both of the other draw's begin with "So the sum"; none ends in 8.
+    assert found[2] == [["So the sum is", ""], [" 8", "m3"]]
+    assert found[3] == [["Hence the sum", "m3"], [" is 7", ""]]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)], ids=["laptop", "phone"])
+def test_it_fits_the_screen_and_follows_the_theme(width: int, height: int, report: Path, opened: Any) -> None:
+    colours = {}
+    for scheme in ("light", "dark"):
+        page = ready(opened(report, width=width, height=height, scheme=scheme))
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        style = "(element) => { const s = getComputedStyle(element); return [s.fill, s.stroke, s.backgroundColor]; }"
+        text, line = (page.eval_on_selector(f"#learning svg {part}", style) for part in ("text", "path[style*=line-0]"))
+        colours[scheme] = (page.eval_on_selector("body", style)[2], text[0], line[1])
+        smallest = page.evaluate(
+            "Math.min(...[...document.querySelectorAll('svg text')].map((t) => t.getBoundingClientRect().height))"
+        )
+        assert smallest > 8
+    assert colours["light"] == ("rgb(255, 255, 255)", "rgb(27, 31, 36)", "rgb(31, 111, 180)")
+    assert colours["dark"] == ("rgb(20, 23, 27)", "rgb(230, 233, 237)", "rgb(108, 180, 245)")
+    page.click(".legend button >> nth=0")
+    hidden = page.eval_on_selector("#learning svg path[style*=line-0]", "(line) => getComputedStyle(line).stroke")
+    assert hidden == "rgba(0, 0, 0, 0)"
+
+
+def test_values_of_curves_are_read_off_under_the_pointer(report: Path, opened: Any) -> None:
+    """The reward of grpo is 1/8 at every step; that of the other run 3/8, 3/8 and 7/8, in the mean 0.542."""
+    page = ready(opened(report))
+    place = page.locator("#learning figure >> nth=0 >> path[style*=line-0]").last.bounding_box()
+    page.mouse.move(place["x"] + 1, place["y"] + place["height"] / 2)
+    assert page.inner_text("#tip").split("\n") == ["grpo: 0.125 at 1", "<b>$x_{$: 0.375 at 1"]
+    page.mouse.move(place["x"] + place["width"] - 1, place["y"] + place["height"] / 2)
+    assert page.inner_text("#tip").split("\n") == ["grpo: 0.125 at 3", "<b>$x_{$: 0.542 at 3"]
+    page.mouse.move(1, 1)
+    assert not page.is_visible("#tip")
+
+
+def test_a_hundred_thousand_completions_do_not_stop_the_page(tmp_path: Path, opened: Any) -> None:
+    """While it unpacks and while it searches, the page answers; and it never has more than a few elements."""
+    steps = [
+        [
+            row
+            for p in range(125)
+            for row in completions(s, f"p{p}", [f"{s} {p} {i} word" for i in range(8)], [0] * 8, "RRRRwwww")
+        ]
+        for s in range(100)
+    ]
+    runs = read_runs([write_run(tmp_path / "run", steps)])
+    write_page(runs, runs[0], tmp_path / "out")
+    page = opened(tmp_path / "out" / PAGE)
+    page.evaluate("window.beats = 0; setInterval(() => window.beats++)")
+    ready(page)
+    assert page.inner_text("#count") == "1 to 25 of 12,500 groups (of 12,500 in all)"
+    for text, count in (("99 124 7 word", 1), ("9 124 7 word", 10)):
+        page.evaluate("window.beats = 0")
+        filtered(page, count, text=text)
+        assert page.evaluate("window.beats") > 0
+    assert filtered(page, 25, verdict="mixed", step="50")[0] == "run, step 50, p0"
+    page.click("#later")
+    assert listed(page, 25)[0] == "run, step 50, p25"
+    filtered(page, 25)
+    assert page.evaluate("document.querySelectorAll('*').length") < 5000

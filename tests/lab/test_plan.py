@@ -1,0 +1,474 @@
+"""What --dry-run says: the paper's table, the published model's size, and what an optimizer really keeps."""
+
+import gc
+import json
+import os
+import re
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from published_shapes import OLMO3_7B, QWEN25_MATH_7B, write
+from runs import train_config
+from threepo.cli import main
+from threepo.config import ModelConfig, SFTConfig, TrainConfig
+from threepo.config.recipes import load
+from threepo.errors import UserError
+from threepo.lab.plan import plan
+from threepo.models.loading import model_shape
+from threepo.posterior.ivon import IVON
+from threepo.run_folder import read_metrics
+from threepo.training import rlvr
+from threepo.training.flops import step_flops
+from threepo.types import Draw
+
+LAYERS = 4
+"""Of the model below, which is Olmo-3 otherwise: tests of 32 would take long."""
+LAYER = 4 * 4096**2 + 3 * 4096 * 11008 + 4 * 4096
+"""Weights of one: attention, the MLP, and four norms."""
+WEIGHTS = 2 * 100278 * 4096 + LAYERS * LAYER + 4096
+PASS = 2 * WEIGHTS * 512 * 1800 / 1e12
+"""TFLOP of a forward pass of 512 rows of 1,800 tokens; below, of their attention."""
+ATTENTION = 2 * 1800**2 * 4096 * LAYERS * 512 / 1e12
+
+
+@pytest.fixture
+def olmo3(tmp_path: Path) -> str:
+    """A model directory without weights."""
+    return write(tmp_path, OLMO3_7B | {"num_hidden_layers": LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "prefills", "tera"),
+    [(16, 1, 51_719.04), (16, 4, 52_139.5), (64, 4, 206_876.2)],
+    ids=["GRPO and B3PO", "C3PO, N = 4", "M3PO, M = 4, G = 16"],
+)
+def test_the_papers_table(rollouts: int, prefills: int, tera: float) -> None:
+    """Spec 12.1. The row of M3PO with G = 4 is that of two prefills, and not of its four (spec 12.2)."""
+    tokens = 32 * prefills * 300, 32 * rollouts * 1500, 32 * rollouts * 1800
+    assert sum(step_flops(7.3e9, *tokens).values()) == pytest.approx(tera * 1e12, rel=1e-6)
+
+
+def test_a_shape_needs_no_weights(tmp_path: Path) -> None:
+    found = model_shape(ModelConfig(path=write(tmp_path, OLMO3_7B)))
+    config, weights = found.config, found.weights
+    assert config.num_hidden_layers == 32
+    assert weights == WEIGHTS + (32 - LAYERS) * LAYER
+    assert weights == pytest.approx(7.3e9, rel=1e-3), "the paper's W"
+
+
+def said(lines: dict[str, list[str]], words: str) -> float:
+    """The number in front of these words."""
+    found = [value for values in lines.values() for value in values if value.partition(" ")[2].startswith(words)]
+    assert len(found) == 1, (words, lines)
+    return float(found[0].split()[0].replace(",", ""))
+
+
+def test_a_plan_says_what_dynamic_sampling_may_cost(olmo3: str) -> None:
+    """Ten rounds of three batches of 32; or of as many prompts as are lacking, 32 at most."""
+    config = load(TrainConfig, "paper/olmo3_7b/dapo", [f"model.path={olmo3}"])
+    assert plan(config)["a step"][1] == "dynamic sampling may answer up to 960 prompts for them"
+    fewer = load(TrainConfig, "paper/olmo3_7b/grpo", [f"model.path={olmo3}", "sampling.dynamic_rounds=5"])
+    assert plan(fewer)["a step"][1] == "dynamic sampling may answer up to 160 prompts for them"
+
+
+def test_a_plan_of_the_papers_c3po(olmo3: str) -> None:
+    settings = [
+        f"model.path={olmo3}",
+        "method.preset=c3po",
+        "data.train=sorting",
+        "data.prompts_per_step=32",
+        "engine.dtype=bfloat16",
+        "model.gradient_checkpointing=true",
+    ]
+    lines = plan(load(TrainConfig, "", settings), prompt_tokens=300, response_tokens=1500)
+    assert said(lines, "TFLOP a step") == pytest.approx(52_139.5 * WEIGHTS / 7.3e9, rel=1e-3)
+    assert said(lines, "TFLOP to recompute") == pytest.approx(PASS, rel=1e-3)
+    # Rollouts one pass, training three, and one to recompute activations.
+    assert said(lines, "TFLOP of attention") == pytest.approx(5 * ATTENTION, rel=1e-3)
+    assert said(lines, "GiB in all") == pytest.approx(5 * 4 * WEIGHTS / 2**30, rel=1e-3)
+    assert said(lines, "GiB weights of 4 draws, bfloat16") == pytest.approx(4 * 2 * WEIGHTS / 2**30, rel=1e-3)
+
+
+def test_a_plan_of_adapters(olmo3: str) -> None:
+    """r = 32 on the seven kinds of matrices: B has 32 numbers for each output, A for each input."""
+    settings = [f"model.path={olmo3}", "model.lora.rank=32"]
+    lines = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings))
+    outputs, inputs = 4 * 4096 + 2 * 11008 + 4096, 6 * 4096 + 11008
+    b, a = LAYERS * 32 * outputs, LAYERS * 32 * inputs
+    assert lines["model"][1].startswith(f"adapters of {a + b:,} numbers, of which {b:,} are trained")
+    whole = WEIGHTS
+    gib = 4 / 2**30
+    assert said({"trainer": lines["trainer"]}, "GiB weights") == pytest.approx((whole + a + b) * gib, rel=1e-3)
+    assert said(lines, "GiB gradients") == pytest.approx(b * gib, rel=1e-3)
+    own = ["method.preset=c3po", "data.train=sorting", "engine.dtype=bfloat16"]
+    local = plan(load(TrainConfig, "", [*settings, *own]))
+    assert said(local, "GiB frozen weights and adapters of 4 draws, bfloat16") == pytest.approx(
+        (whole + a + 4 * b) * 2 / 2**30, rel=1e-3
+    )
+    rounded = ["model.lora.base_dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    local = plan(load(TrainConfig, "", [*settings, *own, *rounded]))
+    linear = whole - 100278 * 4096 - LAYERS * 4 * 4096 - 4096  # without embedding and norms
+    trainer = (4 * (whole + a + b - linear) + 2 * linear) / 2**30
+    assert said({"trainer": local["trainer"]}, "GiB weights") == pytest.approx(trainer, rel=1e-3)
+    engine = (whole - linear + a + 4 * b) * 2 / 2**30  # linear layers are the trainer's
+    assert said(local, "GiB frozen weights and adapters of 4 draws, without those of the trainer") == pytest.approx(
+        engine, rel=1e-3
+    )
+    assert said(local, "GiB of weights written") == pytest.approx(engine, rel=1e-3)
+    held = said(local, "GiB at most of a GPU") + engine
+    assert local["one GPU"][2] == f"80 GB: {79 - held:.3g} GiB left for keys and values"
+    served = (whole + 8 * (a + b)) * 2 / 2**30
+    assert said(lines, "GiB frozen weights of 1 replica, and up to 8 adapters") == pytest.approx(served, rel=1e-3)
+    assert said(lines, "GiB of weights pushed") == pytest.approx(4 * (a + b) * 2 / 2**30, rel=1e-3)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * b * gib, rel=1e-3)
+    full = plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings[:1]))
+    trains = [
+        float(line.split()[0].replace(",", "")) for p in (full, lines) for line in p["compute"] if "to train" in line
+    ]
+    assert trains[1] == pytest.approx(trains[0] * 2 / 3, rel=1e-3)
+    with pytest.raises(UserError, match="computed for one process only"):
+        plan(load(TrainConfig, "paper/olmo3_7b/c3po", settings), ranks=2)
+
+
+def test_a_model_whose_activations_cannot_be_counted(tmp_path: Path) -> None:
+    """Products of experts do not take autocast's dtypes there."""
+    shape = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = write(tmp_path, shape | sizes | {"num_key_value_heads": 2})
+    settings = [f"model.path={path}", "model.compute_dtype=bfloat16", "data.train=sorting", "method.preset=c3po"]
+    lines = plan(load(TrainConfig, "", settings))
+    assert lines["trainer"][-1].startswith("activations come on top, which cannot be counted for this model (Runtime")
+    assert len(lines["one GPU"]) == 3
+
+
+def test_every_gradient_draw_trains_on_all_rows(olmo3: str) -> None:
+    """Training takes three passes for each of K draws and old log-probs one; rollouts have attention, too."""
+    settings = [
+        f"model.path={olmo3}",
+        "method.preset=c3po",
+        "method.gradient_draws=3",
+        "data.train=sorting",
+        "data.prompts_per_step=32",
+        "objective.mini_batches=2",
+    ]
+    lines = plan(load(TrainConfig, "", settings), prompt_tokens=300, response_tokens=1500)
+    assert said(lines, "TFLOP to train") == pytest.approx(3 * 3 * PASS, rel=1e-3)
+    assert said(lines, "TFLOP for log-probs") == pytest.approx(3 * PASS, rel=1e-3)
+    assert said(lines, "TFLOP of attention") == pytest.approx((1 + 3 * 4) * ATTENTION, rel=1e-3)
+
+
+def test_a_reference_costs_a_pass_and_its_weights(olmo3: str) -> None:
+    settings = [f"model.path={olmo3}", "method.preset=c3po", "data.train=sorting", "data.prompts_per_step=32"]
+    alone, compared = (
+        [plan(load(TrainConfig, "", [*settings, *more]), 300, 1500, ranks) for ranks in (1, 8)]
+        for more in ([], ["objective.reference_kl=0.01"])
+    )
+    size = said(alone[0], "GiB gradients")
+    assert said(compared[0], "GiB weights of the reference") == size
+    assert said(compared[0], "GiB in all") - said(alone[0], "GiB in all") == pytest.approx(size, rel=1e-2)
+    assert said(compared[0], "TFLOP for log-probs of the reference") == pytest.approx(PASS, rel=1e-3)
+    assert said(compared[0], "TFLOP of attention") == pytest.approx(5 * ATTENTION, rel=1e-3)
+    assert said(compared[1], "GiB weights of the reference") == pytest.approx(size / 8, rel=1e-3)
+    assert said(compared[1], "GiB at most") - said(alone[1], "GiB at most") == pytest.approx(size / 8, rel=2e-2)
+    assert not any("reference" in line for lines in alone for line in lines.values())
+
+
+def test_choosing_tokens_costs_a_pass(olmo3: str) -> None:
+    """With one update, too."""
+    settings = [f"model.path={olmo3}", "method.preset=grpo", "data.train=sorting", "data.prompts_per_step=32"]
+    lines = plan(load(TrainConfig, "", [*settings, "objective.entropy_mask_share=0.2"]), 300, 1500)
+    assert said(lines, "TFLOP for log-probs before the update") == pytest.approx(PASS, rel=1e-3)
+
+
+def alive(size: int) -> int:
+    """Tensors of so many elements that exist."""
+    return sum(issubclass(type(x), torch.Tensor) and x.numel() == size for x in gc.get_objects())
+
+
+def test_an_evolution_strategy_holds_the_weights_alone(olmo3: str) -> None:
+    """It also trains with no backward pass; the strategy's own step is not counted."""
+    settings = [f"model.path={olmo3}", "method.preset=es", "data.train=sorting", "data.prompts_per_step=32"]
+    lines = plan(load(TrainConfig, "", settings), prompt_tokens=300, response_tokens=1500)
+    assert said(lines, "GiB in all") == pytest.approx(4 * WEIGHTS / 2**30, rel=1e-3)
+    assert said(lines, "TFLOP to train") == 0
+    assert said(lines, "TFLOP to decode") == pytest.approx(2 * WEIGHTS * 32 * 30 * 1500 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(("preset", "tensors"), [("psn", 4), ("grpo", 4), ("c3po", 5)])
+def test_noise_around_adamw_is_free_unless_a_gradient_is_taken_there(preset: str, tensors: int) -> None:
+    """Weights, gradients and moments; IVON also keeps the mean while the weights are perturbed."""
+    settings = ["model.path=tiny-qwen2", "data.train=sorting", f"method.preset={preset}"]
+    lines = plan(load(TrainConfig, "", settings))
+    assert said(lines, "GiB in all") == pytest.approx(tensors * said(lines, "GiB gradients"), rel=1e-3)
+    replay = ["method.draws=2", "method.gradient_at=generator", "noise.unit=rms", "ess_schedule.kind=constant"]
+    if preset == "psn":
+        lines = plan(load(TrainConfig, "", [*settings, *replay, "method.correction.kind=none"]))
+        assert said(lines, "GiB in all") == pytest.approx(5 * said(lines, "GiB gradients"), rel=1e-3)
+        lines = plan(
+            load(TrainConfig, "", [*settings, *replay, "method.correction.kind=none", "method.normalize=part"])
+        )
+        assert said(lines, "GiB sums over gradient draws") == said(lines, "GiB gradients")
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_memory_is_what_the_optimizer_keeps(draws: int) -> None:
+    """Counted in the last draw of a real IVON, while the weights are perturbed and have their gradient."""
+    settings = ["model.path=tiny-qwen2", "data.train=sorting", "method.preset=m3po", f"method.draws={draws}"]
+    lines = plan(load(TrainConfig, "", [*settings, f"method.rollouts_per_prompt={4 * draws}"]))
+    size = 12_347  # no other tensor has it
+    p = torch.nn.Parameter(torch.zeros(size))
+    optimizer = IVON([("p", p)])
+    for index in range(draws):
+        optimizer.zero_grad()
+        with optimizer.perturbed(Draw(0, 0, index)):
+            p.grad = torch.ones_like(p)
+            peak = alive(size)
+        optimizer.observe(Draw(0, 0, index))
+    assert said(lines, "GiB in all") == pytest.approx(peak * said(lines, "GiB gradients"), rel=1e-3)
+
+
+def test_a_plan_of_a_warm_start() -> None:
+    lines = plan(load(SFTConfig, "", ["model.path=tiny-llama", 'demonstrations.tasks=["sorting"]']))
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(2 * said(lines, "GiB gradients"), rel=1e-2)
+
+
+def test_the_compute_of_the_papers_warm_start(olmo3: str) -> None:
+    config = load(SFTConfig, "paper/olmo3_7b/sft", [f"model.path={olmo3}"])
+    for tokens, lines in ((4096, plan(config)), (1760, plan(config, 260, 1500))):
+        assert said(lines, "TFLOP a step") == pytest.approx(6 * WEIGHTS * 128 * tokens / 1e12, rel=1e-3)
+        # One pass forward, one to recompute activations, and backward what two would cost; nothing is rolled out.
+        assert said(lines, "TFLOP of attention") == pytest.approx(
+            4 * 2 * tokens**2 * 4096 * LAYERS * 128 / 1e12, rel=1e-3
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--resume", "runs/x"], "--dry-run --resume: .* leave out one"),
+        (["demo/c3po", "--dry-run", "--prompt-tokens", "-5"], "--prompt-tokens -5: must be above 0"),
+        (["demo/c3po", "--response-tokens", "5"], "--response-tokens 5: .* with --dry-run only"),
+        (["demo/c3po", "--ranks", "8"], "--ranks 8: .* with --dry-run only: torchrun"),
+        (["demo/c3po", "--dry-run", "--ranks", "-1"], "--ranks -1: must be above 0"),
+        (
+            ["demo/c3po", "--dry-run", "--ranks", "8", "model.path=tiny-qwen2", "parallel.replicate=3"],
+            "parallel.replicate = 3: must divide the number of ranks, 8",
+        ),
+        (
+            [
+                "demo/c3po",
+                "--dry-run",
+                "--ranks",
+                "8",
+                "engine.kind=vllm",
+                "engine.vllm.tensor_parallel=3",
+                "model.path=tiny-qwen2",
+            ],
+            "engine.vllm.tensor_parallel = 3: must divide the number of ranks, 8",
+        ),
+    ],
+)
+def test_nothing_is_trained_or_reckoned_by_mistake(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_each_gpu_of_eight_holds_an_eighth(olmo3: str) -> None:
+    """By hand, for the paper's C3PO; replicas of the weights share none, and offloading moves them to the CPUs."""
+    recipe = ["model.path=" + olmo3]
+    gib = 2**30
+    lines = plan(load(TrainConfig, "paper/olmo3_7b/c3po", recipe), ranks=8)
+    each = {"each GPU": lines["each GPU"]}
+    assert said(each, "GiB weights") == pytest.approx(4 * WEIGHTS / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(8 * WEIGHTS / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB of these in all, float32") == pytest.approx(20 * WEIGHTS / 8 / gib, rel=1e-3)
+    assert said(lines, "GiB weights of 1 replica, bfloat16") == pytest.approx(2 * WEIGHTS / gib, rel=1e-3)
+    gathered = 2 * 100278 * 4096 + 4096 + 2 * LAYER
+    assert said(lines, "GiB gathered weights") == pytest.approx(2 * gathered / gib, rel=1e-3)
+    # Mean, Hessian and result of the embedding, in float32, beside this rank's weights, momentum and Hessian.
+    resting = 3 * 4 * WEIGHTS / 8
+    made = resting + 3 * 4 * 100278 * 4096
+    assert said(lines, "GiB before, while the weights of a draw are made") == pytest.approx(made / gib, rel=1e-3)
+    probed = resting + 2 * WEIGHTS
+    assert said(lines, "GiB before, while the probe runs with all weights") == pytest.approx(probed / gib, rel=1e-3)
+
+    peak = said(lines, "GiB at most")
+    copies = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.replicate=2"]), ranks=8)
+    assert said(copies, "GiB at most") - peak == pytest.approx(20 * WEIGHTS * (1 / 4 - 1 / 8) / gib, rel=1e-2)
+    offloaded = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "parallel.offload=true"]), ranks=8)
+    assert peak - said(offloaded, "GiB at most") == pytest.approx(20 * WEIGHTS / 8 / gib, rel=1e-2)
+    assert said(offloaded, "GiB of these in all, in the memory of its CPU") > 0
+    halves = plan(load(TrainConfig, "paper/olmo3_7b/c3po", [*recipe, "engine.vllm.tensor_parallel=2"]), ranks=8)
+    assert said(halves, "GiB weights of 1 replica on 2 GPUs") == pytest.approx(WEIGHTS / gib, rel=1e-3)
+
+
+def test_one_rank_is_planned_as_ever(olmo3: str) -> None:
+    config = load(TrainConfig, "paper/olmo3_7b/c3po", [f"model.path={olmo3}"])
+    assert plan(config) == plan(config, ranks=1)
+    assert {"trainer", "engine"} <= plan(config).keys()
+    assert not {"trainer", "engine"} & plan(config, ranks=2).keys()
+
+
+def test_a_fine_tuning_run_has_each_gpu_too(olmo3: str) -> None:
+    lines = plan(load(SFTConfig, "paper/olmo3_7b/sft", [f"model.path={olmo3}"]), ranks=8)
+    assert said(lines, "GiB momentum and Hessian") == pytest.approx(WEIGHTS / 2**30, rel=1e-3)
+
+
+def test_the_ranks_of_torchrun_are_planned_for_and_the_first_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["train", "demo/c3po", "model.path=tiny-qwen2", "--dry-run"]) == 0
+        assert ("4 ranks, each with 1/4 of the weights" in capsys.readouterr().out) == (rank == 0)
+
+
+QWEN25_32B = QWEN25_MATH_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "settings", "shares"),
+    [
+        # 7,615,616,512 weights: the probe takes 14.19 GiB, and weights, momentum and Hessian of a rank 3 x 0.443.
+        (QWEN25_MATH_7B, 64, [], {"H100 (79 GiB)": 0.80, "H200 (140 GiB)": 0.88}),
+        # 32,763,876,352 weights: 61.03 GiB and 3 x 1.907.
+        (QWEN25_32B, 64, [], {"H100 (79 GiB)": None, "H200 (140 GiB)": 0.52}),
+        # The shards are in the memory of CPUs: 14.19 GiB alone, and less while it trains.
+        (QWEN25_MATH_7B, 64, ["parallel.offload=true"], {"H100 (79 GiB)": 0.82, "H200 (140 GiB)": 0.89}),
+        # 28.37 GiB of weights, which an evolution strategy moves in place, and 14.19.
+        (QWEN25_MATH_7B, 1, ["method.preset=es"], {"24 GB": None, "48 GB": None, "80 GB": 0.46}),
+    ],
+    ids=["7B", "32B", "offloaded", "evolution"],
+)
+def test_the_share_of_the_engine_leaves_room_for_the_probe(
+    shape: dict[str, object], ranks: int, settings: list[str], shares: dict[str, float | None], tmp_path: Path
+) -> None:
+    """By hand: the probe of a push holds all weights in bfloat16, beside what the trainer keeps between two updates."""
+    own = ["data.train=sorting", "engine.kind=vllm", "engine.dtype=bfloat16", "model.compute_dtype=bfloat16"]
+    own += ["method.preset=c3po", "model.gradient_checkpointing=true", f"model.path={write(tmp_path, shape)}"]
+    lines = plan(load(TrainConfig, "", [*own, *settings]), 150, 1100, ranks)
+    said = {line.partition(":")[0]: line for line in lines["one GPU" if ranks == 1 else "its engine"]}
+    for gpu, share in shares.items():
+        words = f"engine.vllm.gpu_memory_utilization at most {share:.2f}" if share else "GiB too much"
+        assert said[gpu].endswith(words), said[gpu]
+
+
+SERVERS = ["engine.vllm.servers=['http://a:1','http://b:1']", "engine.vllm.weights_folder=/dev/shm/pushed"]
+
+
+@pytest.mark.parametrize(
+    ("draws", "ranks", "settings", "words", "rows"),
+    [
+        (4, 8, [], "4 draws at the same time on 8 replicas: decoding takes about as long as with one draw", 64),
+        # Two replicas have the third draw, and three each of the others: 168 rows / 2, and not 504 / 8.
+        (3, 8, [], "3 draws at the same time on 8 replicas: decoding takes up to 1.33 times as long as", 84),
+        (4, 2, [], "4 draws in turn on 2 replicas: decoding takes up to 2 times as long as with one draw", 256),
+        (4, 8, ["engine.vllm.tensor_parallel=4"], "4 draws in turn on 2 replicas: decoding takes up to 2 times", 256),
+        (4, 1, [], "4 draws in turn on 1 replica: decoding takes up to 4 times as long as with one draw", 512),
+        # One process gives each draw a replica, and more replicas have nothing to do.
+        (4, 1, ["engine.vllm.replicas=8"], "4 draws at the same time on 8 replicas: decoding takes about", 128),
+        (4, 1, ["model.lora.rank=8"], "4 draws in one batch on 1 replica: decoding takes about as long as", 512),
+        (4, 1, ["model.lora.rank=8", "engine.vllm.adapters=3"], "4 draws in turn on 1 replica: decoding takes up", 512),
+        (4, 8, SERVERS, "4 draws in turn on 2 servers: decoding takes up to 2 times as long as with one draw", 256),
+    ],
+)
+def test_only_the_way_in_which_this_run_serves_its_draws_is_printed(
+    draws: int, ranks: int, settings: list[str], words: str, rows: int
+) -> None:
+    own = ["data.train=sorting", "engine.kind=vllm", "model.path=tiny-qwen2", "method.preset=c3po"]
+    own += [f"method.draws={draws}", f"method.rollouts_per_prompt={16 if draws == 4 else 18}"]
+    own += [f"data.prompts_per_step={32 if draws == 4 else 28}"]  # 512 rows, or 504
+    lines = plan(load(TrainConfig, "", [*own, *settings]), ranks=ranks)
+    engine = lines["engine" if ranks == 1 else "its engine"]
+    assert [line.startswith(words) for line in engine if line.startswith(f"{draws} draws")] == [True], engine
+    assert f"keys and values of {rows} rows" in engine[1]
+    assert any("gpu_memory_utilization" in line for some in lines.values() for line in some) == (settings != SERVERS)
+
+
+def test_a_plan_says_how_often_the_data_are_gone_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten problems are three batches of three: an epoch drops the tenth."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"{i} + 1 = ", "answer": str(i + 1)}) for i in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    own = ["model.path=tiny-qwen2", "method.preset=grpo", "run.steps=12", "data.prompts_per_step=3"]
+
+    def supply(*settings: str) -> str:
+        return plan(load(TrainConfig, "", [*own, *settings]))["data"][1]
+
+    mine = ["data.train=sums.jsonl", "reward.function=math"]
+    assert supply(*mine) == "12 steps x 3 prompts = 36; the data have 10: 4 epochs, if no prompt is too long"
+    with pytest.raises(UserError, match="holds 10 problems, fewer than data.prompts_per_step = 11"):
+        supply(*mine, "data.prompts_per_step=11")
+    assert supply("data.train=sorting") == "12 steps x 3 prompts = 36; problems are generated without end"
+    fetched = "a plan does not load these data: `threepo data show gsm8k` counts them"
+    assert supply("data.train=gsm8k").endswith(fetched)
+    with pytest.raises(UserError, match="did you mean sorting"):
+        supply("data.train=sortign")
+
+
+def test_a_plan_says_which_tokens_it_assumes() -> None:
+    own = ["model.path=tiny-qwen2", "method.preset=grpo", "data.train=sorting", "sampling.max_new_tokens=64"]
+    lines = plan(load(TrainConfig, "", own))["compute"]
+    assert lines[0] == "512 prompt tokens a row, assumed: data.max_prompt_tokens sets no limit; give the mean"
+    assert lines[1] == "64 response tokens a row, assumed: all as long as sampling.max_new_tokens allows"
+    assert plan(load(TrainConfig, "", own), 20, 30)["compute"][:2] == [
+        "20 prompt tokens a row, as given",
+        "30 response tokens a row, as given",
+    ]
+
+
+def test_a_dry_run_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo/c3po", "model.path=tiny-qwen2", "--dry-run", "--response-tokens", "32"]) == 0
+    assert "32 response tokens" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("recipe", ["demo/c3po", "demo/warm_start"])
+def test_a_model_that_a_recipe_is_still_to_make_has_the_shape_it_begins_with(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = model_shape(ModelConfig(path="tiny-qwen2")).weights
+    record = SFTConfig if recipe == "demo/warm_start" else TrainConfig
+    assert f"{weights:,} weights" in plan(load(record, recipe))["model"][0]
+    (tmp_path / "runs" / "demo" / "warm_start").mkdir(parents=True)
+    if record is TrainConfig:
+        with pytest.raises(UserError, match="runs/demo/warm_start': holds no config.json"):
+            plan(load(record, recipe))
+
+
+def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="config.json"):
+        model_shape(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("preset", "draws", "gradients"), [("grpo", 1, 1), ("c3po", 4, 2), ("es", 8, 0)])
+def test_a_step_logs_the_operations_of_its_tokens(tmp_path: Path, preset: str, draws: int, gradients: int) -> None:
+    """Every draw reads 4 prompts, each has 8 completions, and their gradient is taken at so many draws."""
+    own = {"es": ["method.draws=8"], "c3po": ["optimizer.ess=1e9", "method.gradient_draws=2"]}.get(preset, [])
+    run = rlvr.assemble(train_config(tmp_path / "run", f"method.preset={preset}", "run.steps=1", *own))
+    prompts = [len(run.policy.encode_prompt(p, run.config.data, 8)) for p in run.source.batch(0, 4)]
+    with run.folder, closing(run.engine):
+        rlvr.train(run)
+    table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step-000000.parquet")
+    generated = sum(table["num_tokens"].to_pylist())
+    assert len(set(zip(*(table[f"draw_{part}"].to_pylist() for part in ("index", "mirrored")), strict=True))) == draws
+    weights = model_shape(run.config.model).weights
+    hand = 2 * weights * (draws * sum(prompts) + generated) + 6 * weights * gradients * (8 * sum(prompts) + generated)
+    assert read_metrics(tmp_path / "run")[-1]["compute/flops"] == hand

@@ -1,0 +1,220 @@
+"""Reports come from run folders alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from threepo.cli import main
+from threepo.errors import UserError
+from threepo.lab.figures import colours, diagnostics, draw_panel, learning, plot, with_data
+from threepo.lab.report import RunReport, read_run, read_runs, tables
+
+
+def write_run(path: Path, rows: list[dict]) -> Path:
+    path.mkdir()
+    config = {"data": {"prompts_per_step": 4}, "method": {"rollouts_per_prompt": 8}}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def step(number: int, **fields: float) -> dict:
+    return {
+        "step": number,
+        "reward/mean": 0.1 * number,
+        "groups/zero_advantage_share": 0.2 * number,
+        "policy/entropy": 1.0,
+        "time/step": 1.0 + number,
+        **fields,
+    }
+
+
+def evaluated(value: float) -> dict[str, float]:
+    return {"eval/pass_at_1": value, "eval/se_between": 0.02}
+
+
+def test_a_summary_by_hand(tmp_path: Path) -> None:
+    rows = [{"step": -1, **evaluated(0.25)}, step(0), step(1), step(2, **evaluated(0.75))]
+    summary = read_run(write_run(tmp_path / "a", rows)).summary()
+    assert summary == {
+        "pass_at_1_before": 0.25,
+        "se_before": 0.02,
+        "pass_at_1_after": 0.75,
+        "se_after": 0.02,
+        "reward_first": 0.0,
+        "reward_last": 0.2,
+        "zero_advantage_share": pytest.approx(0.2),
+        "seconds_per_step": 2.0,
+        "rollouts": 4 * 8 * 3,
+        "steps": 3,
+    }
+
+
+def test_folders_of_the_same_name_go_by_what_differs(tmp_path: Path) -> None:
+    folders = [tmp_path / "study" / method / "seed-0" for method in ("grpo", "c3po")]
+    for folder in folders:
+        folder.parent.mkdir(parents=True)
+        write_run(folder, [step(0)])
+    assert [run.name for run in read_runs(folders)] == ["grpo/seed-0", "c3po/seed-0"]
+    assert [run.name for run in read_runs(folders[:1])] == ["seed-0"]
+
+
+def test_a_run_is_listed_once_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [step(0)])
+    monkeypatch.chdir(tmp_path / "a")
+    assert [run.name for run in read_runs([Path(), tmp_path / "a", Path("../a"), Path("../b")])] == ["a", "b"]
+    assert main(["report", str(tmp_path / "b"), ".", "--baseline", str(tmp_path / "a")]) == 0
+    assert main(["report", ".", "--baseline", str(tmp_path / "b")]) == 2
+    assert "must be one of the RUNs" in capsys.readouterr().err
+
+
+def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", [step(0)]))
+    assert run.summary()["pass_at_1_before"] is None
+    only_before = read_run(write_run(tmp_path / "b", [{"step": -1, **evaluated(0.25)}, step(0)]))
+    assert only_before.summary()["pass_at_1_after"] is None
+    empty = read_run(write_run(tmp_path / "c", []))
+    console = Console(record=True, width=120)
+    console.print(*tables({r.name: r for r in (run, only_before, empty)}))
+    text = console.export_text()
+    assert "25.0 % ± 2.0" in text
+    assert text.count(" - ") >= 5
+
+
+def test_without_any_evaluation_the_table_shows_rewards(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", [step(1), step(5)]))
+    console = Console(record=True, width=120)
+    console.print(*tables({"a": run}))
+    text = console.export_text()
+    assert "reward last" in text
+    assert " 0.1 " in text
+    assert " 0.5 " in text
+    assert "pass@1" not in text
+
+
+def written_fine_tuning(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"run": {"steps": 2}}))
+    rows = [{"step": i, "sft/loss": 2.0 - i, "time/step": 0.5} for i in range(2)]
+    rows[1]["sft/eval_loss"] = 1.5
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_runs_of_fine_tuning_have_a_table_of_their_own(tmp_path: Path) -> None:
+    tuned = read_run(written_fine_tuning(tmp_path / "sft"))
+    learnt = read_run(write_run(tmp_path / "rl", [step(1)]))
+    console = Console(record=True, width=120)
+    for table in tables({"sft": tuned, "rl": learnt}):
+        console.print(table)
+    text = console.export_text()
+    assert "loss first" in text
+    assert "reward first" in text
+    assert tuned.summary() == {
+        "loss_first": 2.0,
+        "loss_last": 1.0,
+        "eval_loss": 1.5,
+        "seconds_per_step": 0.5,
+        "steps": 2,
+    }
+
+
+def test_every_curve_is_inside_its_panel_and_no_panel_is_empty(tmp_path: Path) -> None:
+    rows = [step(i, **{"reward/mean": reward}) for i, reward in enumerate([14.0, -0.9, 3.0])]
+    rows[2] |= evaluated(0.75)
+    runs = [read_run(write_run(tmp_path / name, rows)) for name in ("a", "b")]
+    axes = {panel.name: Figure().subplots() for panel in learning(runs)}
+    found = [panel.name for panel in learning(runs) if draw_panel(panel, axes[panel.name], colours(["a", "b"]))]
+    assert found == ["reward", "pass_at_1", "zero_advantage", "entropy"]
+    low, high = axes["reward"].get_ylim()
+    assert low < -0.9
+    assert high > 14
+    assert axes["zero_advantage"].get_ylim() == (-0.02, 1.02)
+    tuned = with_data(learning([read_run(written_fine_tuning(tmp_path / "sft"))]), colours(["sft"]))
+    assert [panel.name for panel in tuned] == ["sft_loss", "sft_eval_loss"]
+
+
+def test_the_only_step_of_a_run_is_a_dot(tmp_path: Path) -> None:
+    one, two = (
+        read_run(write_run(tmp_path / str(n), [step(i, **{"time/step": 1.0}) for i in range(n)])) for n in (1, 2)
+    )
+    for run, marker in ((one, "o"), (two, "None")):
+        axis = Figure().subplots()
+        assert draw_panel(learning([run])[0], axis, colours([run.name]))
+        assert {line.get_marker() for line in axis.lines} == {marker}
+        assert {line.get_marker() for line in panel([run], "seconds")[1].lines} == {marker}
+
+
+def panel(runs: list[RunReport], name: str) -> tuple[bool, Any]:
+    """Whether a panel has data, and the axes that it is drawn on."""
+    axis = Figure().subplots()
+    found = next(p for panels in diagnostics(runs).values() for p in panels if p.name == name)
+    return draw_panel(found, axis, colours([run.name for run in runs])), axis
+
+
+def test_panels_of_cost_and_settings_by_hand(tmp_path: Path) -> None:
+    """Totals of two steps; a dot for each of three runs against its draws: 0 draws 0.5, 4 draws 0.6 and 0.8."""
+    cost = {"compute/flops": 10.0, "time/rollout": 2.0, "time/tokens_per_second": 50.0, "time/eval": 0.5}
+    rows = [{"step": -1, **evaluated(0.25)}, step(0, **cost), step(1, **cost)]
+    runs = []
+    for name, draws, reached in (("a", 0, 0.5), ("b", 4, 0.6), ("c", 4, 0.8)):
+        run = read_run(write_run(tmp_path / name, [*rows[:2], rows[2] | evaluated(reached)]))
+        run.config["method"]["draws"] = draws
+        runs.append(run)
+    for name, x, y in (
+        ("seconds", [1, 2], [1.5, 4.0]),
+        ("tokens", [1, 2], [100, 200]),
+        ("reward_by_flops", [10, 20], [0, 0.1]),
+    ):
+        has_data, axis = panel(runs[:1], name)
+        assert has_data
+        assert list(axis.lines[0].get_xdata()) == x
+        assert list(axis.lines[0].get_ydata()) == pytest.approx(y)
+    has_data, axis = panel(runs, "by_draws")
+    assert has_data
+    dots = [line for line in axis.lines if line.get_marker() == "o"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in dots] == [(0, 0.5), (4, 0.6), (4, 0.8)]
+    assert all(len(line.get_xdata()) == 1 for line in axis.lines), "no line joins runs that may be of different methods"
+    assert axis.get_ylim()[0] == 0
+    assert not panel(runs, "by_ess")[0], "no run has noise of another size"
+    assert not panel(runs[1:], "by_draws")[0], "these do not differ in it"
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_the_suffix_says_how_curves_are_drawn(suffix: str, begins: bytes, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", [step(0), step(1)]))
+    plot([run], tmp_path / f"curves{suffix}")
+    assert (tmp_path / f"curves{suffix}").read_bytes().startswith(begins)
+    with pytest.raises(UserError, match="--output .*curves.jpg: name a folder for the page, or end the name in .png"):
+        plot([run], tmp_path / "curves.jpg")
+    with pytest.raises(UserError, match="nothing to draw"):
+        plot([read_run(write_run(tmp_path / "empty", []))], tmp_path / "empty.png")
+
+
+def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_of_many_runs_differ_and_stand_out_from_the_ground(dark: bool) -> None:
+    """Contrast as in WCAG: 3 to 1 is asked of lines."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for count in (1, 10, 11, 40):
+        found = colours([str(i) for i in range(count)], dark=dark)
+        assert len(set(found.values())) == count
+        for colour in found.values():
+            low, high = sorted([luminance(colour), luminance("#1d2126" if dark else "#f6f7f9")])
+            assert (high + 0.05) / (low + 0.05) > 3, colour

@@ -1,0 +1,578 @@
+"""threepo inside TRL: without noise it is TRL, with noise threepo; where gradients are taken; learning; resuming."""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+if find_spec("trl") is None:
+    pytest.skip("trl is not installed", allow_module_level=True)
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, ToldTRL, make, new_policy, reward
+
+import threepo
+from hub_folder import HubFolder
+from threepo import api
+from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.errors import ThreepoWarning, UserError
+from threepo.lab.completions import read_completions
+from threepo.methods.method import credit_groups, group_by_prompt, training_batch
+from threepo.models.packing import flatten
+from threepo.models.policy import Policy, Scorer, load_policy
+from threepo.plugins.trl import ThreepoTrainer
+from threepo.plugins.trl_settings import check
+from threepo.posterior.gaussian import Posterior
+from threepo.posterior.ivon import IVON
+from threepo.rewards import math
+from threepo.rollout.local import LocalEngine
+from threepo.training.update import update_policy
+from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
+
+LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
+ADAMW = {"method": replace(threepo.B3PO, optimizer="adamw"), "ivon": {}, "noise": {"unit": "rms", "size": 0.05}}
+QUIET = {"size": 0.0}
+SEED = 1
+
+
+def named(methods: Sequence[Method]) -> Any:
+    return pytest.mark.parametrize("method", methods, ids=lambda method: method.name)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+
+
+class AtTheMean(TrainerCallback):  # type: ignore[misc]
+    """What lets TRL's own trainer have IVON: the gradient is that of the mean."""
+
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        optimizer.optimizer.observe(None)
+
+
+def trls_own(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> Any:
+    """TRL's trainer with IVON instead of AdamW, trained."""
+    trainer = make(kind, folder, callbacks=[AtTheMean()], **settings)
+    optimizer = IVON(trainer.model.named_parameters(), lr=1.0, noise_scale=0.0, **STRAIGHT)
+    trainer.optimizer = optimizer
+    trainer.train()
+    return trainer
+
+
+# Without noise
+
+
+def test_grpo_is_trls_own(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-2, "max_grad_norm": 1.0}
+    ours = make(ThreepoTrainer, tmp_path, method=threepo.GRPO, **settings)
+    ours.train()  # before the other is made, which seeds all random numbers anew
+    theirs = make(GRPOTrainer, tmp_path, **settings)
+    theirs.train()
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+
+
+def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) -> None:
+    trainer = make(GRPOTrainer, tmp_path)  # its forward pass is now bound to this very model
+    policies = [new_policy() for _ in range(2)]
+    policies[1] = replace(policies[1], scorer=Scorer(trainer.model, True))
+    with torch.no_grad():
+        for p, q in zip(*(policy.model.parameters() for policy in policies), strict=True):
+            p.mul_(1.5)
+            q.copy_(p)
+    request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
+    written = []
+    for policy in policies:
+        engine = LocalEngine(policy, EngineConfig())
+        engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
+        written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
+    assert written[0][0].tokens == written[1][0].tokens
+    assert written[0][0].logprobs == written[1][0].logprobs
+
+
+@named([replace(threepo.GRPO, optimizer="ivon"), threepo.B3PO])
+def test_without_noise_one_draw_is_trl_bitwise(tmp_path: Path, method: Method) -> None:
+    ours = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    theirs = trls_own(GRPOTrainer, tmp_path)
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+    assert not same(ours.model, new_policy().model)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_without_noise_c3po_is_trl_bitwise(tmp_path: Path, loss_type: str) -> None:
+    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO, ivon=STRAIGHT, noise=QUIET, loss_type=loss_type)
+    ours.train()
+    theirs = trls_own(ToldTRL, tmp_path, loss_type=loss_type)
+    assert losses(ours) == losses(theirs)
+    assert same(ours.model, theirs.model)
+    assert all(e["correction/kept_share"] == 1 and e["correction/kl"] == 0 for e in ours.state.log_history[:-1])
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Weights have moved by the same, but for rounding."""
+    start = new_policy().model
+    for p, q, old in zip(ours.parameters(), theirs.parameters(), start.parameters(), strict=True):
+        assert (p - q).abs().max() <= 1e-5 * (q - old).abs().max() + 2e-7  # an ulp or two of a weight of 1
+
+
+def test_without_noise_replay_is_trl_but_for_the_order_of_sums(tmp_path: Path) -> None:
+    ours = make(ToldThreepo, tmp_path, method=threepo.C3PO_REPLAY, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    theirs = trls_own(ToldTRL, tmp_path)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert_close(ours.model, theirs.model)
+
+
+def test_without_noise_m3po_is_trl_with_as_many_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_models.Told.uneven", False)  # M3PO averages over draws what TRL averages over tokens
+    method = replace(threepo.M3PO, draws=2)
+    ours = make(ToldThreepo, tmp_path, method=method, ivon=STRAIGHT, noise=QUIET)
+    ours.train()
+    prompts = [f"Say {i // 2}: " for i in range(16)]
+    theirs = trls_own(ToldTRL, tmp_path, prompts=prompts, num_generations=ROLLOUTS // 2)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert_close(ours.model, theirs.model)
+
+
+# With noise
+
+
+class Kept(ThreepoTrainer):
+    """Keeps the batches and the texts of all steps."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        self.kept = [*getattr(self, "kept", []), (batch, list(self._logs["completion"]))]
+        return batch
+
+
+def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[Completion]:
+    """A step's completions as threepo's, with log-probs of the draws that wrote them."""
+    batch, texts = trainer.kept[step]
+    share, found = ROLLOUTS // trainer.method.draws, []
+    for row, text in enumerate(texts):
+        prompt, tokens = (
+            tuple(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()].tolist())
+            for part in ("prompt", "completion")
+        )
+        draw, right = Draw(SEED, step, row % ROLLOUTS // share), reward([text])[0]
+        verdict = Verdict(right == 1, "right" if right else "wrong", None, right)
+        place = (draw, row % ROLLOUTS, tokens, (0.0,) * len(tokens))
+        problem = Problem(f"p{row // ROLLOUTS}", "")
+        completion = Completion(problem, prompt, *place, text, "length", 0, verdict=verdict)
+        with optimizer.perturbed(draw), torch.no_grad():
+            logprobs = policy.logprobs(flatten([TrainingRow(completion, 0, 0.0)], policy.device)).logprobs
+        found.append(replace(completion, logprobs=tuple(logprobs.tolist())))
+    return found
+
+
+LOCAL = {"kind": "local"}
+
+
+@pytest.mark.parametrize("engine", [None, LOCAL], ids=["generate", "engine"])
+@named(LATTICE)
+def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engine: dict[str, str] | None) -> None:
+    prompts = [f"Say {3**i}: " for i in range(8)]  # of several lengths
+    trainer = make(Kept, tmp_path, prompts, method=method, ivon=NOISY, engine=engine)
+    trainer.train()
+
+    method = replace(method, rollouts_per_prompt=ROLLOUTS, advantage=Advantage(epsilon=1e-4))  # TRL's
+    policy = new_policy()
+    optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
+    for step in range(3):
+        groups = group_by_prompt(rollouts(trainer, step, policy, optimizer))
+        assert len(groups) == PROMPTS
+        batch = training_batch(method, SamplingConfig(), credit_groups(method, groups), SEED, step)
+        record = update_policy(policy, optimizer, batch, ObjectiveConfig())
+        kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
+        assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)
+        if method.name == "c3po":
+            assert 0 < kept < len(record.rows)
+            assert logged["correction/kept_share"] == kept / len(record.rows)
+            assert logged["correction/kl"] == pytest.approx(record.kl / record.tokens, rel=1e-3)
+        else:
+            assert all(row.rho == pytest.approx(1, abs=1e-4) for row in record.rows)
+    ours = {name: trainer.policy_optimizer.state[p] for name, p in trainer.policy_optimizer.named()}
+    for name, p in optimizer.named():
+        for what in ("momentum", "hessian"):
+            got, reference, start = ours[name][what], optimizer.state[p][what], 0.1 if what == "hessian" else 0.0
+            assert (got - reference).abs().max() <= 1e-5 * (reference - start).abs().max() + 1e-8, (name, what)
+    assert_close(trainer.model, policy.model)
+
+
+class Places:
+    """A hook that notes at which weights a model reads: how often with gradients, and how often without."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: dict[bool, list[float]] = {True: [], False: []}
+        model.register_forward_pre_hook(self.note)
+
+    def note(self, model: Any, _: Any) -> None:
+        value = model.model.layers[0].mlp.up_proj.weight.double().sum().item()
+        if value not in self.seen[torch.is_grad_enabled()]:
+            self.seen[torch.is_grad_enabled()].append(value)
+
+
+def weights_of(*draws: Draw | None) -> list[float]:
+    """What `Places` should note for these draws."""
+    optimizer = IVON(new_policy().model.named_parameters(), **STRAIGHT)
+    name = "model.layers.0.mlp.up_proj.weight"
+    return [dict(optimizer.weights(draw))[name].double().sum().item() for draw in draws]
+
+
+WRITE = [Draw(SEED, 0, index) for index in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "at_gradient", "besides"),
+    [
+        (threepo.B3PO, WRITE[:1], WRITE[:1]),
+        (threepo.M3PO, WRITE, WRITE),
+        (threepo.C3PO, [Draw(SEED, 0, 4)], [*WRITE, Draw(SEED, 0, 4)]),
+        (threepo.C3PO_REPLAY, WRITE, WRITE),
+        (replace(threepo.C3PO_REPLAY, name="at_the_mean", gradient_at="mean"), [None], WRITE),
+    ],
+    ids=lambda value: value.name if isinstance(value, Method) else "",
+)
+def test_where_rollouts_and_gradients_are_made(
+    tmp_path: Path, method: Method, at_gradient: list[Draw | None], besides: list[Draw | None]
+) -> None:
+    """Every row of replay is scored at the very weights that wrote it, so its ratio is 1."""
+    trainer = make(ThreepoTrainer, tmp_path, method=method, ivon=STRAIGHT, max_steps=1)
+    places = Places(trainer.model)
+    trainer.train()
+    assert places.seen[True] == weights_of(*at_gradient)
+    assert places.seen[False] == weights_of(*besides)
+
+
+@pytest.mark.parametrize("cut", [16, 8])
+def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 rows TRL leaves out those that are cut off; all that the correction sees, it keeps."""
+
+    def told(self: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        ids = [[65] * 7 + [self.processing_class.eos_token_id] for _ in prompt_ids]
+        return [[*row[:-1], 65] if i < cut else row for i, row in enumerate(ids)], None
+
+    monkeypatch.setattr("trl_models.Told._generate_single_turn", told)
+    settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 1, "mask_truncated_completions": True}
+    trainer = make(ToldThreepo, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged.get("correction/kept_share") == (1.0 if cut < 16 else None)
+    assert logged["loss"] == pytest.approx(0, abs=1e-6)  # equal texts have equal rewards
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("engine", [None, {"kind": "local"}], ids=["generate", "engine"])
+@pytest.mark.parametrize("noisy", ["neftune", "dropout"])
+def test_rollouts_and_ratios_are_without_dropout_and_neftune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noisy: str, engine: dict[str, str] | None
+) -> None:
+    """With noise 0, weights that write and weights that learn are the same, so that nothing is masked."""
+    policy = new_policy()
+    for layer in policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5 if noisy == "dropout" else 0.0
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    settings = {"ivon": STRAIGHT, "noise": QUIET, "max_steps": 2, "engine": engine, "temperature": 0.7}
+    settings |= {"neftune_noise_alpha": 50.0} if noisy == "neftune" else {}
+    trainer = make(Kept, tmp_path, method=threepo.C3PO, **settings)
+    modes: dict[bool, set[bool]] = {True: set(), False: set()}
+    embedding = trainer.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, *_: modes[torch.is_grad_enabled()].add(module.training))
+    trainer.train()
+    assert modes == {True: {True}, False: {False}}, "gradients are taken in training mode, all else is not"
+    steps = [entry for entry in trainer.state.log_history if "correction/kl" in entry]
+    assert len(steps) == 2
+    assert all(step["correction/kept_share"] == 1 and step["correction/kl"] < 1e-9 for step in steps)
+
+
+def test_adamw_around_draws_decays_what_trls_does(tmp_path: Path) -> None:
+    """Noise that is lost to rounding leaves TRL's own trainer: norms and biases do not decay."""
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.5, "max_grad_norm": 1.0}
+    settings["adam_epsilon"] = 1e-3  # or gradients that are 0 but for rounding would be scaled up
+    method = replace(threepo.B3PO, optimizer="adamw")
+    ours = make(ToldThreepo, tmp_path, method=method, noise={"unit": "rms", "size": 1e-30}, **settings)
+    ours.train()
+    theirs = make(ToldTRL, tmp_path, **settings)
+    theirs.train()
+    for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), name
+    assert {group["weight_decay"] for group in ours.policy_optimizer.param_groups} == {0.0, 0.5}
+
+
+def test_a_trl_that_calls_a_hook_by_another_name_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPOTrainer, "_generate_turn", GRPOTrainer._generate_single_turn, raising=False)
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate)).replace(
+        "_generate_single_turn", "_generate_turn"
+    )
+    exec(source, vars(sys.modules[GRPOTrainer.__module__]), renamed := {})
+    monkeypatch.setattr(GRPOTrainer, "_generate", renamed["_generate"])
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY)
+    with pytest.raises(UserError, match=r"trl 1\.16.* tested with 1\.16\.0: .* without _generate_single_turn"):
+        trainer.train()
+    assert same(trainer.model, new_policy().model)
+
+
+def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: "]})
+    settings = {"ivon": STRAIGHT, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    places = Places(trainer.model)
+    mean = dict(trainer.policy_optimizer.weights(None))["model.layers.0.mlp.up_proj.weight"].double().sum().item()
+    trainer.evaluate()
+    assert places.seen == {True: [], False: [mean]}
+
+
+def written(policy: Policy, weights: Any, step: int, prompts: list[str], draws: Sequence[Draw | None]) -> list[str]:
+    """What the local engine writes, a row for each prompt and draw."""
+    engine = LocalEngine(policy, EngineConfig())
+    engine.load(weights, draws, step)
+    ids = [tuple(policy.tokenizer(prompt).input_ids) for prompt in prompts]
+    rows = enumerate(zip(ids, draws, strict=True))
+    requests = [Request(Problem(str(list(prompt)), ""), prompt, draw, row) for row, (prompt, draw) in rows]
+    return [made.text for made in engine.generate(requests, SamplingConfig(max_new_tokens=8), SEED)]
+
+
+def test_an_engine_writes_with_the_weights_of_the_draws_and_in_evaluations_of_the_mean(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
+    # An evaluation of two batches.
+    settings = {"ivon": NOISY, "eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "max_steps": 1}
+    trainer = make(Kept, tmp_path, method=threepo.C3PO, engine=LOCAL, **settings)
+    trainer.train()
+    (_, texts), policy = trainer.kept[0], new_policy()
+    start = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
+    prompts = [f"Say {row // ROLLOUTS}: " for row in range(PROMPTS * ROLLOUTS)]
+    draws = [WRITE[row % ROLLOUTS // 2] for row in range(PROMPTS * ROLLOUTS)]
+    assert texts == written(policy, start, 0, prompts, draws)
+    trainer.evaluate()
+    read = list(trainer._logs["prompt"])[-2 * ROLLOUTS :]
+    for first in (0, ROLLOUTS):
+        prompts, draws = read[first : first + ROLLOUTS], [None] * ROLLOUTS
+        _, texts = trainer.kept[1 + first // ROLLOUTS]
+        assert texts[-ROLLOUTS:] == written(policy, trainer.policy_optimizer, 1, prompts, draws)
+    assert {*read} == {"Say 9: ", "Say 10: "}
+
+
+@pytest.mark.parametrize("engine", [None, LOCAL])
+def test_rows_of_an_evaluation_are_of_no_draw(tmp_path: Path, engine: dict[str, str] | None) -> None:
+    data = Dataset.from_dict({"prompt": ["Say 9: ", "Say 10: "]})
+    settings = {"eval_dataset": data, "per_device_eval_batch_size": ROLLOUTS, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"method": threepo.C3PO, "ivon": STRAIGHT, "engine": engine, "max_steps": 1, "log_completions": True}
+    make(ThreepoTrainer, tmp_path, **settings).train()
+    (group, *others) = read_completions(tmp_path).values()
+    assert len(others) == 1
+    assert group.draws == (0,) * ROLLOUTS
+
+
+def test_an_engine_has_no_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's probe compares log-probs of the copy of the model, which would be random."""
+    policy = new_policy()
+    policy.model.train()
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
+    assert not any(module.training for module in trainer._architecture.modules())
+
+
+def test_a_posterior_over_adapters_of_peft_is_read_by_threepo(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    policy = new_policy()
+    policy.save(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    own = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    arguments = GRPOConfig(str(tmp_path / "out"), **{**PLAIN, "max_steps": 1})
+    data = Dataset.from_dict({"prompt": ["Say 0: ", "Say 1: "]})
+    settings = {"processing_class": policy.tokenizer, "method": threepo.C3PO, "ivon": STRAIGHT}
+    trainer = ThreepoTrainer(own, reward, arguments, train_dataset=data, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    (written,) = api.sample(tmp_path / "saved", tmp_path / "draws", range(1))
+    saved = Posterior.from_pretrained(tmp_path / "saved")
+    draw = saved.draw(0)
+    read = load_policy(ModelConfig(path=str(written))).model.state_dict()
+    assert len(draw) == 4
+    assert all(torch.equal(read[name], value) for name, value in draw.items())
+    with trainer.policy_optimizer.perturbed(saved.address(0)):
+        inside = trainer.model.state_dict()
+        assert all(torch.equal(inside[f"base_model.model.{name}"], value) for name, value in draw.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": threepo.C3PO, "ivon": {"ess": 1e5}},
+        {"method": threepo.C3PO, "ivon": {"ess": 1e5}, "engine": LOCAL},
+        {
+            "method": replace(threepo.C3PO_REPLAY, optimizer="adamw"),
+            "noise": {"unit": "rms", "size": 0.05},
+            "learning_rate": 1e-2,
+            "max_grad_norm": 0.5,
+        },
+    ],
+    ids=["c3po", "c3po by an engine", "fixed_replay"],
+)
+def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
+    went_on = make(ThreepoTrainer, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, **settings)
+    went_on.train()
+    resumed = make(ThreepoTrainer, tmp_path / "resumed", max_steps=4, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(went_on)
+    assert [e["reward"] for e in resumed.state.log_history[:4]] == [e["reward"] for e in went_on.state.log_history[:4]]
+    assert same(went_on.model, resumed.model)
+    ours, theirs = (trainer.policy_optimizer for trainer in (resumed, went_on))
+    for (name, p), (_, q) in zip(ours.named(), theirs.named(), strict=True):
+        for key, value in theirs.state[q].items():
+            assert torch.equal(ours.state[p][key], value), (name, key)
+    saved = Posterior.from_pretrained(tmp_path / "checkpoint-4")
+    assert saved.groups == Posterior.of(ours).groups
+    assert all(torch.equal(saved.hessian[name], value) for name, value in Posterior.of(ours).hessian.items())
+    assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+
+
+def test_what_is_passed_on_a_resume_holds_but_for_what_the_hessian_began_with(tmp_path: Path) -> None:
+    settings = {"method": threepo.B3PO, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    first = make(ThreepoTrainer, tmp_path, ivon=STRAIGHT, **settings)
+    first.train()
+    other = make(
+        ThreepoTrainer, tmp_path / "other", ivon={"ess": 1e7, "hess_init": 0.2, "clip_radius": 1.0}, **settings
+    )
+    said = r"ess = 10000000\.0 \(the checkpoint: 1000000\.0\), hess_init = 0\.2 \(the checkpoint: 0\.1\)"
+    with pytest.warns(ThreepoWarning, match=said):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    (group,) = other.policy_optimizer.param_groups
+    assert (group["ess"], group["hess_init"], group["clip_radius"], group["step"]) == (1e7, 0.1, 1.0, 2)
+    assert Posterior.from_pretrained(tmp_path / "other" / "checkpoint-2").groups[0].ess == 1e7
+
+
+def test_uploads_during_training_have_the_posterior_of_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = HubFolder(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_token": "none"}
+    make(ThreepoTrainer, tmp_path / "run", method=threepo.B3PO, ivon=STRAIGHT, **settings).train()
+    assert [Posterior.from_pretrained(upload).step for upload in hub.uploads] == [1, 2]
+
+
+def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(c.isdigit() for c in text) / 4 for text in completions]
+
+
+def test_a_policy_learns(tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 16, "num_generations": 16, "max_completion_length": 4, "max_steps": 25}
+    settings |= {"ivon": {"ess": 1e8, "clip_radius": 10.0}, "reward_funcs": share_of_digits}
+    trainer = make(ThreepoTrainer, tmp_path, method=threepo.C3PO, **settings)
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[:5]) / 5 < 0.15
+    assert sum(rewards[-5:]) / 5 > 0.5
+
+
+def test_rewards_of_threepo_grade_and_what_trl_logs_can_be_explored(tmp_path: Path) -> None:
+    settings = {"method": threepo.C3PO, "ivon": STRAIGHT, "reward_funcs": [math.reward], "max_steps": 2}
+    trainer = make(ThreepoTrainer, tmp_path, log_completions=True, **settings)
+    trainer.train_dataset = trainer.train_dataset.add_column("answer", ["7"] * len(trainer.train_dataset))
+    trainer.train()
+    groups = read_completions(tmp_path)
+    assert [step for step, _ in groups] == [1, 1, 2, 2]
+    for group in groups.values():
+        assert group.draws == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+def test_python_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    new_policy().save(Path("my-model"))
+    exec(compile(block, "docs/trl.md", "exec"), {})
+    assert Posterior.from_pretrained("my_policy").step == 4
+    assert len(read_completions(Path("my_run"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: IVON learns its Hessian"),
+        ({"weight_decay": 0.1}, "set ivon={'weight_decay': ...}"),
+        ({"fp16": True}, "float16 scales gradients"),
+        ({"num_iterations": 2}, "num_iterations = 2: draws are of one step"),
+        ({"steps_per_generation": 2}, "leave it at gradient_accumulation_steps = 4"),
+        ({"top_p": 0.9}, "ratios to it have no meaning"),
+        ({"top_k": 5}, "ratios to it have no meaning"),
+        ({"generation_kwargs": {"top_p": 0.5}}, "generation_kwargs['top_p'] = 0.5: it changes the rollouts'"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature'] = 0.5: it changes"),
+        ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample'] = False: it changes"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation_kwargs['no_repeat_ngram_size'] = 2"),
+        ({"optim": "adafactor"}, "GRPOConfig optim = 'adafactor': threepo's IVON ignores it"),
+        ({"adam_beta1": 0.8}, "GRPOConfig adam_beta1 = 0.8: threepo's IVON ignores it"),
+        ({**ADAMW, "optim": "sgd"}, "GRPOConfig optim = 'sgd': threepo's AdamW ignores it"),
+        ({"use_vllm": True}, "pass engine={'kind': 'vllm'} to ThreepoTrainer instead"),
+        ({"engine": {"kind": "vlm"}}, "vlm"),
+        ({"engine": "vllm"}, "engine = 'vllm': is a table"),
+        ({"engine": LOCAL, "min_p": 0.1, "method": threepo.B3PO}, "min_p = 0.1: an engine of threepo's"),
+        ({"engine": LOCAL, "repetition_penalty": 1.1, "method": threepo.B3PO}, "repetition_penalty = 1.1: an engine"),
+        ({"engine": LOCAL, "method": threepo.GRPO, "ivon": {}}, "TRL's own trainer, which has use_vllm"),
+        ({"use_transformers_continuous_batching": True}, "loses the mean"),
+        ({"tools": [reward]}, "draws only write plain answers"),
+        ({"method": replace(threepo.C3PO, gradient_draws=2)}, "method.gradient_draws = 2"),
+        ({"method": replace(threepo.C3PO, draws=3, rollouts_per_prompt=9)}, "set draws to one of 1, 2, 4, 8"),
+        (
+            {"method": threepo.C3PO_REPLAY, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+            "set a multiple of the 4 draws",
+        ),
+        ({"method": threepo.GRPO}, "'grpo' has the optimizer 'adamw'"),
+        ({"method": replace(threepo.C3PO, optimizer="adamw"), "ivon": {}}, "needs a size and a use"),
+        ({"method": threepo.GRPO, "ivon": {}, "noise": {"unit": "rms", "size": 0.1}}, "pass a method with draws"),
+        ({"ivon": {"es": 1e9}}, "es"),
+        ({"ivon": {"ess": 1e6, "lr": 1.0}}, "ivon: lr = 1.0: leave it out, and set GRPOConfig learning_rate"),
+        ({"method": "c3po"}, "method = 'c3po': must be a Method"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.sub(r"([(\[{])", r"\\\1", message)):
+        make(ThreepoTrainer, tmp_path, **{"method": threepo.C3PO, "ivon": {"ess": 1e6}, **settings})
+
+
+def test_settings_of_the_model_that_trl_leaves_to_it_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = new_policy()
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    settings = {"method": threepo.C3PO, "ivon": STRAIGHT}
+    policy.model.generation_config.update(top_p=0.8, top_k=20, repetition_penalty=1.1, temperature=0.7)  # TRL sets them
+    make(ThreepoTrainer, tmp_path, **settings, generation_kwargs={"use_cache": False})
+    policy.model.generation_config.min_p = 0.1
+    with pytest.raises(UserError, match=r"model\.generation_config\['min_p'\] = 0\.1: it changes the rollouts'"):
+        make(ThreepoTrainer, tmp_path, **settings)
+
+
+def test_an_engine_wants_all_weights_to_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = new_policy()
+    policy.model.model.embed_tokens.requires_grad_(False)
+    monkeypatch.setattr("trl_models.new_policy", lambda: policy)
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is frozen"):
+        make(ThreepoTrainer, tmp_path, method=threepo.C3PO, ivon=NOISY, engine=LOCAL)
+
+
+def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
+    """On one rank TRL sees to it; on two, a group could lie across them."""
+    rows = PROMPTS * ROLLOUTS
+    with pytest.raises(UserError, match=f"whole groups of num_generations = {2 * rows}"):
+        check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())

@@ -1,0 +1,146 @@
+"""What torchrun runs for test_verl.py: verl's engines on the same batches; what came out goes into FOLDER.
+
+verl_program.py FOLDER: FOLDER/model has a model.
+"""
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+
+from threepo.plugins.verl import IVONEngine
+
+IVON = {"ess": 1e5, "hess_init": 0.1, "clip_radius": 0.1, "seed": 3}
+LENGTHS = (12, 7, 9, 15)
+WRITTEN_BY = (0, 0, 1, 0)
+"""The draw that wrote each row; the second of two ranks has none of draw 1."""
+
+
+def rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(20, 40, (n,), generator=generator) for n in LENGTHS]
+
+
+def engine(folder: Path, kind: type = IVONEngine, **settings: Any) -> Any:
+    """An engine with the model of `folder`; `settings` as override_optimizer_config."""
+    os.environ["VERL_ENGINE_VENDOR"] = "threepo" if kind is IVONEngine else "none"
+    shard = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    made = (EngineRegistry.new if kind is IVONEngine else lambda *_, **known: kind(**known))(
+        "language_model",
+        "fsdp2",
+        model_config=HFModelConfig(
+            path=str(folder / "model"), use_remove_padding=False, override_config={"attn_implementation": "sdpa"}
+        ),
+        engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=shard),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=1.0,
+            total_training_steps=10,
+            lr_scheduler_type="cosine",
+            override_optimizer_config=settings,
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    assert type(made) is kind
+    made.initialize()
+    return made
+
+
+def batch() -> TensorDict:
+    """This rank's rows, all but the first token counted; small micro-batches."""
+    mine = rows()[dist.get_rank() :: dist.get_world_size()]
+
+    def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+    data = TensorDict(
+        {
+            "input_ids": nested(mine),
+            "position_ids": nested([torch.arange(len(row)) for row in mine]),
+            "loss_mask": nested([torch.cat([torch.ones(len(row) - 1), torch.zeros(1)]) for row in mine]),
+        },
+        batch_size=[len(mine)],
+    )
+    draws = WRITTEN_BY[dist.get_rank() :: dist.get_world_size()]
+    tu.assign_non_tensor_stack(data, "extra_fields", [{"draw": draw} for draw in draws])
+    tu.assign_non_tensor(
+        data,
+        temperature=1.0,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=16,
+        use_remove_padding=False,
+        use_fused_kernels=False,
+        pad_token_id=0,
+        calculate_entropy=False,
+    )
+    return data
+
+
+def loss(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Mean negative log-likelihood over the tokens of all ranks, as verl's losses are."""
+    tokens, ranks = tu.get_non_tensor_data(data, "batch_num_tokens", None), tu.get_non_tensor_data(data, "dp_size", 1)
+    counted = model_output["log_probs"].values() * data["loss_mask"].values()
+    return -counted.sum() / tokens * ranks, {}
+
+
+def step(engine: Any) -> dict[str, Any]:
+    """Log-probs before an update, its loss over all ranks and its metrics, the learning rate after it."""
+    with engine.eval_mode():
+        before = engine.infer_batch(batch())["model_output"]["log_probs"].values()
+    with engine.train_mode():
+        outputs = engine.train_batch(batch(), loss)
+    total = torch.tensor(sum(outputs["loss"]))
+    dist.all_reduce(total)
+    rate = engine.lr_scheduler_step()
+    return {"logprobs": before, "loss": float(total) / dist.get_world_size(), "lr": rate, **outputs["metrics"]}
+
+
+def pushed(engine: Any) -> dict[str, torch.Tensor]:
+    """What this rank would send to its rollout replica."""
+    return {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+
+
+def trained(engine: Any) -> dict[str, Any]:
+    """Two steps and the weights after them."""
+    return {"steps": [step(engine) for _ in range(2)], "mean": pushed(engine)}
+
+
+def main(folder: Path) -> None:
+    """All that is asked of the engines, so that torchrun starts once."""
+    found: dict[str, Any] = {}
+    b3po = engine(folder, method="b3po", **IVON)
+    found["b3po"] = trained(b3po)
+
+    b3po.save_checkpoint(str(folder / "checkpoint"))
+    other = engine(folder, method="b3po", **IVON | {"seed": 4})
+    other.load_checkpoint(str(folder / "checkpoint"))
+    found["went_on"], found["resumed"] = (step(e) | pushed(e) for e in (b3po, other))
+
+    c3po = engine(folder, method="c3po", draws=2, **IVON)
+    c3po.replica = dist.get_rank()
+    found["draw"] = pushed(c3po)
+    with c3po.eval_mode():
+        found["at_fresh"] = c3po.infer_batch(batch())["model_output"]["log_probs"].values()
+
+    for method in ("m3po", "c3po_replay"):
+        found[method] = trained(engine(folder, method=method, draws=2, **IVON))
+
+    found["no_noise"] = trained(engine(folder, method="b3po", noise_scale=0, **IVON))
+    found["verl"] = trained(engine(folder, FSDPEngineWithLMHead))
+    torch.save(found, folder / f"found_{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
