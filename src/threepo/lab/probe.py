@@ -36,7 +36,7 @@ from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
 from threepo.posterior.sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
 from threepo.types import Completion, Draw, Problem, Purpose, Request, TrainingRow
@@ -154,7 +154,7 @@ class Probe:
             ]
             # A seed of its own: training on the same problems must not sample the same completions.
             seed = address_key("threepo-probe", self.config.run.seed)[0] >> 1
-            completions += graded(self.grader, self.engine.generate(requests, sampling, seed))
+            completions += attach_verdicts(self.grader, self.engine.generate(requests, sampling, seed))
         return completions
 
     def outcomes(
