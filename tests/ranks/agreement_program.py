@@ -20,7 +20,7 @@ from threepo import api
 from threepo.config import TrainConfig
 from threepo.config.recipes import load
 from threepo.errors import UserError
-from threepo.posterior.layout import local
+from threepo.posterior.shards import local
 from threepo.ranks import agreement
 from threepo.ranks.group import Ranks, joined
 from threepo.training import rlvr

@@ -19,7 +19,7 @@ from threepo.models.loading import make_tokenizer
 from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import posterior_metrics, sigma_growth
-from threepo.posterior.layout import like_parameter
+from threepo.posterior.shards import like_parameter
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.types import Draw, Row

@@ -28,7 +28,7 @@ from threepo.errors import UserError
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointAdamW
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.run_folder import RunFolder, checkpoints, model_folder
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint

@@ -13,7 +13,7 @@ from threepo.methods.method import rollout_draws, training_batch
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointSGD
+from threepo.posterior.point_optimizers import PointSGD
 from threepo.training.update import update_policy
 from threepo.types import CreditedRow, Group, Verdict
 from updates import PLAIN, PROMPTS, SAMPLING, Spy, credited, gradient_of, rollouts, solved

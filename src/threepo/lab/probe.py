@@ -34,7 +34,7 @@ from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
-from threepo.posterior.sizes import fits_any, layer_kind, trained_names
+from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine

@@ -32,8 +32,8 @@ from threepo.models.four_bit import FourBit
 from threepo.models.loading import TINY_MODELS, has_tokenizer, load_pretrained, make_model, make_tokenizer, pick_device
 from threepo.models.logprobs import TokenLogprobs, has_linear_head, token_logprobs
 from threepo.models.prompts import tokenized
-from threepo.posterior.layout import device_of
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.posterior.shards import device_of
 from threepo.run_folder import model_folder
 from threepo.types import THINK, MicroBatch, Problem
 

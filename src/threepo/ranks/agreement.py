@@ -26,8 +26,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from threepo.config.records import to_dict
-from threepo.posterior.layout import local
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
+from threepo.posterior.shards import local
 from threepo.ranks.group import Ranks
 from threepo.types import Batch, Row
 
