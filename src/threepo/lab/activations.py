@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
 from threepo.models.policy import Policy, Scorer, recompute_activations
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 
 class AllocatedBytes(TorchDispatchMode):
@@ -80,7 +80,7 @@ def activation_bytes(
             else:
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         tokens = torch.zeros(rows * length, dtype=torch.long)
-        packed = PackedTokens(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
+        packed = MicroBatch(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         policy = Policy(Scorer(model, not capped, packed_rows), None, dtype)
         allocated = AllocatedBytes()
