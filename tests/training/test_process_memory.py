@@ -10,7 +10,7 @@ from threepo.config import LoRAConfig
 from threepo.lab.rank_memory import passing
 from threepo.models.adapters import add_adapters, round_base
 from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
 """Otherwise it is like Qwen2.5-Math-7B."""
@@ -49,7 +49,7 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     policy, tokens = Policy(Scorer(model, linear_head=True, packed_rows=True), None, dtype), torch.zeros(ROWS * LENGTH)
-    packed = PackedTokens(tokens.long(), (LENGTH,) * ROWS, torch.arange(ROWS * LENGTH), tokens.long(), tokens.long())
+    packed = MicroBatch(tokens.long(), (LENGTH,) * ROWS, torch.arange(ROWS * LENGTH), tokens.long(), tokens.long())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         policy.logprobs(packed).logprobs.sum().backward()
     held = most = 0

@@ -21,7 +21,7 @@ from threepo.models.adapters import round_base
 from threepo.models.attention import NAME, register_attention
 from threepo.models.logprobs import CHUNK_ELEMENTS
 from threepo.models.policy import Policy, Scorer, recompute_activations
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 Bytes = dict[str, float]
 """By what they are for."""
@@ -77,7 +77,7 @@ def passing(
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None  # of an earlier micro-batch
         tokens = torch.zeros(rows * length, dtype=torch.long)
-        packed = PackedTokens(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
+        packed = MicroBatch(tokens, (length,) * rows, torch.arange(rows * length), tokens, tokens)
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         policy = Policy(Scorer(model, not capped, packed_rows), None, dtype)
         allocated = Allocated()

@@ -25,6 +25,7 @@ from threepo.ranks.group import ALONE, Ranks
 from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
+from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.flops import step_flops
 from threepo.training.metrics import (
@@ -35,14 +36,13 @@ from threepo.training.metrics import (
     similarity,
     time_metrics,
     token_counts,
-    update_metrics,
-    watch,
 )
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import certainty, next_state, refuse_unmeasured, step_sampling
-from threepo.training.update import UpdateRecord, update_policy
+from threepo.training.update import update_policy
+from threepo.training.update_record import UpdateRecord
 from threepo.types import Group, Problem
 
 
@@ -85,7 +85,7 @@ def train(run: Run) -> None:
                 rollouts = rollout(run, step, clock)
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
-            metrics |= update_metrics(record) | run.optimizer_metrics(record.finite)
+            metrics |= record.metrics() | run.optimizer_metrics(record.finite)
             if alike := run.config.ess_schedule.kind == "similarity":
                 metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)
@@ -114,7 +114,7 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         clock.lap("time/rollout")
         completions = graded(run.grader, completions)
         clock.lap("time/reward")
-        return lattice.credit_groups(method, lattice.group_by_prompt(completions))
+        return lattice.credit(method, completions)
 
     if sampling.dynamic_rounds:
         return until_full(config, run.source, run.state.drawn, answer)
