@@ -13,7 +13,7 @@ from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
+from threepo.rewards.grading import Grader, attach_verdicts, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Purpose, Request
@@ -64,7 +64,7 @@ class Questions:
         ]
         # A seed of its own: training on the same problems must not sample the same completions.
         seed = address_key(_SEEDS[self.purpose], self.seed)[0] >> 1
-        return graded(self.grader, engine.generate(requests, self.sampling, seed))
+        return attach_verdicts(self.grader, engine.generate(requests, self.sampling, seed))
 
 
 @dataclass(frozen=True)

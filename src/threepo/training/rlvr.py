@@ -22,7 +22,7 @@ from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
@@ -112,7 +112,7 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
         completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
         clock.lap("time/rollout")
-        completions = graded(run.grader, completions)
+        completions = attach_verdicts(run.grader, completions)
         clock.lap("time/reward")
         return lattice.credit(method, completions)
 
