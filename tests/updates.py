@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Method, ObjectiveConfig, SamplingConfig
+from threepo.config import Method, ObjectiveConfig, PPOConfig, SamplingConfig
 from threepo.methods.method import credit_groups, group_by_prompt, requests, rollout_draws, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
@@ -15,7 +15,7 @@ from threepo.training.update import UpdateRecord, update_policy
 from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
 
 SAMPLING = SamplingConfig()
-PLAIN = ObjectiveConfig()
+PLAIN = PPOConfig()
 PROMPTS = 3
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, SFTConfig, TrainConfig
+from threepo.config import EngineConfig, SFTConfig, TrainConfig, VLLMEngineConfig
 from threepo.config.recipes import model_to_come
 from threepo.config.sources import is_local, is_source, split_source
 from threepo.data.finite import FiniteProblems
@@ -25,10 +25,8 @@ from threepo.models.adapters import adapter_folder
 from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.objectives.policy_loss import scored_first
-from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.flops import step_flops
-from threepo.training.optimizers import OPTIMIZERS
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
@@ -177,7 +175,7 @@ def _tensors(config: TrainConfig | SFTConfig, gradient_draws: int) -> dict[str, 
     if isinstance(config, TrainConfig) and optimizer.kind != "ivon" and gradient_draws > 1:
         divided = config.method.gradient_at == "fresh" or config.method.normalize == "part"
         held |= {"sums over gradient draws": 1} if divided else {}
-    return held | OPTIMIZERS[optimizer.kind].memory(optimizer, gradient_draws)
+    return held | optimizer.memory(gradient_draws)
 
 
 def _trainer_memory(
@@ -276,7 +274,7 @@ def _probe(config: TrainConfig | SFTConfig, model: Shape) -> list[tuple[float, s
 
 def _cards(config: TrainConfig, cards: dict[str, int], most: float, copy: float) -> list[str]:
     """Memory that GPUs have left beside a trainer that takes `most` GiB, and `copy` GiB of an engine's weights."""
-    lines, shared = [], config.engine.kind == "vllm" and not config.engine.vllm.servers
+    lines, shared = [], config.engine.kind == "vllm" and not config.engine.servers
     for card, size in cards.items():
         left, share = size - most - copy, math.floor(100 * (size - most) / size) / 100
         most_share = f"; engine.vllm.gpu_memory_utilization at most {share:.2f}" if shared else ""
@@ -287,20 +285,21 @@ def _cards(config: TrainConfig, cards: dict[str, int], most: float, copy: float)
 
 def _engines(engine: EngineConfig, ranks: int) -> int:
     """Number of engines, replicas or servers that share the draws of a step."""
-    each = engine.vllm.tensor_parallel
+    each = engine.tensor_parallel
     if ranks % each and ranks > 1:
         raise UserError(f"engine.vllm.tensor_parallel = {each}: must divide the number of ranks, {ranks}")
-    return len(engine.vllm.servers) or (ranks // each if ranks > 1 else engine.vllm.replicas)
+    replicas = engine.vllm.replicas if isinstance(engine, VLLMEngineConfig) else 1
+    return len(engine.servers) or (ranks // each if ranks > 1 else replicas)
 
 
 def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ranks: int) -> tuple[list[str], float]:
     """Lines on the engine that has most to do, and the GiB of weights that it holds on the trainer's GPU."""
-    engine, draws, each = config.engine, max(config.method.draws, 1), config.engine.vllm.tensor_parallel
+    engine, draws, each = config.engine, max(config.method.draws, 1), config.engine.tensor_parallel
     count = _engines(engine, ranks)
-    spread = ranks > 1 or bool(engine.vllm.servers)  # then engines that have no draw of their own share one
+    spread = ranks > 1 or bool(engine.servers)  # then engines that have no draw of their own share one
     turns = -(-draws // count)
     busiest = turns * -(-rows // (draws * (max(count // draws, 1) if spread else 1)))
-    copies, what, most = ENGINES[engine.kind].memory(engine, turns)
+    copies, what = engine.copies(turns)
     held, named = copies * model.served(engine), f"weights of {copies} {what}{'s' if copies > 1 else ''}"
     if model.adapters and engine.kind == "local":
         held = model.weights + model.adapters - model.trained + copies * model.trained
@@ -309,10 +308,10 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
             held -= model.rounded
             named += ", without those of the trainer"
     elif pushed := model.pushed(engine):
-        held += copies * engine.vllm.adapters * pushed
+        held += copies * engine.adapters * pushed
         beside = "frozen weights" if model.adapters else "the mean"
-        named = f"{beside} of {copies} {what}, and up to {engine.vllm.adapters} adapters"
-    together = min(busiest, most)
+        named = f"{beside} of {copies} {what}, and up to {engine.adapters} adapters"
+    together = min(busiest, engine.max_batch_rows)
     gib = held * _BYTES[engine.dtype] / each / GIB
     cache = together * tokens * bytes_per_token(model.config, getattr(torch, engine.dtype)) / each / GIB
     lines = [
@@ -320,13 +319,13 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
     if engine.kind == "vllm" and draws > 1:
-        rounds = -(-turns // engine.vllm.adapters) if model.pushed(engine) else turns
+        rounds = -(-turns // engine.adapters) if model.pushed(engine) else turns
         longer = max(rounds, busiest / -(-rows // count) if spread else 1)
         how = "in turn" if rounds > 1 else "in one batch" if turns > 1 else "at the same time"
         ratio = f"up to {longer:.3g} times as long as" if longer > 1 else "about as long as"
         plural = "s" if count > 1 else ""
         lines.append(f"{draws} draws {how} on {count} {what}{plural}: decoding takes {ratio} with one draw")
-    return lines, 0.0 if engine.vllm.servers else gib
+    return lines, 0.0 if engine.servers else gib
 
 
 def _push(config: TrainConfig, model: Shape, copy: float, ranks: int) -> str:
@@ -334,7 +333,7 @@ def _push(config: TrainConfig, model: Shape, copy: float, ranks: int) -> str:
     engine, draws = config.engine, max(config.method.draws, 1)
     if engine.kind == "local":
         return f"{copy:.4g} GiB of weights written into the engine"  # every load writes all that it has
-    if engine.vllm.servers:
+    if engine.servers:
         size = model.weights * (8 if config.method.draws and config.optimizer.kind == "ivon" else 4)
         return f"{size / GIB:.4g} GiB of mean and Hessian written to engine.vllm.weights_folder"
     served, pushed = model.served(engine), model.pushed(engine)
