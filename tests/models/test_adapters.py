@@ -17,7 +17,7 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
-from threepo.posterior.sizes import root_mean_square
+from threepo.posterior.noise_sizes import root_mean_square
 from threepo.rollout.local import LocalEngine
 from threepo.types import Draw
 

@@ -19,7 +19,7 @@ from threepo.models.loading import model_shape
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
-from threepo.types import Draw, PackedTokens
+from threepo.types import Draw, MicroBatch
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -80,7 +80,7 @@ def test_training_has_the_bits_of_a_model_of_the_same_numbers(settings: ModelCon
             for layer in layers:
                 layer.weight = Parameter(layer.weight.dense(), requires_grad=False)
         ids, positions = torch.arange(3, 33), torch.arange(4, 29)
-        packed = PackedTokens(ids, (30,), positions, ids[positions + 1], torch.zeros(25, dtype=torch.long))
+        packed = MicroBatch(ids, (30,), positions, ids[positions + 1], torch.zeros(25, dtype=torch.long))
         logprobs = policy.logprobs(packed).logprobs
         logprobs.sum().backward()
         found[kind] = [logprobs.detach(), *(p.grad for p in policy.model.parameters() if p.grad is not None)]

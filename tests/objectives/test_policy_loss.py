@@ -24,7 +24,7 @@ from threepo.objectives.policy_loss import (
     token_losses,
 )
 from threepo.objectives.token_losses import token_loss
-from threepo.types import TrainingRow
+from threepo.types import CreditedRow
 
 
 def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInputs:
@@ -34,8 +34,10 @@ def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInput
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=torch.zeros_like(logprobs),
+        behaviour_logprobs=torch.zeros_like(logprobs),
         entropy=torch.full_like(logprobs, 0.7),
         advantages=torch.full_like(logprobs, advantage),
+        weights=torch.ones_like(logprobs),
         correction_weights=counted.float(),
         counted=counted,
         row_of=torch.zeros(len(ratios), dtype=torch.int64),
@@ -232,15 +234,15 @@ def test_a_term_has_no_gradient_for_the_rows_that_it_leaves_out(name: str) -> No
 def test_rows_need_a_backward_pass_where_a_term_in_use_says_so() -> None:
     rows = [row(0, 0.0), row(1, 1.0), row(2, 0.0)]
 
-    def indices(rows: Sequence[TrainingRow], **settings: Any) -> tuple[list[int], ...]:
-        return tuple([r.index for r in part] for part in split_by_gradient(rows, objective(**settings)))
+    def indices(rows: Sequence[CreditedRow], **settings: Any) -> tuple[list[int], ...]:
+        return tuple([r.index for r in some] for some, _ in split_by_gradient(rows, objective(**settings)))
 
     assert indices(rows) == ([1], [0, 2])
     assert indices(rows, entropy_coefficient=0.1) == ([0, 1, 2], [])
     assert indices(rows, reference_kl=0.1) == ([0, 1, 2], [])
     assert indices([rows[0], rows[2]]) == ([0], [2]), "the optimizer needs a gradient to observe"
     kl_cov = KLCovConfig(mini_batches=2)
-    assert [r.index for r in split_by_gradient(rows, kl_cov, chosen={2})[0]] == [1, 2]
+    assert [r.index for r in split_by_gradient(rows, kl_cov, chosen={2})[0][0]] == [1, 2]
 
 
 def test_rows_are_scored_before_the_update_where_something_needs_it() -> None:
@@ -260,7 +262,7 @@ def test_row_weights_of_each_aggregation_by_hand() -> None:
     assert row_weights(rows, "sequence") == {0: 1 / 2, 1: 1 / 6, 2: 1 / 4}
     for aggregation, units in (("token", 12), ("group", 2), ("sequence", 3)):
         weights = row_weights(rows, aggregation)
-        assert sum(weights[r.index] * len(r.completion.tokens) for r in rows) == pytest.approx(units)
+        assert sum(weights[r.index] * r.loss_tokens for r in rows) == pytest.approx(units)
 
 
 def test_a_constant_divisor_does_not_see_how_many_tokens_there_are() -> None:

@@ -28,7 +28,7 @@ from threepo import api
 from threepo.config import Advantage, LocalEngineConfig, Method, ModelConfig, NoiseConfig, PPOConfig, SamplingConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.method import credit_groups, group_by_prompt, training_batch
+from threepo.methods.method import credit, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, Scorer, load_policy
 from threepo.plugins.trl import ThreepoTrainer
@@ -38,7 +38,7 @@ from threepo.posterior.ivon import IVON
 from threepo.rewards import math
 from threepo.rollout.local import LocalEngine
 from threepo.training.update import update_policy
-from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
+from threepo.types import Completion, CreditedRow, Draw, Problem, Request, Verdict
 
 LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
 ADAMW = {"method": replace(threepo.B3PO, optimizer="adamw"), "ivon": {}, "noise": {"unit": "rms", "size": 0.05}}
@@ -178,7 +178,7 @@ def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[C
         problem = Problem(f"p{row // ROLLOUTS}", "")
         completion = Completion(problem, prompt, *place, text, "length", 0, verdict=verdict)
         with optimizer.perturbed(draw), torch.no_grad():
-            logprobs = policy.logprobs(flatten([TrainingRow(completion, 0, 0.0)], policy.device)).logprobs
+            logprobs = policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device)).logprobs
         found.append(replace(completion, logprobs=tuple(logprobs.tolist())))
     return found
 
@@ -197,9 +197,9 @@ def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engin
     policy = new_policy()
     optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
     for step in range(3):
-        groups = group_by_prompt(rollouts(trainer, step, policy, optimizer))
+        groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
-        batch = training_batch(method, SamplingConfig(), credit_groups(method, groups), SEED, step)
+        batch = training_batch(method, SamplingConfig(), groups, SEED, step)
         record = update_policy(policy, optimizer, batch, PPOConfig())
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)

@@ -44,7 +44,7 @@ from threepo.config import ModelConfig, PPOConfig, SamplingConfig, TinyConfig
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.method import credit_groups, group_by_prompt, training_batch
+from threepo.methods.method import credit, training_batch
 from threepo.models.policy import Policy, load_policy
 from threepo.plugins.verl import DrawTrainer, IVONEngine, check_config
 from threepo.posterior.ivon import IVON
@@ -406,7 +406,7 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
                 )
             )
     method = replace(PRESETS[run.method].method, draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
-    batch = training_batch(method, SamplingConfig(), credit_groups(method, group_by_prompt(completions)), 3, 0)
+    batch = training_batch(method, SamplingConfig(), credit(method, completions), 3, 0)
     record = update_policy(policy, optimizer, batch, PPOConfig())
     kept = sum(row.untouched for row in record.rows)
     masked = len(record.rows) - kept

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posterior.test_sizes import normals
+from posterior.test_noise_sizes import normals
 from threepo.config import AdamWConfig, IVONConfig, NoiseConfig, SGDConfig
 from threepo.models.policy import Policy
 from threepo.posterior.evolution import compare, evolve, gradients
 from threepo.posterior.ivon import IVON
 from threepo.posterior.perturbation import Noisy
-from threepo.posterior.point import PointSGD
+from threepo.posterior.point_optimizers import PointSGD
 from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw
 

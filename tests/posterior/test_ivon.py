@@ -12,7 +12,7 @@ from reference import ReferenceIVON
 from drawn import normal
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointAdamW
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.types import Draw
 
 SETTINGS = {

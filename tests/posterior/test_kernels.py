@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from threepo.posterior import kernels, native, torch_kernels
-from threepo.posterior.layout import _box
 from threepo.posterior.noise import BLOCK, Key, noise_key
 from threepo.posterior.operations import HESSIAN_RANGE, WHOLE, AddNoiseTimes, Perturb, Region, Scalars, Update
+from threepo.posterior.shards import _box
 from threepo.types import Draw
 
 DRAW = Draw(3, 5, 1)

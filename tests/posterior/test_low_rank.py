@@ -19,7 +19,7 @@ from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import LowRank, noise_address, noise_chunks
 from threepo.posterior.operations import AddNoiseTimes, Perturb, Region, Scalars, Update
 from threepo.posterior.perturbation import GroupSettings, sigma_scalars
-from threepo.posterior.point import PointAdamW, PointSGD
+from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.types import Draw
 
 DRAW = Draw(3, 5, 1)

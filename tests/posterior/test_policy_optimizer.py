@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from threepo.posterior.point import PointAdamW, PointSGD
+from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import named_in_groups
 from threepo.types import Draw
 

@@ -25,7 +25,7 @@ from trl_models import MICRO_BATCHES, NOISY, PROMPTS, ROLLOUTS, VLLM, WIDE, Chec
 import threepo
 from threepo.config import Method
 from threepo.plugins.trl import ThreepoTrainer
-from threepo.posterior.layout import whole
+from threepo.posterior.shards import whole
 
 FSDP2 = {
     "fsdp": True,

@@ -33,9 +33,9 @@ from threepo.cli import main
 from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
+from threepo.posterior.draw_file import file_contents
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.pushed import pushed
 from threepo.ranks import vllm_servers
 from threepo.ranks.group import ALONE
 from threepo.ranks.vllm_servers import VLLMServers
@@ -170,11 +170,11 @@ def test_a_tensor_that_the_first_push_lacks_is_found_out(
     assert name in policy.model.state_dict()
 
     def without_one(*arguments: Any) -> Any:
-        tensors, metadata = pushed(*arguments)
+        tensors, metadata = file_contents(*arguments)
         names = {parameter: called for parameter, called in json.loads(metadata["names"]).items() if parameter != name}
         return tensors, metadata | {"names": json.dumps(names)}
 
-    monkeypatch.setattr(vllm_servers, "pushed", without_one)
+    monkeypatch.setattr(vllm_servers, "file_contents", without_one)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)
     words = r"with the weights of the mean at step 0 on http\S+ that it was given: .* off by nan on average"
     with closing(engine_for(policy, servers, tmp_path)) as engine, pytest.raises(UserError, match=words):

@@ -39,7 +39,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.training.metrics import similarity, token_counts
 from threepo.training.schedules import ScheduleState, certainty, first_state, next_state, step_sampling
-from threepo.types import Group, Problem, SupervisedRow
+from threepo.types import Group, Row
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -121,7 +121,7 @@ def certainties(low: float, mean: float, high: float) -> dict[str, float]:
 
 def test_certainty_rises_while_a_policy_becomes_certain_and_falls_again(policy: Policy) -> None:
     """A model whose logits are scaled up, then down. Against those of the same step it would hardly change."""
-    rows = [SupervisedRow(tuple(range(5 + i, 15 + 2 * i)), ((1, 10 + i),), i) for i in range(4)]
+    rows = [Row(i, tuple(range(5 + i, 15 + 2 * i)), ((1, 10 + i),)) for i in range(4)]
     head, run, state, seen = (
         policy.model.get_output_embeddings(),
         config(SimilarityEss()),
@@ -145,7 +145,7 @@ def test_certainty_rises_while_a_policy_becomes_certain_and_falls_again(policy: 
 def test_similarity_is_a_mean_over_pairs_and_then_over_prompts() -> None:
     """Pairs of (1, 1), (1, 1), (2, 0) by counts of two tokens: cosines 1, 1 / sqrt 2, 1 / sqrt 2."""
     alike, apart = (
-        Group(Problem("p0", "p0"), tuple(completion(tokens=tokens) for tokens in texts))
+        Group(tuple(completion(tokens=tokens) for tokens in texts), ())
         for texts in ([(5, 9), (9, 5), (5, 5)], [(1,), (2,)])
     )
     assert similarity([alike], token_counts) == pytest.approx((1 + math.sqrt(2)) / 3)

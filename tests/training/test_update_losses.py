@@ -22,15 +22,14 @@ from threepo.config import (
 )
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.credit import RULES
-from threepo.methods.method import credit_groups, training_batch
+from threepo.methods.method import training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import read_metrics
-from threepo.training.metrics import update_metrics
 from threepo.training.reference import Reference
 from threepo.training.update import update_policy
 from threepo.types import Completion, Group
-from updates import SAMPLING, gradient_of, rollouts, solved
+from updates import SAMPLING, credited, gradient_of, rollouts, solved
 
 SEVERAL: dict[str, Any] = {"mini_batches": 3}
 GSPO: dict[str, Any] = {"aggregation": "sequence", **SEVERAL, "clip_low": 0.05, "clip_high": 0.05}
@@ -137,7 +136,7 @@ def by_hand(
 
     `weights`: [K], detached, of the advantages, log-probs and entropies of all tokens.
     """
-    values = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0).parts[0].rows
+    values = training_batch(GRPO, SAMPLING, credited(GRPO, groups), 0, 0).parts[None]
     found = [scored(policy, row.completion) for row in values]
     logprobs, entropy = map(torch.cat, zip(*found, strict=True))
     a = torch.cat([torch.full_like(own, row.advantage) for (own, _), row in zip(found, values, strict=True)]).detach()
@@ -220,7 +219,7 @@ def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups
 def renamed(group: Group) -> Group:
     """The group as that of another prompt."""
     problem = replace(group.problem, id="another")
-    return Group(problem, tuple(replace(c, problem=problem) for c in group.completions))
+    return replace(group, completions=tuple(replace(c, problem=problem) for c in group.completions))
 
 
 @pytest.mark.parametrize("zero_variance", ["keep", "drop"])
@@ -233,7 +232,7 @@ def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal(
     some = [*groups[:2], solved(groups[2])]
     record, grads, _ = gradient_of(policy, method, some, objective=objective, lr=3e3, noise_scale=0.0)
     assert record.chose == [True, True, False]
-    assert update_metrics(record)["policy/no_choice_share"] == pytest.approx(1 / 3)
+    assert record.metrics()["policy/no_choice_share"] == pytest.approx(1 / 3)
     assert record.policy["chosen_share"] == sum(len(c.tokens) for group in some[:2] for c in group.completions)
     assert zero_variance == "drop" or not any(grad.any() for grad in grads.values())
 
@@ -273,7 +272,7 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
         policy.model.named_parameters(), clip_radius=1e-3, ess=1e4, betas=(0.9, 1 - 1e-9)
     )  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, OBJECTIVES[name])
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
 

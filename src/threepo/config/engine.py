@@ -114,6 +114,11 @@ class EngineConfig(Settings, table="engine", by="kind"):
         return 1
 
     @property
+    def replicas(self) -> int:
+        """Processes with an engine that share the draws of a step."""
+        return 1
+
+    @property
     def servers(self) -> tuple[str, ...]:
         """Inference servers that decode instead of engines that are started here."""
         return ()
@@ -162,6 +167,10 @@ class VLLMEngineConfig(EngineConfig):
     @property
     def tensor_parallel(self) -> int:
         return self.vllm.tensor_parallel
+
+    @property
+    def replicas(self) -> int:
+        return self.vllm.replicas
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
+from threepo.rewards.grading import Grader, attach_verdicts, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Purpose, Request
@@ -62,7 +62,7 @@ class Examination:
         ]
         # A seed of its own: training on the same problems must not sample the same completions.
         completions = engine.generate(requests, self.sampling, address_key("threepo-eval", self.seed)[0] >> 1)
-        return graded(self.grader, completions)
+        return attach_verdicts(self.grader, completions)
 
     def metrics(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> dict[str, float]:
         """Scores of all problems, as logged while training. The engine's weights are replaced."""

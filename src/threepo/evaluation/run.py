@@ -26,7 +26,7 @@ from threepo.evaluation.scores import average_scores, score
 from threepo.files import finite, read_json, write_json
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
-from threepo.posterior.layout import is_spread, whole
+from threepo.posterior.shards import is_spread, whole
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.agreement import agree_on_setup
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine

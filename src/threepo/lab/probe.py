@@ -25,21 +25,21 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import fit_context, with_grader
 from threepo.evaluation.run import weights_digest
+from threepo.evaluation.statistics import Outcomes, predictable_draws
 from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
 from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings
-from threepo.lab.probe_statistics import Outcomes, shares_of
 from threepo.models.adapters import adapter_folder
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise import address_key
-from threepo.posterior.sizes import fits_any, layer_kind, trained_names
+from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
-from threepo.types import Completion, Draw, Problem, Purpose, Request, TrainingRow
+from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose, Request
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
@@ -154,7 +154,7 @@ class Probe:
             ]
             # A seed of its own: training on the same problems must not sample the same completions.
             seed = address_key("threepo-probe", self.config.run.seed)[0] >> 1
-            completions += graded(self.grader, self.engine.generate(requests, sampling, seed))
+            completions += attach_verdicts(self.grader, self.engine.generate(requests, sampling, seed))
         return completions
 
     def outcomes(
@@ -220,11 +220,11 @@ class Probe:
         device, padding = self.policy.device, not self.policy.scorer.packed_rows
         found: dict[int, np.ndarray] = {}
         for draw in dict.fromkeys(draws):
-            mine = [TrainingRow(row, i, 0.0) for i, row in enumerate(rows) if draws[i] == draw]
+            mine = [CreditedRow.of(row, i) for i, row in enumerate(rows) if draws[i] == draw]
             with source.at(draw):
                 for bundle in pack(mine, self.config.batching.tokens, device, padding=padding):
                     logprobs = self.policy.logprobs(flatten(bundle, device), temperature).logprobs
-                    by_row = torch.split(logprobs.double().cpu(), [len(row.completion.tokens) for row in bundle])
+                    by_row = torch.split(logprobs.double().cpu(), [row.loss_tokens for row in bundle])
                     found |= {row.index: own.numpy() for row, own in zip(bundle, by_row, strict=True)}
         return [found[i] for i in range(len(rows))]
 
@@ -276,7 +276,7 @@ def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str,
     if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE)["config"], recorded)):
         raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
     group, draws = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
-    if not shares_of(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
+    if not predictable_draws(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
         few = f"--draws {settings.draws} --rollouts {settings.rollouts}: too few for groups of {group}"
         raise UserError(f"{few}; set --rollouts {group}")
     training, grader = with_grader(open_training(config.data), config.reward, config.data)

@@ -8,7 +8,7 @@ import torch
 
 from threepo.config import ObjectiveConfig
 from threepo.objectives.selection import Select
-from threepo.types import TrainingRow
+from threepo.types import CreditedRow
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to plus and minus this before exponentiation."""
@@ -22,9 +22,13 @@ class LossInputs:
     """Of the policy, with gradient."""
     old_logprobs: torch.Tensor
     """Of the policy before this batch's first update, at the same draw; detached."""
+    behaviour_logprobs: torch.Tensor
+    """As the rollout engine reported them."""
     entropy: torch.Tensor
     """Of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
     advantages: torch.Tensor
+    weights: torch.Tensor
+    """The weight of each token's row (`policy_loss.row_weights`)."""
     correction_weights: torch.Tensor
     """Importance weights, detached; 0 masks a token."""
     counted: torch.Tensor
@@ -57,7 +61,7 @@ class Term:
 
     losses: Callable[[LossInputs, Any], torch.Tensor]
     """[K], to be minimised."""
-    has_gradient: Callable[[TrainingRow, bool], bool] = lambda row, chosen: row.advantage != 0
+    has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
     """Whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row without any
     needs no backward pass."""
     in_use: Callable[[ObjectiveConfig], bool] = lambda settings: True

@@ -15,7 +15,7 @@ from threepo.config import ObjectiveConfig
 from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
 from threepo.objectives.selection import Select, highest_entropy
 from threepo.objectives.token_losses import token_loss
-from threepo.types import GradientPart, TrainingRow
+from threepo.types import CreditedRow
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
@@ -67,24 +67,24 @@ def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     return torch.stack([policy * inputs.correction_weights * inputs.in_mask, *added]).sum(dim=0)
 
 
-def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, float]:
+def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, float]:
     """The factor of the token losses of each row, by row index; `rows` are all that share a divisor.
 
     `token`, `constant`: 1. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as the paper's
     equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
     """
 
-    def unit(row: TrainingRow) -> Hashable:
+    def unit(row: CreditedRow) -> Hashable:
         return row.completion.problem.id if aggregation == "group" else row.index
 
     tokens: Counter[Hashable] = Counter()
     for row in rows:
-        tokens[unit(row)] += len(row.completion.tokens)
+        tokens[unit(row)] += row.loss_tokens
     weighted = aggregation in ("group", "sequence")
     return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
 
 
-def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], aggregation: str) -> float:
+def signal_factor(rows: Sequence[CreditedRow], weights: Mapping[int, float], aggregation: str) -> float:
     """The factor of all advantages with which the policy loss is a mean over the rows that count, not over all `rows`.
 
     It is the sum of the row weights of all tokens over that of the rows that count: 1 if all rows do. Other terms of
@@ -92,16 +92,16 @@ def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], agg
     masks it is an approximation (method.md 2.6).
     """
 
-    def total(some: Iterable[TrainingRow]) -> float:
-        return math.fsum(weights[row.index] * len(row.completion.tokens) for row in some)
+    def total(some: Iterable[CreditedRow]) -> float:
+        return math.fsum(weights[row.index] * row.loss_tokens for row in some)
 
     counted = total(row for row in rows if row.counts)
     return total(rows) / counted if counted and aggregation != "constant" else 1.0
 
 
-def teaches(parts: Iterable[GradientPart], settings: ObjectiveConfig) -> bool:
+def teaches(rows: Iterable[CreditedRow], settings: ObjectiveConfig) -> bool:
     """Whether an update has anything to learn from: a row that counts, or a term that reads all rows."""
-    return len(terms_of(settings)) > 1 or any(row.counts for part in parts for row in part.rows)
+    return len(terms_of(settings)) > 1 or any(row.counts for row in rows)
 
 
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:
@@ -128,9 +128,9 @@ def statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float
 
 
 def split_by_gradient(
-    rows: Sequence[TrainingRow], settings: ObjectiveConfig, chosen: Collection[int] = ()
-) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Rows that need a backward pass, and rows whose gradient is 0, which are only scored and counted.
+    rows: Sequence[CreditedRow], settings: ObjectiveConfig, chosen: Collection[int] = ()
+) -> list[tuple[list[CreditedRow], bool]]:
+    """Rows that need a backward pass (with True), and rows whose gradient is 0 (with False).
 
     `chosen`: indices of the rows with a token that the loss has chosen. At least one row is among the first, because
     the optimizer needs a gradient to observe, even one of zeros.
@@ -138,4 +138,4 @@ def split_by_gradient(
     terms = terms_of(settings)
     needed = {row.index for row in rows if any(term.has_gradient(row, row.index in chosen) for term in terms)}
     needed = needed or {rows[0].index}
-    return [row for row in rows if row.index in needed], [row for row in rows if row.index not in needed]
+    return [([row for row in rows if (row.index in needed) == wanted], wanted) for wanted in (True, False)]

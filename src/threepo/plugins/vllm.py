@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from threepo.posterior.pushed import drawn
+from threepo.posterior.draw_file import read_draw
 from threepo.rollout.vllm_server import all_nan, fill_with_nan
 from threepo.types import Draw, Purpose
 
@@ -31,7 +31,7 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Body of a request to `/update_weights`."""
 
     path: str
-    """The file of posterior/pushed.py."""
+    """The file of posterior/draw_file.py."""
     draw: tuple[int, int, int, Purpose, Literal[1, -1]] | None = None
     """The fields of a `Draw`, in their order; null: the mean."""
 
@@ -65,9 +65,9 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             raise FileNotFoundError(f"{socket.gethostname()} does not see engine.vllm.weights_folder = {path.parent}")
         if not self._rehearsed:
             fill_with_nan(self.model)
-            self._load(all_nan(dict(drawn(path, None, dtype, torch.device("cpu")))))
+            self._load(all_nan(dict(read_draw(path, None, dtype, torch.device("cpu")))))
             self._rehearsed = True
-        self._load(drawn(path, draw, dtype, self.device))
+        self._load(read_draw(path, draw, dtype, self.device))
 
     def shutdown(self) -> None:
         """Nothing is held."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from threepo.posterior import kernels
-from threepo.posterior.layout import local, sum_over_shards
 from threepo.posterior.noise import CHUNK, noise_address
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.perturbation import Noisy
-from threepo.posterior.point import PointSGD
+from threepo.posterior.point_optimizers import PointSGD
+from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
 
 Fitness = Mapping[Draw, float]

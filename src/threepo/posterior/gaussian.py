@@ -21,10 +21,10 @@ from threepo.config import NoiseConfig
 from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
-from threepo.posterior.layout import like_parameter, sampled, whole
+from threepo.posterior.noise_sizes import by_size, layer_kind, noise_sizes, scaled_by
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
-from threepo.posterior.sizes import by_size, layer_kind, scaled_by, sizes
+from threepo.posterior.shards import like_parameter, sampled, whole
 from threepo.run_folder import model_folder
 from threepo.types import Draw
 
@@ -82,7 +82,7 @@ class Posterior:
         if noise.unit == "posterior":
             lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
             raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
-        return cls({}, fixed_groups(sizes(named, noise), noise.rank), 0, seed)
+        return cls({}, fixed_groups(noise_sizes(named, noise), noise.rank), 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior".
@@ -91,7 +91,7 @@ class Posterior:
         """
         own = {group.noise_rank for group in self.groups}
         noise.check("rank", noise.rank == 0 or own == {noise.rank}, "the posterior has its own rank; remove it")
-        factors = sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
+        factors = noise_sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
             for group in self.groups

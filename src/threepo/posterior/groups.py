@@ -14,11 +14,11 @@ import torch
 
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior import kernels
-from threepo.posterior.layout import local
 from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Scalars
 from threepo.posterior.perturbation import sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
+from threepo.posterior.shards import local
 from threepo.types import Draw
 
 RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from threepo.errors import UserError
 from threepo.posterior import groups, kernels
 from threepo.posterior.groups import Observations, step_scalars
-from threepo.posterior.layout import like_parameter, sum_over_shards
 from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import Update
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, names_by_group, total_norm
+from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw
 
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]

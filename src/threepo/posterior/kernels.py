@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.layout import by_region, local
 from threepo.posterior.noise import LowRank
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
+from threepo.posterior.shards import by_region, local
 
 _FLOAT32 = ("hessian", "momentum", "second")
 _WRITTEN = {Perturb: 1, AddNoiseTimes: 1, Update: 4}

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from threepo.posterior import kernels
-from threepo.posterior.layout import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
 from threepo.posterior.noise import noise_address
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights
+from threepo.posterior.shards import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
 from threepo.types import Draw
 
 Take = Callable[[torch.Tensor], torch.Tensor]

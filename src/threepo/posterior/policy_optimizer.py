@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from threepo.posterior.layout import all_ranks_agree, local, sum_over_shards
+from threepo.posterior.shards import all_ranks_agree, local, sum_over_shards
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]

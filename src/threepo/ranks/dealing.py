@@ -19,22 +19,22 @@ from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import Gathered
 from threepo.rollout.engines import RolloutEngine, build_engine
-from threepo.types import Completion, Draw, Problem, Request, SupervisedRow, TrainingRow, Verdict
+from threepo.types import Completion, Draw, Problem, Request, Row, Verdict
 
-Row = TypeVar("Row", TrainingRow, SupervisedRow)
+AnyRow = TypeVar("AnyRow", bound=Row)
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
 _SENDER_KNOWS = Problem("", "")
 """Stands for a completion's problem on the way between ranks, because all of them have it."""
 
 
-def deal_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+def deal_rows(rows: Sequence[AnyRow], ranks: int) -> list[list[AnyRow]]:
     """The rows of each rank: the longest first, each to the rank that has the fewest tokens so far."""
-    hands: list[list[Row]] = [[] for _ in range(ranks)]
+    hands: list[list[AnyRow]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
-    for row in sorted(rows, key=lambda row: (-len(row.input_tokens), row.index)):
+    for row in sorted(rows, key=lambda row: (-len(row.tokens), row.index)):
         rank = tokens.index(min(tokens))
         hands[rank].append(row)
-        tokens[rank] += len(row.input_tokens)
+        tokens[rank] += len(row.tokens)
     return hands
 
 

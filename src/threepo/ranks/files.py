@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.files import atomic_folder, disk_errors
-from threepo.posterior.layout import by_region, local
+from threepo.posterior.shards import by_region, local
 from threepo.ranks.group import Ranks
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}

@@ -20,8 +20,8 @@ from threepo.models.attention import register_attention
 from threepo.models.four_bit import FourBit
 from threepo.models.loading import pick_device
 from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
-from threepo.posterior.layout import like_parameter, local
 from threepo.posterior.policy_optimizer import Weights, WeightSource
+from threepo.posterior.shards import like_parameter, local
 from threepo.ranks.group import RankError, RankLost, Ranks, is_lost, words_of
 from threepo.types import Draw
 

@@ -24,8 +24,8 @@ from threepo.config import SamplingConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy
+from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.posterior.pushed import pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import Ranks
 from threepo.rollout.contents import parameter_names
@@ -80,7 +80,7 @@ class VLLMServers:
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = any(draw is not None for draw in self._draws)
-        tensors, metadata = pushed(posterior, self._policy.saved_tensors(), self._sources, noisy)
+        tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
         with self._ranks.together():
             if self._ranks.first:
                 _remove_weights(self._folder)

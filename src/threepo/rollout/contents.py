@@ -16,8 +16,8 @@ from threepo.config import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
-from threepo.posterior.layout import is_spread
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.posterior.shards import is_spread
 from threepo.rollout.low_rank import adapter_layout, merged, write_adapters
 from threepo.rollout.memory import Layout, layout_of
 from threepo.rollout.probe import expected_logprobs

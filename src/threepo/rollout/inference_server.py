@@ -47,7 +47,7 @@ class InferenceServer:
         return int(model["max_model_len"])
 
     async def tell(self, path: Path, draw: Draw | None, version: str, probe: Sequence[int]) -> list[float]:
-        """Let the server make a draw from a file (posterior/pushed.py). Returns the log-probs of the probe under it."""
+        """Make the server read a draw from a file (posterior/draw_file.py). Returns the probe's log-probs under it."""
         address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})

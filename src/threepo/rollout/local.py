@@ -15,9 +15,9 @@ from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_scale, is_adapter, without_adapter
 from threepo.models.policy import Policy
-from threepo.posterior.layout import is_spread
 from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.posterior.shards import is_spread
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
 from threepo.rollout.engines import completed, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, Rows, check_positions

@@ -10,8 +10,8 @@ import torch
 
 from threepo.errors import UserError
 from threepo.models.adapters import inner_layers
-from threepo.posterior.layout import device_of
 from threepo.posterior.noise import LowRank, factors, noise_address
+from threepo.posterior.shards import device_of
 from threepo.rollout.memory import Layout
 from threepo.types import Draw
 

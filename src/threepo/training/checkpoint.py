@@ -29,8 +29,8 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR_FILE
 from threepo.posterior.gaussian import Posterior, saved_groups
 from threepo.posterior.ivon import IVON
-from threepo.posterior.layout import like_parameter
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
+from threepo.posterior.shards import like_parameter
 from threepo.ranks.files import save_sharded, shared_folder
 from threepo.ranks.group import ALONE, Ranks
 from threepo.training.schedules import ScheduleState

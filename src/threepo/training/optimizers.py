@@ -18,9 +18,9 @@ from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import adapter_folder
 from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups, sigma_growth
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointAdamW, PointSGD
+from threepo.posterior.noise_sizes import by_size, noise_sizes
+from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.posterior.policy_optimizer import PolicyOptimizer, model_name
-from threepo.posterior.sizes import by_size, sizes
 from threepo.run_folder import model_folder
 from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 
@@ -123,6 +123,6 @@ def build_optimizer(
         saved = {model_name(name): group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
         scales = {name: saved.get(model_name(name), 0.0) for name, _ in model.named_parameters()}
     else:
-        found = sizes(model.named_parameters(), noise)
+        found = noise_sizes(model.named_parameters(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
     return optimizer_kind(settings).build(settings, model, _groups(model, scales, noise.rank), seed)

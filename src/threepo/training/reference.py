@@ -12,8 +12,8 @@ import torch
 from threepo.config import TrainConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
-from threepo.posterior.layout import drop_gathered_copies, like_parameter, local
 from threepo.posterior.policy_optimizer import Weights
+from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import RunFolder, checkpoints

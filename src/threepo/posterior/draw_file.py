@@ -19,7 +19,7 @@ from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.types import Draw
 
 
-def pushed(
+def file_contents(
     source: WeightSource, saved: Weights, sources: Mapping[str, str], noisy: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors and metadata of the file; sharded where the source's are.
@@ -43,7 +43,7 @@ def pushed(
 
 
 @torch.no_grad()
-def drawn(
+def read_draw(
     path: Path, draw: Draw | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of every tensor of the model under `draw` (None: the mean), one at a time, on `device`.

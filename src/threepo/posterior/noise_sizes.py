@@ -7,7 +7,7 @@ import torch
 
 from threepo.config import NoiseConfig
 from threepo.errors import UserError
-from threepo.posterior.layout import local, sum_over_shards
+from threepo.posterior.shards import local, sum_over_shards
 
 KINDS = ("embedding", "head", "norm", "attention", "mlp", "other")
 _PARTS = (("embed", "embedding"), ("lm_head", "head"), ("norm", "norm"), ("attn", "attention"), ("mlp", "mlp"))
@@ -18,7 +18,7 @@ def layer_kind(name: str) -> str:
     return next((kind for part, kind in _PARTS if part in name), "other")
 
 
-def sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> dict[str, float]:
+def noise_sizes(named: Iterable[tuple[str, torch.Tensor]], settings: NoiseConfig) -> dict[str, float]:
     """The noise of every parameter by name, 0 for none: sigma, or with unit = "posterior" a factor of sigma.
 
     Frozen parameters have none, unless all are frozen. With unit = "rms" a collective where parameters are sharded.

@@ -13,8 +13,8 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, sigma_growth
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key, normal_chunks
-from threepo.posterior.point import PointAdamW
-from threepo.posterior.sizes import sizes
+from threepo.posterior.noise_sizes import noise_sizes
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.rollout.local import LocalEngine
 from threepo.training.checkpoint import TrainState, save_checkpoint
 from threepo.training.optimizers import begin_ivon, build_optimizer
@@ -32,17 +32,17 @@ def normals(draw: Draw, name: str, like: torch.Tensor) -> torch.Tensor:
 
 def test_a_pattern_counts_more_than_a_kind_and_a_kind_more_than_all(policy: Policy) -> None:
     where = {"model.layers.1.*": 4.0, "mlp": 3.0, "all": 0.5, "norm": 0.0}
-    found = sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1, where=where))
+    found = noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", size=0.1, where=where))
     assert found[GATE] == pytest.approx(0.4)
     assert found["model.layers.0.mlp.gate_proj.weight"] == pytest.approx(0.3)
     assert found["model.layers.0.self_attn.q_proj.weight"] == found[EMBEDDING] == pytest.approx(0.05)
     assert found[NORM] == 0
-    only = sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", where={"embedding": 2.0}))
+    only = noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="absolute", where={"embedding": 2.0}))
     assert {name for name, size in only.items() if size} == {EMBEDDING}
 
 
 def test_rms_is_that_of_each_parameter(policy: Policy) -> None:
-    found = sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", size=0.5))
+    found = noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", size=0.5))
     for name, p in policy.model.named_parameters():
         expected = 0.5 * math.sqrt(sum(x * x for x in p.detach().double().flatten().tolist()) / p.numel())
         assert found[name] == pytest.approx(expected, rel=1e-6)
@@ -52,13 +52,13 @@ def test_rms_is_that_of_each_parameter(policy: Policy) -> None:
 @pytest.mark.parametrize("key", ["head", "model.layers.7.*"])
 def test_a_place_that_the_model_lacks_is_refused_with_those_it_has(key: str, policy: Policy) -> None:
     with pytest.raises(UserError, match=r"noise.where.*it has the kinds embedding, attention, mlp, norm \(a tied head"):
-        sizes(policy.model.named_parameters(), NoiseConfig(where={key: 1.0}))
+        noise_sizes(policy.model.named_parameters(), NoiseConfig(where={key: 1.0}))
 
 
 def test_weights_that_are_all_zero_have_no_size_to_go_by(policy: Policy) -> None:
     """Biases of a new model."""
     with pytest.raises(UserError, match="noise.unit = 'rms': all weights of noise.where are 0"):
-        sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", where={"*.q_proj.bias": 1.0}))
+        noise_sizes(policy.model.named_parameters(), NoiseConfig(unit="rms", where={"*.q_proj.bias": 1.0}))
 
 
 SETTINGS = {
@@ -70,7 +70,7 @@ SETTINGS = {
 @pytest.mark.parametrize("unit", SETTINGS)
 def test_adamw_ivon_and_a_loaded_model_draw_mean_plus_sigma_times_noise(unit: str, policy: Policy) -> None:
     noise = SETTINGS[unit]
-    sigma = sizes(policy.model.named_parameters(), noise)
+    sigma = noise_sizes(policy.model.named_parameters(), noise)
     means = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     posterior = Posterior.around(policy.model.named_parameters(), noise)
     sources = {

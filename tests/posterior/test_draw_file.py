@@ -10,11 +10,11 @@ from safetensors import safe_open
 from posterior.test_gaussian import trained
 from threepo.config import AdamWConfig, ModelConfig, NoiseConfig, TinyConfig
 from threepo.models.policy import load_policy
+from threepo.posterior.draw_file import file_contents, read_draw
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.point import PointAdamW
+from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.posterior.pushed import drawn, pushed
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import ALONE
 from threepo.rollout.contents import parameter_names
@@ -50,7 +50,7 @@ def sources_of(model: torch.nn.Module) -> dict[str, WeightSource]:
 
 def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: bool = True) -> Path:
     saved = {name: p.detach() for name, p in model.named_parameters()}
-    tensors, metadata = pushed(source, saved, parameter_names(model), noisy)
+    tensors, metadata = file_contents(source, saved, parameter_names(model), noisy)
     save_sharded(path, tensors, ALONE, metadata)
     return path
 
@@ -62,7 +62,7 @@ def test_its_draws_are_those_of_the_source(model: torch.nn.Module, dtype: torch.
         for draw in (DRAW, replace(DRAW, sign=-1), None):
             into = {name: torch.empty_like(p, dtype=dtype) for name, p in source.weights(None)}
             expected = {parameter_of[name]: value.to(dtype) for name, value in source.weights(draw, into)}
-            found = {name: value.to(dtype) for name, value in drawn(path, draw, dtype, torch.device("cpu"))}
+            found = {name: value.to(dtype) for name, value in read_draw(path, draw, dtype, torch.device("cpu"))}
             assert found.keys() == model.state_dict().keys()
             for name, value in found.items():
                 assert torch.equal(value, expected[parameter_of[name]]), (what, draw, name)

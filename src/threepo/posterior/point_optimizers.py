@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from threepo.posterior.layout import local, sum_over_shards
 from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
 from threepo.posterior.policy_optimizer import named_in_groups, names_by_group, total_norm
+from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
 
 
