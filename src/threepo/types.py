@@ -149,17 +149,6 @@ def exact_match(problem: Problem, completion: str) -> Verdict:
     return judge(given, given.split() == problem.answer.split())
 
 
-def lacks_answer(problem: Problem) -> str:
-    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
-    if problem.answer.strip():
-        return ""
-    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
-    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
-    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
-    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
-    return reason + fix if others or not empty else reason
-
-
 @dataclass(frozen=True)
 class Request:
     """One completion to make: this prompt, under this draw, as this rollout of its prompt."""

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from factories import row
-from threepo.config import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
+from threepo.config import (
+    CISPOConfig,
+    ClipCovConfig,
+    Correction,
+    GSPOConfig,
+    KLCovConfig,
+    ObjectiveConfig,
+    PPOConfig,
+)
 from threepo.config.records import RECORDS
 from threepo.errors import UserError
+from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.objectives.policy_loss import (
     ADDED,
@@ -30,7 +39,11 @@ from threepo.types import CreditedRow
 def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInputs:
     """Tokens of one row with these ratios to the old policy and one advantage, all counted and none corrected."""
     logprobs = torch.tensor(ratios).log()
-    counted = fields.get("counted", torch.ones_like(logprobs).bool())
+    everywhere = torch.ones_like(logprobs).bool()
+    counted, weights = fields.pop("counted", everywhere), fields.pop("correction_weights", None)
+    row_of = fields.get("row_of", torch.zeros(len(ratios), dtype=torch.int64))
+    effect = correct(logprobs, logprobs, row_of, fields.get("rows", 1), Correction())
+    weights = counted.float() if weights is None else weights
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=torch.zeros_like(logprobs),
@@ -38,12 +51,11 @@ def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInput
         entropy=torch.full_like(logprobs, 0.7),
         advantages=torch.full_like(logprobs, advantage),
         weights=torch.ones_like(logprobs),
-        correction_weights=counted.float(),
-        counted=counted,
-        row_of=torch.zeros(len(ratios), dtype=torch.int64),
+        correction=replace(effect, weights=weights, counted=counted),
+        row_of=row_of,
         rows=1,
-        chosen=torch.zeros_like(counted),
-        in_mask=torch.ones_like(counted),
+        chosen=~everywhere,
+        in_mask=everywhere,
     )
     return replace(inputs, **fields)
 

@@ -12,7 +12,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from threepo.config import ObjectiveConfig
-from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
+from threepo.objectives.corrections import LOG_RATIO_BOUND
+from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import Select, highest_entropy
 from threepo.objectives.token_losses import token_loss
 from threepo.types import CreditedRow
@@ -20,7 +21,7 @@ from threepo.types import CreditedRow
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """Minus the coefficient times the entropy."""
-    return -settings.entropy_coefficient * inputs.entropy * inputs.counted
+    return -settings.entropy_coefficient * inputs.entropy * inputs.correction.counted
 
 
 def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
@@ -32,7 +33,7 @@ def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
 
 def reference_penalty(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """The coefficient times the KL; corrected, because tokens are those of their generators."""
-    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction_weights
+    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction.weights
 
 
 ADDED = {
@@ -64,7 +65,7 @@ def scored_first(settings: ObjectiveConfig) -> bool:
 def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """[K]: the sum of all terms, before row weights."""
     policy, *added = (term.losses(inputs, settings) for term in terms_of(settings))
-    return torch.stack([policy * inputs.correction_weights * inputs.in_mask, *added]).sum(dim=0)
+    return torch.stack([policy * inputs.correction.weights * inputs.in_mask, *added]).sum(dim=0)
 
 
 def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, float]:

@@ -33,9 +33,9 @@ from threepo.config import (
 )
 from threepo.config.records import build
 from threepo.errors import UserError
-from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.policy import Policy, Scorer, without_weights
+from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
