@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from threepo.config import TrainConfig
+from threepo.config import SimilarityEss, TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
@@ -86,7 +86,8 @@ def train(run: Run) -> None:
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= record.metrics() | run.optimizer_metrics(record.finite)
-            if alike := run.config.ess_schedule.kind == "similarity":
+            alike = isinstance(run.config.ess_schedule, SimilarityEss)
+            if alike:
                 metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
@@ -176,7 +177,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     policy, optimizer, state = build_or_restore(config, folder, ranks)
     reference = open_reference(config, policy, folder, ranks)
     with ranks.together():
-        embed = Encoder(encoder, policy.device) if (encoder := config.ess_schedule.encoder) else token_counts
+        encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
+        embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
