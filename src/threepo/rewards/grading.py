@@ -14,7 +14,7 @@ from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction, find_function, number_verdict
-from threepo.types import Completion, OwnReward, Problem, Verdict, VerifierName, exact_match, lacks_answer
+from threepo.types import Completion, OwnReward, Problem, Verdict, VerifierName, exact_match
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; returns a verdict for each, in their order."""
@@ -41,6 +41,17 @@ def _text_grader(verify: Verify) -> Grader:
 
 def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
     return lambda completions: [number_verdict(number, correct_from) for number in reward.function(completions)]
+
+
+def lacks_answer(problem: Problem) -> str:
+    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
+    if problem.answer.strip():
+        return ""
+    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
+    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
+    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
+    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
+    return reason + fix if others or not empty else reason
 
 
 GRADERS = {
