@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Column, Table
 
 from threepo.errors import UserError
-from threepo.rewards.equality import number, split_unit
+from threepo.rewards.quantities import number, split_unit
 from threepo.rewards.spelling import spelling
 
 BOOTSTRAP_SAMPLES = 2000
