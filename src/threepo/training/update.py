@@ -21,9 +21,10 @@ from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.posterior.evolution import compare, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import ALONE, World
 from threepo.training.reference import Reference
-from threepo.training.scoring import Key, RowScores, bundles_of, choose_tokens, score_rows
+from threepo.training.scoring import Key, RowScores, choose_tokens, score_rows
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Batch, CreditedRow, Draw
 
@@ -37,11 +38,11 @@ def update_policy(
     batch: Batch,
     objective: ObjectiveConfig,
     token_budget: int = 0,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
     reference: Reference | None = None,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
-    update = _Update(policy, optimizer, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
+    update = _Update(policy, optimizer, batch, objective, token_budget, world, UpdateRecord(batch.correction))
     if not batch.parts:
         evolve(optimizer, batch.fitness)
         return UpdateRecord(None)
@@ -52,7 +53,7 @@ def update_policy(
     for mini_batch in split_batch(batch, objective.mini_batches):
         update.take_step(mini_batch.parts)
         update.moved = True
-    update.record.unite(ranks)
+    update.record.unite(world)
     return update.record
 
 
@@ -65,7 +66,7 @@ class _Update:
     batch: Batch
     objective: ObjectiveConfig
     token_budget: int
-    ranks: Ranks
+    world: World
     record: UpdateRecord
     moved: bool = False
     """Whether the policy may not be the old policy any more."""
@@ -95,7 +96,7 @@ class _Update:
 
     def score(self, rows: Sequence[CreditedRow]) -> dict[int, RowScores]:
         """Scores by row index at the weights that the model holds now."""
-        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.ranks)
+        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.world)
 
     def take_step(self, parts: Parts) -> None:
         """One optimizer step from the rows of a mini-batch."""
@@ -149,7 +150,7 @@ class _Update:
         """
         total = count = 0.0
         for rows, with_gradient in self.split(draw, part):
-            for bundle in bundles_of(rows, self.token_budget, self.policy, self.ranks):
+            for bundle in deal_bundles(rows, self.token_budget, self.policy, self.world):
                 with torch.set_grad_enabled(with_gradient):
                     if not bundle:  # other ranks have rows left
                         self.policy.idle()
@@ -159,7 +160,7 @@ class _Update:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 count += counted
-        totals, counts = (math.fsum(column) for column in zip(*self.ranks.gather((total, count)), strict=True))
+        totals, counts = (math.fsum(column) for column in zip(*self.world.gather((total, count)), strict=True))
         longest = self.batch.max_new_tokens
         return totals, policy_loss.divisor(counts, len(part), self.objective.aggregation, longest)
 
