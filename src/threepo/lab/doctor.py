@@ -103,9 +103,9 @@ def noise() -> Finding:
 
 
 def attention() -> Finding:
-    from threepo.rollout import native
+    from threepo.rollout import decode_attention
 
-    return loaded(native.LIBRARY, "compiled")
+    return loaded(decode_attention.LIBRARY, "compiled")
 
 
 def products() -> Finding:

@@ -52,7 +52,7 @@ def write_adapters(source: Any, draw: Draw | None, tensors: Mapping[str, torch.T
         b.copy_(u * (sigma * address.rank**-0.5))
 
 
-def merged(means: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def multiply_out(means: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights that adapters are beside, with them multiplied out."""
     found = dict(means)
     for name, a in adapters.items():
