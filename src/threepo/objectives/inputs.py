@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class LossInputs:
 class Term:
     """A summand of the objective."""
 
-    losses: Callable[[LossInputs, ObjectiveConfig], torch.Tensor]
+    losses: Callable[[LossInputs, Any], torch.Tensor]
     """[K], to be minimised."""
     has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
     """Whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row without any

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig
+from threepo.config import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
@@ -29,7 +29,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 Tensors = Mapping[str, torch.Tensor]
 
 
-def choose_payload(policy: Policy, settings: EngineConfig) -> "Payload":
+def choose_payload(policy: Policy, settings: VLLMEngineConfig) -> "Payload":
     """The payload for a policy and these settings; `UserError` for settings that contradict the policy."""
     own, dtype = settings.vllm, getattr(torch, settings.dtype)
     if own.draw_rank and (policy.has_adapters or not own.adapters):

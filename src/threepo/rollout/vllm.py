@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.config import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
@@ -53,7 +53,7 @@ class VLLMEngine:
     engine.vllm.adapters of them.
     """
 
-    def __init__(self, policy: Policy, settings: EngineConfig) -> None:
+    def __init__(self, policy: Policy, settings: VLLMEngineConfig) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; in a clone, pip install '.[vllm]'")
         self._policy = policy

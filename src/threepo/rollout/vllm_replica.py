@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config import SamplingConfig, VLLMEngineConfig
 from threepo.rollout.memory import Layout, SharedTensors
 
 SeededPrompt = tuple[tuple[int, ...], int]
@@ -72,7 +72,7 @@ class Server:
         self._engine: Any = None
 
     def start(
-        self, settings: EngineConfig, folder: str, max_length: int, prompt: Sequence[int], adapters: dict[str, Any]
+        self, settings: VLLMEngineConfig, folder: str, max_length: int, prompt: Sequence[int], adapters: dict[str, Any]
     ) -> None:
         """Start vLLM for the model whose config.json is in `folder`, with weights that are NaN.
 
