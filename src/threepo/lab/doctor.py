@@ -284,13 +284,14 @@ def same_noise(device: str) -> Finding | None:
 
     from threepo.posterior import kernels, torch_kernels
     from threepo.posterior.noise import noise_key
+    from threepo.posterior.noise_structures import Noise
     from threepo.posterior.operations import Perturb, Scalars
     from threepo.types import Draw
 
     def perturbed(device: str, run: Callable[[list[Perturb]], object]) -> torch.Tensor:
         mean, hessian = torch.ones(3000, device=device), torch.full((3000,), 0.3, device=device)
         scalars = Scalars(weight_decay=1e-3, ess=7.0, fixed_root=0.0, noise_scale=0.9)
-        run([Perturb(mean, mean, hessian, noise_key(Draw(1, 2, 3), "doctor"), scalars)])
+        run([Perturb(mean, mean, hessian, Noise(noise_key(Draw(1, 2, 3), "doctor")), scalars)])
         return mean.cpu()
 
     if torch.equal(perturbed(device, kernels.run), perturbed("cpu", torch_kernels.run)):
