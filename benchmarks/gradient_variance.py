@@ -29,7 +29,7 @@ import torch
 from threepo.config import TrainConfig
 from threepo.config.method import Correction, Method
 from threepo.config.recipes import load
-from threepo.methods.method import credit_groups, training_batch
+from threepo.methods.method import credit, training_batch
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
 from threepo.training.update import update_policy
@@ -51,7 +51,9 @@ def gradient(run: rlvr.Run, method: Method, groups: list[Group], seed: int, step
     """The gradient [parameters] at the weights that the run has, which are put back; and the share of rows kept."""
     parameters = list(run.policy.model.parameters())
     before = [p.detach().clone() for p in parameters]
-    batch = training_batch(method, run.config.sampling, credit_groups(method, groups), seed, step)
+    batch = training_batch(
+        method, run.config.sampling, credit(method, [c for group in groups for c in group.completions]), seed, step
+    )
     record = update_policy(run.policy, run.optimizer, batch, run.config.objective, run.config.batching.tokens)
     with torch.no_grad():
         moved = torch.cat([(b - p).flatten() / LR for b, p in zip(before, parameters, strict=True)])

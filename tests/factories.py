@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from threepo.models.packing import flatten
-from threepo.types import Completion, Draw, PackedTokens, Problem, SupervisedRow, TrainingRow, Verdict
+from threepo.types import Completion, CreditedRow, Draw, MicroBatch, Problem, Row, Verdict
 
 
 def completion(
@@ -41,15 +41,15 @@ def answered(problem: Problem, text: str, tokens: Sequence[int] = (1,), opening:
     return Completion(problem, (5, 6), None, 0, tuple(tokens), logprobs, text, "stop", 0, opening)
 
 
-def row(index: int = 0, advantage: float = 1.0, **fields: object) -> TrainingRow:
-    """A training row around a completion with these fields."""
-    return TrainingRow(completion(**fields), index, advantage)  # type: ignore[arg-type]
+def row(index: int = 0, advantage: float = 1.0, **fields: object) -> CreditedRow:
+    """A row around a completion with these fields."""
+    return CreditedRow.of(completion(**fields), index, advantage)  # type: ignore[arg-type]
 
 
-def packed(tokens: torch.Tensor, mask: torch.Tensor) -> PackedTokens:
+def packed(tokens: torch.Tensor, mask: torch.Tensor) -> MicroBatch:
     """Rows of tokens [R, L], padded on the right; the loss counts token t + 1 where `mask` [R, L-1] is true at t."""
     rows = []
     for index, (ids, counted) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
         ranges = tuple((t + 1, t + 2) for t, is_counted in enumerate(counted) if is_counted)
-        rows.append(SupervisedRow(tuple(ids[: ranges[-1][1]]), ranges, index))
+        rows.append(Row(index, tuple(ids[: ranges[-1][1]]), ranges))
     return flatten(rows, tokens.device)

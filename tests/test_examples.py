@@ -12,15 +12,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from threepo.config import ObjectiveConfig, SamplingConfig
+from threepo.config import PPOConfig, SamplingConfig
 from threepo.config.method import C3PO
-from threepo.methods.method import credit_groups, training_batch
+from threepo.methods.method import credit, training_batch
 from threepo.models.attention import takes_packed_rows
 from threepo.models.logprobs import has_linear_head
 from threepo.models.policy import Policy, Scorer
 from threepo.run_folder import read_metrics
 from threepo.training.update import update_policy
-from threepo.types import Completion, Draw, Group, Problem, Verdict
+from threepo.types import Completion, Draw, Problem, Verdict
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -104,12 +104,11 @@ def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> N
         )
 
     completions = [completion(row) for row in range(48)]
-    groups = [Group(completions[i].problem, tuple(completions[i : i + 16])) for i in range(0, 48, 16)]
     policy = Policy(Scorer(ours.eval(), has_linear_head(ours), takes_packed_rows(ours)), None)
-    batch = training_batch(C3PO, SamplingConfig(), credit_groups(C3PO, groups), seed=5, step=2)
-    record = update_policy(policy, our_optimizer, batch, ObjectiveConfig())
+    batch = training_batch(C3PO, SamplingConfig(), credit(C3PO, completions), seed=5, step=2)
+    record = update_policy(policy, our_optimizer, batch, PPOConfig())
 
-    advantages = torch.tensor([row.advantage for row in batch.parts[0].rows])
+    advantages = torch.tensor([row.advantage for row in next(iter(batch.parts.values()))])
     torch.testing.assert_close(rl_loop.group_advantages(rewards).flatten(), advantages, rtol=1e-4, atol=1e-5)
     rho = [row.rho for row in record.rows]
     assert (seen["rho min"], seen["rho max"]) == pytest.approx((min(rho), max(rho)), rel=1e-4)

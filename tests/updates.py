@@ -1,21 +1,22 @@
 """Single updates for tests: made-up rollouts of a tiny policy, and the gradient that an optimizer gets of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from threepo.config import Method, ObjectiveConfig, SamplingConfig
-from threepo.methods.method import credit_groups, group_by_prompt, requests, rollout_draws, training_batch
+from threepo.config import Method, ObjectiveConfig, PPOConfig, SamplingConfig
+from threepo.methods.method import credit, requests, rollout_draws, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.training.reference import Reference
-from threepo.training.update import UpdateRecord, update_policy
-from threepo.types import Completion, Group, Problem, TrainingRow, Verdict
+from threepo.training.update import update_policy
+from threepo.training.update_record import UpdateRecord
+from threepo.types import Completion, CreditedRow, Group, Problem, Verdict
 
 SAMPLING = SamplingConfig()
-PLAIN = ObjectiveConfig()
+PLAIN = PPOConfig()
 PROMPTS = 3
 
 
@@ -44,11 +45,16 @@ def rollouts(policy: Policy, method: Method, optimizer: IVON, *, by_trainer: boo
             verdict=Verdict(correct, "right" if correct else "wrong", "x"),
         )
         if by_trainer:
-            packed = flatten([TrainingRow(completion, 0, 0.0)], policy.device)
+            packed = flatten([CreditedRow.of(completion, 0)], policy.device)
             with optimizer.at(request.draw), torch.no_grad():
                 completion = replace(completion, logprobs=tuple(policy.logprobs(packed)[0].tolist()))
         made.append(completion)
-    return group_by_prompt(made)
+    return credit(method, made)
+
+
+def credited(method: Method, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the advantages that the method gives their completions."""
+    return credit(method, [completion for group in groups for completion in group.completions])
 
 
 class Spy(IVON):
@@ -79,7 +85,7 @@ def gradient_of(
     optimizer = Spy(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=noise_scale, ess=ess, lr=lr)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     groups = groups or rollouts(policy, method, optimizer)
-    batch = training_batch(method, sampling, credit_groups(method, groups), 0, step)
+    batch = training_batch(method, sampling, credited(method, groups), 0, step)
     record = update_policy(policy, optimizer, batch, objective, token_budget, reference=reference)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():

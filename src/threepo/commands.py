@@ -115,9 +115,9 @@ def _compare(options: argparse.Namespace) -> None:
 
     if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
         raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
-    from threepo.evaluation.compare import compare, comparison_table
+    from threepo.evaluation.compare import compare_evaluations, comparison_table
 
-    comparison = compare(*options.compare)
+    comparison = compare_evaluations(*options.compare)
     Console().print(comparison_table(comparison))
     for name in comparison["only_in_one"]:
         print(f"left out, because only one of them has it: {name}")

@@ -149,17 +149,6 @@ def exact_match(problem: Problem, completion: str) -> Verdict:
     return judge(given, given.split() == problem.answer.split())
 
 
-def lacks_answer(problem: Problem) -> str:
-    """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
-    if problem.answer.strip():
-        return ""
-    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
-    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
-    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
-    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
-    return reason + fix if others or not empty else reason
-
-
 @dataclass(frozen=True)
 class Request:
     """One completion to make: this prompt, under this draw, as this rollout of its prompt."""
@@ -200,63 +189,62 @@ class OwnReward:
 
 @dataclass(frozen=True)
 class Group:
-    """All completions of one prompt in one step, over every draw."""
+    """All completions of one prompt in one step, over every draw, by rollout number."""
 
-    problem: Problem
     completions: tuple[Completion, ...]
-    advantages: tuple[float, ...] = ()
-    """One for each completion; empty before `methods.method.credit_groups`."""
+    advantages: tuple[float, ...]
+    """One for each completion (`methods.method.credit`)."""
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that all completions answer."""
+        return self.completions[0].problem
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all advantages are 0, so that the prompt gives the policy loss no gradient."""
+        return not any(self.advantages)
 
 
 @dataclass(frozen=True)
-class TrainingRow:
-    """One completion as the optimizer sees it."""
+class Row:
+    """A sequence of tokens to train on; the loss counts some of its tokens, and the others are their context."""
 
-    completion: Completion
     index: int
     """Position among all rows of the step, prompt-major."""
-    advantage: float
-    counts: bool = True
-    """Whether its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
-
-    @property
-    def input_tokens(self) -> tuple[int, ...]:
-        """Prompt and completion."""
-        return self.completion.prompt_tokens + self.completion.tokens
-
-    @property
-    def loss_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The completion's range in `input_tokens`, as in `SupervisedRow`."""
-        prompt = len(self.completion.prompt_tokens)
-        return ((prompt, prompt + len(self.completion.tokens)),)
-
-
-@dataclass(frozen=True)
-class SupervisedRow:
-    """One text as fine-tuning sees it: the loss counts some of its tokens, the others are their context."""
-
-    input_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
     loss_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, one past the last) of tokens that the loss counts, in order; never the first token, which nothing
     predicts. For the tokens of a prompt (5, 6, 7) and its completion (8, 9): `((3, 5),)`."""
-    index: int
-    """Position among all rows of the step."""
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens that the loss counts."""
+        return sum(end - first for first, end in self.loss_ranges)
 
 
 @dataclass(frozen=True)
-class GradientPart:
-    """Rows whose gradient is taken at the same weights."""
+class CreditedRow(Row):
+    """A completion to reinforce: its prompt is the context, and the loss counts all of its own tokens."""
 
-    draw: Draw | None
-    """None: the mean weights."""
-    rows: tuple[TrainingRow, ...]
+    completion: Completion
+    advantage: float = 0.0
+    counts: bool = True
+    """Whether its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
+
+    @classmethod
+    def of(cls, completion: Completion, index: int, advantage: float = 0.0, counts: bool = True) -> CreditedRow:
+        """The row of a completion."""
+        tokens = completion.prompt_tokens + completion.tokens
+        return cls(index, tokens, ((len(completion.prompt_tokens), len(tokens)),), completion, advantage, counts)
 
 
 @dataclass(frozen=True)
-class TrainingBatch:
+class Batch:
     """Input of one policy update; the trainer obeys these fields and does not know which method made them."""
 
-    parts: tuple[GradientPart, ...]
+    parts: Mapping[Draw | None, tuple[CreditedRow, ...]]
+    """Rows by the draw at whose weights their gradient is taken; None: the mean weights."""
     normalize: Literal["step", "part"]
     """Divide the summed loss by the token count of the whole update, or of each part (then the parts are averaged)."""
     correction: Correction | None
@@ -267,17 +255,17 @@ class TrainingBatch:
     max_new_tokens: int
     """Most tokens of a completion."""
     seed: int
-    """The run's, and the training step: the address of what the update draws at random."""
+    """The run's seed. With the training step, it is the address of what the update draws at random."""
     step: int
     cumulative: bool = False
     """Carry each part's gradient over into the next one (only to reproduce the paper's released code)."""
     fitness: Mapping[Draw, float] = field(default_factory=dict)
-    """What each draw was worth, standardised. An evolution strategy makes the update of it if there are no parts, and
-    is compared with the update if there are; empty: neither."""
+    """Standardised reward of each draw. With no parts, an evolution strategy makes the update from it; with parts, the
+    update is compared with it; empty: neither."""
 
 
 @dataclass(frozen=True)
-class PackedTokens:
+class MicroBatch:
     """R rows one after another, without padding, as a model reads them; the loss counts K of their tokens.
 
     A row ends before its last counted token, from which nothing is predicted. Example: the prompt (5, 6, 7) with its
@@ -295,16 +283,3 @@ class PackedTokens:
     """[K]: the counted tokens."""
     row_of: torch.Tensor
     """[K]: the row of each counted token, 0 to R-1, ascending."""
-
-
-@dataclass(frozen=True)
-class MicroBatch(PackedTokens):
-    """Rows of reinforcement learning, ready for one forward and backward pass."""
-
-    rows: tuple[TrainingRow, ...]
-    behaviour_logprobs: torch.Tensor
-    """[K] nats, as the rollout engine reported them."""
-    advantages: torch.Tensor
-    """[K]: the advantage of each token's row."""
-    weights: torch.Tensor
-    """[K]: the weight of each token's row (policy_loss.row_weights)."""

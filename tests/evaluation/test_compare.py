@@ -12,7 +12,8 @@ from threepo import api
 from threepo.cli import main
 from threepo.config.recipes import load_evaluation
 from threepo.errors import UserError
-from threepo.evaluation.compare import compare, paired, sign_flip_p
+from threepo.evaluation.compare import compare_evaluations, compare_scores
+from threepo.evaluation.statistics import sign_flip_p
 
 SMALL = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=2", "eval.max_new_tokens=2")
 
@@ -20,7 +21,7 @@ SMALL = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.sampl
 def test_by_hand() -> None:
     """Differences 1, 0.5, 0, 0.5 of four problems: mean 0.5, sample variance 1/6; 2 of 8 sign choices are as far."""
     first, second = np.array([0, 0.5, 1, 0]), np.array([1, 1, 1, 0.5])
-    result = paired([(first, second)])
+    result = compare_scores([(first, second)])
     assert (result.first, result.second, result.difference) == (0.375, 0.875, 0.5)
     assert result.error == pytest.approx(np.sqrt(1 / 6 / 4))
     assert result.p == 2 / 8
@@ -31,7 +32,7 @@ def test_by_hand() -> None:
 def test_several_sets_weigh_the_same() -> None:
     """Differences of 1 on one problem of two, and of 0 on four: (0.5 + 0) / 2; errors 0.5 and 0 give 0.5 / 2."""
     small, large = (np.zeros(2), np.array([0.0, 1.0])), (np.ones(4), np.ones(4))
-    result = paired([small, large])
+    result = compare_scores([small, large])
     assert (result.first, result.second, result.difference) == (0.5, 0.75, 0.25)
     assert result.error == pytest.approx(0.25)
     assert result.problems == 6
@@ -40,7 +41,7 @@ def test_several_sets_weigh_the_same() -> None:
 
 def test_no_difference_is_no_evidence() -> None:
     scores = np.array([0.0, 1.0, 0.5])
-    result = paired([(scores, scores)])
+    result = compare_scores([(scores, scores)])
     assert (result.difference, result.error, result.p, result.ties) == (0, 0, 1, 3)
 
 
@@ -62,7 +63,7 @@ def test_error_and_interval_tell_the_truth_in_simulation() -> None:
     for trial in range(100):
         ease = generator.beta(2, 2, size=60) * 0.8
         first, second = (generator.binomial(8, chance) / 8 for chance in (ease, ease + 0.1))
-        result = paired([(first, second)], seed=trial)
+        result = compare_scores([(first, second)], seed=trial)
         differences.append(result.difference)
         errors.append(result.error)
         covered += result.interval[0] <= 0.1 <= result.interval[1]
@@ -103,10 +104,10 @@ def test_what_cannot_be_compared(evaluations: Path, settings: list[str], message
         config = load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, "data.levels=[3]", *settings])
     api.evaluate(config, evaluations / "c")
     with pytest.raises(UserError, match=message):
-        compare(evaluations / "a", evaluations / "c")
+        compare_evaluations(evaluations / "a", evaluations / "c")
 
 
 def test_an_unfinished_one_cannot_be_compared(evaluations: Path) -> None:
     (evaluations / "b" / "summary.json").unlink()
     with pytest.raises(UserError, match="b: is not finished"):
-        compare(evaluations / "a", evaluations / "b")
+        compare_evaluations(evaluations / "a", evaluations / "b")

@@ -12,20 +12,19 @@ import pyarrow
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
-from scipy import stats
 
 from runs import train_config
 from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.lab.completions import Group, read_completions
-from threepo.lab.exploration import explore, figures, terms_of
+from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
+from threepo.lab.completions import Group, PairMeans, pair_means, read_completions, text_distances
+from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, draw_panel, with_data
-from threepo.lab.statistics import PairMeans, count_chances, distances, distinct, estimates, fewer, pair_means
 from threepo.run_folder import write_parquet
 
-UNKNOWN = PairMeans(math.nan, math.nan, math.nan)
+UNKNOWN = PairMeans()
 
 
 def group(verdicts: str, draws: str = "", texts: PairMeans = UNKNOWN) -> Group:
@@ -67,16 +66,17 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_subsets_of_a_group_are_counted_exactly() -> None:
     assert count_chances(4, 1, 2).tolist() == [0.5, 0.5, 0]
     assert count_chances(3, 2, 3).tolist() == [0, 0, 1, 0]
-    np.testing.assert_allclose(count_chances(16, 5, 4), stats.hypergeom(16, 5, 4).pmf(range(5)), atol=1e-15)
+    by_hand = [math.comb(5, x) * math.comb(11, 4 - x) / math.comb(16, 4) for x in range(5)]
+    np.testing.assert_allclose(count_chances(16, 5, 4), by_hand, atol=1e-15)
     # Pairs of a, a, b, none: one answer in (a, a), 2 (a, none) and (b, none), two answers in 2 (a, b).
-    assert distinct(["a", "a", "b", None], 2) == pytest.approx((1 + 2 * 1 + 1 + 2 * 2) / 6)
-    assert distinct(["a", "a", "b", None], 4) == 2
-    assert fewer(np.array([0.5, 0.5]), np.array([0.25, 0.75])) == (0.125, 0.375, 0.5)
+    assert distinct_answers(["a", "a", "b", None], 2) == pytest.approx((1 + 2 * 1 + 1 + 2 * 2) / 6)
+    assert distinct_answers(["a", "a", "b", None], 4) == 2
+    assert win_loss_tie(np.array([0.5, 0.5]), np.array([0.25, 0.75])) == (0.125, 0.375, 0.5)
 
 
 def test_distances_by_hand() -> None:
     """Counts (2, 1) and (1, 2) have the cosine 4 / 5; the third text has no token of them."""
-    found = distances([np.array([1, 2, 1]), np.array([2, 2, 1]), np.array([9])])
+    found = text_distances([np.array([1, 2, 1]), np.array([2, 2, 1]), np.array([9])])
     np.testing.assert_allclose(found, [[0, 0.2, 1], [0.2, 0, 1], [1, 1, 0]], atol=1e-12)
     means = pair_means(found, (0, 0, 1))
     assert (means.all, means.same_draw, means.other_draw) == pytest.approx((2.2 / 3, 0.2, 1))
@@ -86,11 +86,11 @@ def test_distances_by_hand() -> None:
 def test_estimates_by_hand_and_against_theory() -> None:
     """A share of 1/4 over 400 pairs has the standard error sqrt(3/16/400), and its sum 400 times that; 0/0 is none."""
     x = np.tile([1.0, 0, 0, 0], 100)
-    found = estimates(np.stack([x, 0 * x, x]), np.stack([np.ones(400), 0 * x, np.nan * x]))
-    assert found.values[[0, 2]].tolist() == [0.25, 100]
-    widths = (found.high - found.low)[[0, 2]]
+    found = ratio_intervals(np.stack([x, 0 * x, x]), np.stack([np.ones(400), 0 * x, np.nan * x]))
+    assert [found[0].value, found[2].value] == [0.25, 100]
+    widths = [found[i].high - found[i].low for i in (0, 2)]
     np.testing.assert_allclose(widths, 2 * 1.96 * math.sqrt(3 / 16 / 400) * np.array([1, 400]), rtol=0.1)
-    assert np.isnan([found.values[1], found.low[1], found.high[1]]).all()
+    assert all(map(math.isnan, (found[1].value, found[1].low, found[1].high)))
 
 
 def test_every_figure_of_a_case_by_hand(tmp_path: Path) -> None:

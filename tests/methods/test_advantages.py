@@ -15,9 +15,9 @@ from threepo.config import Advantage, SamplingConfig
 from threepo.config.method import GRPO, M3PO
 from threepo.errors import UserError
 from threepo.methods.credit import RULES, group_advantages, unlikely_first
-from threepo.methods.method import credit_groups, flat_groups, group_by_prompt, rollout_draws, training_batch
+from threepo.methods.method import credit, flat_groups, rollout_draws, training_batch
 from threepo.training.metrics import rollout_metrics
-from threepo.types import Group
+from threepo.types import Completion
 
 
 def credited(rewards: list[Any], **settings: Any) -> torch.Tensor:
@@ -135,10 +135,9 @@ def test_completions_that_are_as_likely_are_cut_alike() -> None:
     assert unlikely_first(torch.ones(2), right, torch.tensor([-1.0, -1.0]), settings).tolist() == [0.5, 0.5]
 
 
-def one_group(rewards: list[float], **settings: Any) -> list[Group]:
-    """The group of a prompt; the later a completion, the less likely."""
-    rows = [completion(rollout=i, reward=r, logprobs=[-float(i), 0.0, 0.0], **settings) for i, r in enumerate(rewards)]
-    return group_by_prompt(rows)
+def of_one_prompt(rewards: list[float]) -> list[Completion]:
+    """Completions of a prompt; the later one, the less likely."""
+    return [completion(rollout=i, reward=r, logprobs=[-float(i), 0.0, 0.0]) for i, r in enumerate(rewards)]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +158,11 @@ def test_a_group_is_silent_where_all_advantages_are_0(
 ) -> None:
     """In the advantages, in the rows that are dropped, and in what is logged."""
     method = replace(GRPO, rollouts_per_prompt=4, advantage=Advantage(zero_variance="drop", **settings))
-    (group,) = credit_groups(method, one_group(rewards))
+    (group,) = credit(method, of_one_prompt(rewards))
     assert flat_groups(method, group) == [silent]
     assert any(group.advantages) != silent
-    (part,) = training_batch(method, SamplingConfig(), [group], 0, 0).parts
-    assert [row.counts for row in part.rows] == [not silent] * 4
+    (part,) = training_batch(method, SamplingConfig(), [group], 0, 0).parts.values()
+    assert [row.counts for row in part] == [not silent] * 4
     assert rollout_metrics(method, [group])["groups/zero_advantage_share"] == silent
 
 
@@ -171,8 +170,6 @@ def test_likelihoods_are_compared_within_the_group_of_a_draw() -> None:
     """M3PO: the likeliest of each draw's two completions, not of all four."""
     method = replace(M3PO, rollouts_per_prompt=4, draws=2, advantage=Advantage(rule="dr_grpo", unlikeliness=0.5))
     first, second = rollout_draws(method, 0, 0)
-    (group,) = one_group([1.0, 1.0, 1.0, 1.0])
-    draws = (first, first, second, second)
-    group = replace(group, completions=tuple(replace(c, draw=d) for c, d in zip(group.completions, draws, strict=True)))
-    (group,) = credit_groups(method, [group])
+    completions = zip(of_one_prompt([1.0, 1.0, 1.0, 1.0]), (first, first, second, second), strict=True)
+    (group,) = credit(method, [replace(completion, draw=draw) for completion, draw in completions])
     assert group.advantages == (-0.125, 0.125, -0.125, 0.125)  # rewards 0.5 and 0.75

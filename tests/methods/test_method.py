@@ -10,10 +10,9 @@ from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, THOMPSON
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.methods.method import (
-    credit_groups,
+    credit,
     flat_groups,
     gradient_draws,
-    group_by_prompt,
     requests,
     rollout_draws,
     split_batch,
@@ -37,7 +36,7 @@ def groups_of(method: Method, rewards: dict[tuple[int, int], float] | None = Non
         )
         for request in made
     ]
-    return credit_groups(method, group_by_prompt(rows[::-1])[::-1])  # the order of arrival must not matter
+    return credit(method, rows[::-1])[::-1]  # the order of arrival must not matter
 
 
 def test_the_table_of_the_design() -> None:
@@ -103,7 +102,7 @@ def test_pooled_advantages_compare_across_draws_and_separate_ones_do_not() -> No
 def test_where_the_gradient_is_taken() -> None:
     def draws_of(method: Method) -> list[tuple[Draw | None, int]]:
         batch = training_batch(method, SAMPLING, groups_of(method), 1, 2)
-        return [(part.draw, len(part.rows)) for part in batch.parts]
+        return [(draw, len(rows)) for draw, rows in batch.parts.items()]
 
     assert draws_of(GRPO) == [(None, 48)]
     assert draws_of(B3PO) == [(Draw(1, 2, 0), 48)]
@@ -114,8 +113,8 @@ def test_where_the_gradient_is_taken() -> None:
     assert draws_of(replace(C3PO, draws=1, gradient_draws=2)) == [(Draw(1, 2, 0), 48), (Draw(1, 2, 1), 48)]
     for method in (M3PO, C3PO_REPLAY):
         assert draws_of(method) == [(Draw(1, 2, i), 12) for i in range(4)]
-        for part in training_batch(method, SAMPLING, groups_of(method), 1, 2).parts:
-            assert {row.completion.draw for row in part.rows} == {part.draw}
+        for draw, rows in training_batch(method, SAMPLING, groups_of(method), 1, 2).parts.items():
+            assert {row.completion.draw for row in rows} == {draw}
 
 
 def test_the_batch_carries_the_correction_that_applies() -> None:
@@ -140,14 +139,14 @@ def test_the_trainer_has_the_temperature_of_the_rollouts() -> None:
 
 def test_rows_are_numbered_prompt_major() -> None:
     batch = training_batch(C3PO_REPLAY, SAMPLING, groups_of(C3PO_REPLAY), 1, 2)
-    for part in batch.parts:
-        for row in part.rows:
+    for rows in batch.parts.values():
+        for row in rows:
             assert row.index == int(row.completion.problem.id[1:]) * 16 + row.completion.rollout
 
 
 def test_fewer_prompts_than_mini_batches_make_a_mini_batch_each() -> None:
     batch = training_batch(GRPO, SAMPLING, groups_of(GRPO), seed=0, step=0)
-    assert [len(piece.parts[0].rows) for piece in split_batch(batch, 8)] == [GRPO.rollouts_per_prompt] * 3
+    assert [len(piece.parts[None]) for piece in split_batch(batch, 8)] == [GRPO.rollouts_per_prompt] * 3
 
 
 def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
@@ -159,12 +158,12 @@ def test_several_fresh_draws_count_alike_whatever_a_correction_drops() -> None:
 def test_silent_groups_are_kept_or_dropped_as_asked() -> None:
     rewards = {(1, 3): 1.0}
     kept = training_batch(GRPO, SAMPLING, groups_of(GRPO, rewards), 1, 2)
-    assert len(kept.parts[0].rows) == 48
-    assert sum(row.advantage != 0 for row in kept.parts[0].rows) == 16
+    assert len(kept.parts[None]) == 48
+    assert sum(row.advantage != 0 for row in kept.parts[None]) == 16
     method = replace(GRPO, advantage=Advantage(zero_variance="drop"))
     dropped = training_batch(method, SAMPLING, groups_of(method, rewards), 1, 2)
-    assert len(dropped.parts[0].rows) == 48, "other terms of the loss than the policy's read them"
-    assert {row.completion.problem.id for row in dropped.parts[0].rows if row.counts} == {"p1"}
+    assert len(dropped.parts[None]) == 48, "other terms of the loss than the policy's read them"
+    assert {row.completion.problem.id for row in dropped.parts[None] if row.counts} == {"p1"}
 
 
 @pytest.mark.parametrize("method", [GRPO, C3PO, C3PO_REPLAY, M3PO], ids=lambda m: m.name)
@@ -173,11 +172,11 @@ def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pie
     batch = training_batch(method, SAMPLING, groups_of(method), 1, 2)
     minis = split_batch(batch, pieces)
     assert len(minis) == pieces
-    prompts = [{row.completion.problem.id for part in mini.parts for row in part.rows} for mini in minis]
+    prompts = [{row.completion.problem.id for part in mini.parts.values() for row in part} for mini in minis]
     assert sum(map(len, prompts)) == 3
     for mini in minis:
-        assert [part.draw for part in mini.parts] == [part.draw for part in batch.parts]
-    rows = sorted(row.index for mini in minis for part in mini.parts for row in part.rows)
+        assert list(mini.parts) == list(batch.parts)
+    rows = sorted(row.index for mini in minis for part in mini.parts.values() for row in part)
     assert rows == list(range(48))
 
 

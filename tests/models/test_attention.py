@@ -19,7 +19,7 @@ from threepo.config import ModelConfig, TinyConfig
 from threepo.models import attention
 from threepo.models.logprobs import token_logprobs
 from threepo.models.policy import Policy, load_policy
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=128)
 
@@ -89,7 +89,7 @@ def test_models_with_attention_of_another_kind_keep_it() -> None:
 LENGTHS = [2, 3, 4, 9, 9, 20, 33]
 
 
-def rows_of(lengths: Sequence[int]) -> PackedTokens:
+def rows_of(lengths: Sequence[int]) -> MicroBatch:
     """Rows of so many tokens, of which the loss counts some, and the last."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 100, (len(lengths), max(lengths)), generator=generator)
@@ -101,7 +101,7 @@ def rows_of(lengths: Sequence[int]) -> PackedTokens:
 
 
 def scored(
-    model: Any, rows: PackedTokens, *, packed_rows: bool
+    model: Any, rows: MicroBatch, *, packed_rows: bool
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
     """Log-probs and entropies, and the gradients of a weighted sum of the log-probs."""
     model.zero_grad()

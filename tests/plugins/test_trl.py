@@ -25,10 +25,10 @@ from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, T
 import threepo
 from hub_folder import HubFolder
 from threepo import api
-from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, LocalEngineConfig, Method, ModelConfig, NoiseConfig, PPOConfig, SamplingConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.lab.completions import read_completions
-from threepo.methods.method import credit_groups, group_by_prompt, training_batch
+from threepo.methods.method import credit, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy, Scorer, load_policy
 from threepo.plugins.trl import ThreepoTrainer
@@ -38,7 +38,7 @@ from threepo.posterior.ivon import IVON
 from threepo.rewards import math
 from threepo.rollout.local import LocalEngine
 from threepo.training.update import update_policy
-from threepo.types import Completion, Draw, Problem, Request, TrainingRow, Verdict
+from threepo.types import Completion, CreditedRow, Draw, Problem, Request, Verdict
 
 LATTICE = [threepo.B3PO, threepo.M3PO, threepo.C3PO, threepo.C3PO_REPLAY]
 ADAMW = {"method": replace(threepo.B3PO, optimizer="adamw"), "ivon": {}, "noise": {"unit": "rms", "size": 0.05}}
@@ -98,7 +98,7 @@ def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) ->
     request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
     written = []
     for policy in policies:
-        engine = LocalEngine(policy, EngineConfig())
+        engine = LocalEngine(policy, LocalEngineConfig())
         engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
         written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
     assert written[0][0].tokens == written[1][0].tokens
@@ -178,7 +178,7 @@ def rollouts(trainer: Any, step: int, policy: Policy, optimizer: IVON) -> list[C
         problem = Problem(f"p{row // ROLLOUTS}", "")
         completion = Completion(problem, prompt, *place, text, "length", 0, verdict=verdict)
         with optimizer.perturbed(draw), torch.no_grad():
-            logprobs = policy.logprobs(flatten([TrainingRow(completion, 0, 0.0)], policy.device)).logprobs
+            logprobs = policy.logprobs(flatten([CreditedRow.of(completion, 0)], policy.device)).logprobs
         found.append(replace(completion, logprobs=tuple(logprobs.tolist())))
     return found
 
@@ -197,10 +197,10 @@ def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engin
     policy = new_policy()
     optimizer = IVON(policy.model.named_parameters(), lr=1.0, **NOISY)
     for step in range(3):
-        groups = group_by_prompt(rollouts(trainer, step, policy, optimizer))
+        groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
-        batch = training_batch(method, SamplingConfig(), credit_groups(method, groups), SEED, step)
-        record = update_policy(policy, optimizer, batch, ObjectiveConfig())
+        batch = training_batch(method, SamplingConfig(), groups, SEED, step)
+        record = update_policy(policy, optimizer, batch, PPOConfig())
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)
         if method.name == "c3po":
@@ -345,7 +345,7 @@ def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
 
 def written(policy: Policy, weights: Any, step: int, prompts: list[str], draws: Sequence[Draw | None]) -> list[str]:
     """What the local engine writes, a row for each prompt and draw."""
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(weights, draws, step)
     ids = [tuple(policy.tokenizer(prompt).input_ids) for prompt in prompts]
     rows = enumerate(zip(ids, draws, strict=True))

@@ -82,9 +82,9 @@ def other_rate(_: Any, run: Any, step: int, *__: Any) -> None:
 
 
 def other_advantage(batch: Any, *_: Any) -> Any:
-    part = batch.parts[0]
-    row = replace(part.rows[0], advantage=part.rows[0].advantage + 1e-9)
-    return replace(batch, parts=(replace(part, rows=(row, *part.rows[1:])), *batch.parts[1:]))
+    draw, (row, *rows) = next(iter(batch.parts.items()))
+    row = replace(row, advantage=row.advantage + 1e-9)
+    return replace(batch, parts={**batch.parts, draw: (row, *rows)})
 
 
 def other_draw(draws: Any, *_: Any) -> Any:

@@ -27,7 +27,7 @@ from threepo.models.policy import Policy, Scorer, recompute_activations
 from threepo.posterior.ivon import IVON
 from threepo.ranks import sharding
 from threepo.ranks.group import Ranks
-from threepo.types import Draw, PackedTokens
+from threepo.types import Draw, MicroBatch
 
 
 def real_mesh(*arguments: Any, **options: Any) -> Any:
@@ -36,11 +36,11 @@ def real_mesh(*arguments: Any, **options: Any) -> Any:
         return init_device_mesh(*arguments, **options)
 
 
-def micro_batch(rows: int, length: int, loss_tokens: int) -> PackedTokens:
+def micro_batch(rows: int, length: int, loss_tokens: int) -> MicroBatch:
     """Rows of one length, of which the last tokens count in the loss."""
     positions = torch.cat([torch.arange(length - loss_tokens, length) + length * row for row in range(rows)])
     targets = torch.zeros(len(positions), dtype=torch.long)
-    return PackedTokens(torch.zeros(rows * length, dtype=torch.long), (length,) * rows, positions, targets, targets)
+    return MicroBatch(torch.zeros(rows * length, dtype=torch.long), (length,) * rows, positions, targets, targets)
 
 
 def bytes_by_kind(tracker: FSDPMemTracker, which: str = "current") -> dict[str, int]:
@@ -49,8 +49,8 @@ def bytes_by_kind(tracker: FSDPMemTracker, which: str = "current") -> dict[str, 
     return {getattr(kind, "value", kind): size for kind, size in found.items()}
 
 
-def measure(model: Any, recomputed: bool, ranks: Ranks, packed: PackedTokens) -> dict[str, dict[str, int]]:
-    """What rank 0 holds before, under a draw, between the passes, and at the peak."""
+def measure(model: Any, recomputed: bool, ranks: Ranks, packed: MicroBatch) -> dict[str, dict[str, int]]:
+    """What rank 0 holds before, under a draw, and at the peak."""
     model.set_attn_implementation(NAME)
     if recomputed:
         recompute_activations(model)
@@ -66,10 +66,7 @@ def measure(model: Any, recomputed: bool, ranks: Ranks, packed: PackedTokens) ->
         found["before"] = bytes_by_kind(tracker)
         with optimizer.perturbed(Draw(0, 0, 0)):
             found["perturbed"] = bytes_by_kind(tracker)
-            logprobs, entropies, _ = policy.logprobs(packed)
-            found["forward"] = bytes_by_kind(tracker)
-            logprobs.sum().backward()  # type: ignore[no-untyped-call]
-            del logprobs, entropies
+            policy.logprobs(packed).logprobs.sum().backward()  # type: ignore[no-untyped-call]
     found["peak"] = bytes_by_kind(tracker, "peak")
     return found
 

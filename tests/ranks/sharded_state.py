@@ -22,7 +22,7 @@ from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.shards import like_parameter
 from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
-from threepo.types import Draw, SupervisedRow
+from threepo.types import Draw, Row
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
 SIZES = {
@@ -146,7 +146,7 @@ def loading() -> None:
             for name, p in mine.items():
                 assert 0 < p.to_local().numel() < p.numel() or p.numel() == 1, name
                 assert torch.equal(whole(p), theirs[name]), name
-            rows = [SupervisedRow(tuple(range(3, 3 + n)), ((2, n),), n) for n in (5, 12)]
+            rows = [Row(n, tuple(range(3, 3 + n)), ((2, n),)) for n in (5, 12)]
             packed = flatten(rows, policy.device)
             for ours, other in zip(policy.logprobs(packed), expected.logprobs(packed), strict=True):
                 assert torch.equal(ours, other)

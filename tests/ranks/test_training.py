@@ -26,8 +26,8 @@ from threepo.models.policy import Policy, load_policy
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import ALONE, Ranks
 from threepo.run_folder import checkpoints, read_metrics
-from threepo.training import sft, update
-from threepo.types import SupervisedRow
+from threepo.training import scoring, sft, update
+from threepo.types import CreditedRow, Draw, Row
 
 PROGRAM = str(Path(__file__).with_name("training_program.py"))
 REWARD = """
@@ -127,26 +127,21 @@ class Played:
         sums = [[sum(column) for column in zip(*found, strict=True)] for found in by_rank if found]
         return [math.fsum(column) for column in zip(*sums, strict=True)] or [0.0, 0.0]
 
-    def backward(self, this: Any, part: Any, weights: Any) -> tuple[float, float]:
+    def backward(self, this: Any, draw: Draw | None, part: Sequence[CreditedRow]) -> tuple[float, float]:
         """`_Update.backward`, played."""
 
         def compute(bundle: list[Any]) -> Sequence[float]:
-            return REAL["backward"](this, type(part)(part.draw, tuple(bundle)), weights)  # type: ignore[no-any-return]
+            return REAL["backward"](this, draw, bundle)  # type: ignore[no-any-return]
 
-        sums = [self.played(this.policy, rows, this.token_budget, compute) for rows in this.split(part)]
+        sums = [self.played(this.policy, rows, this.token_budget, compute) for rows, _ in this.split(draw, part)]
         loss, count = (math.fsum(column) for column in zip(*sums, strict=True))
         return loss, count
 
-    def score(self, this: Any, rows: Sequence[Any]) -> Any:
-        """`_Update.score`, with the micro-batches of the ranks: other ones round differently."""
-        this.bundles = lambda rows: list(chain(*self.hands(this.policy, rows, this.token_budget)))
-        scores = REAL["score"](this, rows)
-        del this.bundles
-        return scores
+    def bundles(self, rows: Sequence[Any], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[Any]]:
+        """The micro-batches of all ranks, for `score_rows`: other ones round differently."""
+        return list(chain(*self.hands(policy, rows, token_budget)))
 
-    def cross_entropy(
-        self, policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE
-    ) -> float:
+    def cross_entropy(self, policy: Policy, rows: Sequence[Row], token_budget: int, ranks: Ranks = ALONE) -> float:
         """`sft.cross_entropy`, played."""
         compute = REAL["cross_entropy"]
         return self.played(policy, rows, token_budget, lambda bundle: [compute(policy, bundle, token_budget, ranks)])[0]
@@ -164,7 +159,6 @@ def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]
 
 REAL: dict[str, Any] = {
     "backward": update._Update.backward,
-    "score": update._Update.score,
     "cross_entropy": sft.cross_entropy,
 }
 
@@ -172,8 +166,8 @@ REAL: dict[str, Any] = {
 def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All runs in one process that adds up as so many ranks do."""
     player, under = Played(ranks), folder / f"played-{ranks}"
-    monkeypatch.setattr(update._Update, "backward", lambda this, part, weights: player.backward(this, part, weights))
-    monkeypatch.setattr(update._Update, "score", lambda this, rows: player.score(this, rows))
+    monkeypatch.setattr(update._Update, "backward", lambda this, draw, part: player.backward(this, draw, part))
+    monkeypatch.setattr(scoring, "bundles_of", player.bundles)
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
     for command in commands(str(under)):
         assert main(command) == 0
@@ -203,8 +197,9 @@ def assert_same(one: Path, other: Path, tolerance: float) -> None:
             else:
                 assert torch.equal(tensor, theirs[name]), f"{file.name}: {name}"
     mine, theirs = (json.loads(run["state"]) for run in (a, b))
-    schedules = pytest.approx(theirs.pop("schedules"), rel=tolerance, abs=0)  # the range of certainty is measured
-    assert (mine.pop("schedules"), mine) == (schedules, theirs)
+    # The range of certainty is measured.
+    schedules = pytest.approx(theirs["state"].pop("schedules"), rel=tolerance, abs=0)
+    assert (mine["state"].pop("schedules"), mine) == (schedules, theirs)
 
 
 def test_two_ranks_are_one_process_that_plays_both(folder: Path, on_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:

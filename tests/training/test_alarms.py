@@ -14,9 +14,9 @@ from threepo.config import Correction
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
 from threepo.run_folder import RunFolder, read_metrics
-from threepo.training.metrics import CONSTANT_STEPS, FAILED_STEPS, watch
+from threepo.training.alarms import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.rollouts import Rollouts
-from threepo.training.update import RowRecord, UpdateRecord
+from threepo.training.update_record import RowRecord, UpdateRecord
 from threepo.types import Completion, Group
 
 CONFIG = train_config(Path("unused"), "sampling.max_new_tokens=3")
@@ -32,7 +32,7 @@ def warned(steps: Iterable[Sequence[Completion]], record: UpdateRecord = NO_CORR
     for step, completions in enumerate(steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            streaks = watch(CONFIG, streaks, step, Rollouts([Group(WRONG.problem, tuple(completions))]), record)
+            streaks = watch(CONFIG, streaks, step, Rollouts([Group(tuple(completions), ())]), record)
         found += [(step, str(warning.message)) for warning in caught]
     return found
 

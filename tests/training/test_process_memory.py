@@ -7,10 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from published_shapes import QWEN25_MATH_7B
 from threepo.config import LoRAConfig
-from threepo.lab.rank_memory import passing
+from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import add_adapters, round_base
 from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 SIZES = {"num_hidden_layers": 4, "vocab_size": 5000, "hidden_size": 224, "intermediate_size": 1184}
 """Otherwise it is like Qwen2.5-Math-7B."""
@@ -43,13 +43,13 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
             add_adapters(model, LoRAConfig(rank=rank), "base", 0)
         assert device == "meta" or takes_packed_rows(model)
     round_base(model, base_dtype, torch.device("cpu"))
-    said = passing(models["meta"], ROWS, LENGTH, dtype, recomputed, base_dtype)
+    said = activation_bytes(models["meta"], ROWS, LENGTH, dtype, recomputed=recomputed, base_dtype=base_dtype)
     if recomputed:
         recompute_activations(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     policy, tokens = Policy(Scorer(model, linear_head=True, packed_rows=True), None, dtype), torch.zeros(ROWS * LENGTH)
-    packed = PackedTokens(tokens.long(), (LENGTH,) * ROWS, torch.arange(ROWS * LENGTH), tokens.long(), tokens.long())
+    packed = MicroBatch(tokens.long(), (LENGTH,) * ROWS, torch.arange(ROWS * LENGTH), tokens.long(), tokens.long())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         policy.logprobs(packed).logprobs.sum().backward()
     held = most = 0

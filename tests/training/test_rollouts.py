@@ -18,7 +18,7 @@ from threepo.config.method import M3PO
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
 from threepo.methods.credit import RULES
-from threepo.methods.method import credit_groups
+from threepo.methods.method import credit
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training.checkpoint import load_train_state
 from threepo.training.metrics import dynamic_metrics
@@ -52,11 +52,12 @@ def answers(with_spread: Sequence[str]) -> Callable[[Sequence[Problem]], list[Gr
 
     def answer(problems: Sequence[Problem]) -> list[Group]:
         rewards = [(float(problem.id in with_spread), 0.0) for problem in problems]
-        groups = [
-            Group(problem, tuple(completion(problem.id, i, reward=reward) for i, reward in enumerate(pair)))
+        completions = [
+            completion(problem.id, i, reward=reward)
             for problem, pair in zip(problems, rewards, strict=True)
+            for i, reward in enumerate(pair)
         ]
-        return credit_groups(PAIR, groups)
+        return credit(PAIR, completions)
 
     return answer
 
@@ -112,8 +113,7 @@ def test_a_prompt_is_kept_if_any_of_its_advantage_groups_has_spread() -> None:
     problems = FiniteProblems("two", tuple(Problem(id=name, prompt="?") for name in rewards), 0, 2)
 
     def answer(asked: Sequence[Problem]) -> list[Group]:
-        groups = [Group(p, tuple(completion(p.id, i, reward=r) for i, r in enumerate(rewards[p.id]))) for p in asked]
-        return credit_groups(method, groups)
+        return credit(method, [completion(p.id, i, reward=r) for p in asked for i, r in enumerate(rewards[p.id])])
 
     found = until_full(config(2, method, dynamic_rounds=2), problems, 0, answer)
     assert ids(found.groups) == ["b", "a"]

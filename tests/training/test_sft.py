@@ -20,7 +20,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import RunFolder, checkpoints, read_metrics
 from threepo.training import sft
-from threepo.types import SupervisedRow
+from threepo.types import Row
 
 
 @pytest.mark.parametrize("optimizer", [["optimizer.kind=adamw", "optimizer.lr=1e-2"], ["optimizer.lr=5e3"]])
@@ -41,11 +41,11 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
     expected = torch.zeros(())
     for row, (problem, completion) in zip(rows, shown, strict=True):
         ((first, end),) = row.loss_ranges
-        assert end == len(row.input_tokens)
-        assert row.input_tokens[-1] == policy.tokenizer.eos_token_id
-        assert policy.tokenizer.decode(row.input_tokens[:first]) == problem.prompt
-        assert policy.tokenizer.decode(row.input_tokens[first:-1]) == completion
-        ids = torch.tensor([row.input_tokens])
+        assert end == len(row.tokens)
+        assert row.tokens[-1] == policy.tokenizer.eos_token_id
+        assert policy.tokenizer.decode(row.tokens[:first]) == problem.prompt
+        assert policy.tokenizer.decode(row.tokens[first:-1]) == completion
+        ids = torch.tensor([row.tokens])
         labels = ids.clone()
         labels[0, :first] = -100
         expected = expected + policy.model(ids, labels=labels).loss * (end - first)
@@ -57,8 +57,8 @@ def test_the_loss_is_the_mean_over_completion_tokens(policy: Policy) -> None:
 
 def test_the_loss_counts_the_chosen_tokens_of_every_turn(policy: Policy) -> None:
     rows = [
-        SupervisedRow((10, 11, 12, 13, 14, 15, 16), ((2, 4), (5, 7)), 0),
-        SupervisedRow((20, 21, 22, 23), ((1, 2),), 1),
+        Row(0, (10, 11, 12, 13, 14, 15, 16), ((2, 4), (5, 7))),
+        Row(1, (20, 21, 22, 23), ((1, 2),)),
     ]
     packed = flatten(rows, policy.device)
     assert (packed.input_ids.tolist(), packed.row_lengths) == ([10, 11, 12, 13, 14, 15, 20], (6, 1))
@@ -69,7 +69,7 @@ def test_the_loss_counts_the_chosen_tokens_of_every_turn(policy: Policy) -> None
     expected = 0.0
     for row, labels in zip(rows, ([-100, -100, 12, 13, -100, 15, 16], [-100, 21, -100, -100]), strict=True):
         with torch.no_grad():
-            loss = policy.model(torch.tensor([row.input_tokens]), labels=torch.tensor([labels])).loss
+            loss = policy.model(torch.tensor([row.tokens]), labels=torch.tensor([labels])).loss
         expected += float(loss) * sum(label != -100 for label in labels)
     with torch.no_grad():
         assert sft.cross_entropy(policy, rows, token_budget=100) == pytest.approx(expected, rel=1e-5)

@@ -77,11 +77,11 @@ def test_plain_text_needs_no_chat_template(base: list[str], tmp_path: Path) -> N
     run = run_of([*base, f"conversations.source={rows}", "conversations.chat_template=", "run.steps=1"])
     for row in run.material.rows(0):
         [(first, end)] = row.loss_ranges
-        completion = run.policy.tokenizer.decode(row.input_tokens[first:end])
+        completion = run.policy.tokenizer.decode(row.tokens[first:end])
         problem = Problem(id="", prompt=f"{completion[0]} is ")
         assert completion == f"{completion[0]}.<|endoftext|>"
-        assert row.input_tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
-        assert end == len(row.input_tokens)
+        assert row.tokens[:first] == run.policy.prompt_tokens([problem], DataConfig(train="sorting"))[0]
+        assert end == len(row.tokens)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "", "completion": ""}])
     own = [f"conversations.source={empty}", "conversations.chat_template=", f"run.folder={tmp_path / 'empty'}"]
     with pytest.raises(UserError, match=r"empty.jsonl, row 1: prompt and completion are empty"):
@@ -94,29 +94,27 @@ def test_a_row_is_the_conversation_and_the_loss_counts_its_answer(base: list[str
     for row in run.material.rows(0):
         ((first, end),) = row.loss_ranges
         decode = run.policy.tokenizer.decode
-        question = decode(row.input_tokens[:first])
+        question = decode(row.tokens[:first])
         answer = question.removeprefix("user\nsay ").removesuffix("<|endoftext|>\nassistant\n")
         assert set(answer) in ({"a"}, {"b"})
-        assert decode(row.input_tokens[first:end]) == f"{answer}<|endoftext|>"
-        assert decode(row.input_tokens[end:]) == "\n"
+        assert decode(row.tokens[first:end]) == f"{answer}<|endoftext|>"
+        assert decode(row.tokens[end:]) == "\n"
 
 
 def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: list[str], tmp_path: Path) -> None:
     run = run_of([*base, "run.steps=0", "conversations.epochs=3"])
     run.folder.close()
     assert run.material.steps == 3 * (21 // 5)
-    epochs = [
-        [row.input_tokens for step in range(4 * e, 4 * e + 4) for row in run.material.rows(step)] for e in range(3)
-    ]
-    distinct = Counter(row.input_tokens for row in prepared(run.policy, base).batch(range(21)))
+    epochs = [[row.tokens for step in range(4 * e, 4 * e + 4) for row in run.material.rows(step)] for e in range(3)]
+    distinct = Counter(row.tokens for row in prepared(run.policy, base).batch(range(21)))
     for epoch in epochs:
         assert len(epoch) == 20, "the last batch would be incomplete"
         assert Counter(epoch) <= distinct
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [row.input_tokens for row in run.material.rows(9)] == epochs[2][5:10]
+    assert [row.tokens for row in run.material.rows(9)] == epochs[2][5:10]
     other = run_of([*base, "conversations.seed=1", f"run.folder={tmp_path / 'other'}"])
     other.folder.close()
-    assert [row.input_tokens for step in range(4) for row in other.material.rows(step)] != epochs[0]
+    assert [row.tokens for step in range(4) for row in other.material.rows(step)] != epochs[0]
 
 
 @pytest.mark.parametrize(("call", "saved"), [(5, 2), (4, 3)])
@@ -275,7 +273,7 @@ def test_the_papers_set_is_counted_by_reason(
     assert found.record["dropped"] == {"no_thought": 2, "not_two_messages": 1, "other_generator": 1}
     answers = ("<think>a</think>b", "<think>x</think>y")
     for row, answer in zip(found.batch([0, 1]), answers, strict=True):
-        text = policy.tokenizer.decode(row.input_tokens)
+        text = policy.tokenizer.decode(row.tokens)
         assert text == f"user\nq<|endoftext|>\nassistant\n{answer}<|endoftext|>\n"
     assert "kept 2 of 6 rows (left out: no_thought 2, not_two_messages 1, other_generator 1)" in capsys.readouterr().err
 
@@ -287,7 +285,7 @@ def test_more_rows_than_are_tokenised_at_once(policy: Policy, base: list[str], t
     assert found.record["kept"] == 300
     numbers = (299, 0, 127, 128, 255, 256)
     for index, (number, row) in enumerate(zip(numbers, found.batch(numbers), strict=True)):
-        assert (row.index, policy.tokenizer.decode(row.input_tokens)) == (
+        assert (row.index, policy.tokenizer.decode(row.tokens)) == (
             index,
             f"user\n{number}<|endoftext|>\nassistant\n{number * number}<|endoftext|>\n",
         )
@@ -305,8 +303,8 @@ def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str
     nats = tokens = 0.0
     for row in run.material.heldout:
         ((first, end),) = row.loss_ranges
-        logits = run.policy.model(torch.tensor([row.input_tokens])).logits[0].detach().log_softmax(-1)
-        nats -= sum(float(logits[t - 1, row.input_tokens[t]]) for t in range(first, end))
+        logits = run.policy.model(torch.tensor([row.tokens])).logits[0].detach().log_softmax(-1)
+        nats -= sum(float(logits[t - 1, row.tokens[t]]) for t in range(first, end))
         tokens += end - first
     assert tokens == 10 + 8
     logged = read_metrics(tmp_path / "run")[-1]["sft/eval_loss"]

@@ -7,26 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, Correction, Method, ObjectiveConfig, PPOConfig, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
-from threepo.methods.method import credit_groups, rollout_draws, training_batch
+from threepo.methods.method import rollout_draws, training_batch
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point_optimizers import PointSGD
 from threepo.training.update import update_policy
-from threepo.types import Group, TrainingRow, Verdict
-from updates import PLAIN, PROMPTS, SAMPLING, Spy, gradient_of, rollouts, solved
+from threepo.types import CreditedRow, Group, Verdict
+from updates import PLAIN, PROMPTS, SAMPLING, Spy, credited, gradient_of, rollouts, solved
 
 every_aggregation = pytest.mark.parametrize(
     "objective",
-    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
+    [PPOConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
     ids=lambda o: o.aggregation,
 )
 
 every_objective_of_rows = pytest.mark.parametrize(
     "objective",
-    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence", "constant")],
+    [PPOConfig(aggregation=choice) for choice in ("token", "group", "sequence", "constant")],
     ids=lambda o: o.aggregation,
 )
 DROP = replace(GRPO, advantage=Advantage(zero_variance="drop"))
@@ -69,12 +69,12 @@ def test_without_noise_every_pooled_method_is_grpo_bitwise(
 
 
 def with_the_trainers_logprobs(policy: Policy, groups: list[Group]) -> list[Group]:
-    rows = [TrainingRow(c, i, 0.0) for i, c in enumerate(c for group in groups for c in group.completions)]
+    rows = [CreditedRow.of(c, i) for i, c in enumerate(c for group in groups for c in group.completions)]
     found = {}
     for bundle in pack(rows, 0, policy.device):
         with torch.no_grad():
             logprobs, *_ = policy.logprobs(flatten(bundle, policy.device))
-        for row, own in zip(bundle, logprobs.split([len(row.completion.tokens) for row in bundle]), strict=True):
+        for row, own in zip(bundle, logprobs.split([row.loss_tokens for row in bundle]), strict=True):
             found[row.completion.problem.id, row.completion.rollout] = tuple(own.tolist())
     return [
         replace(g, completions=tuple(replace(c, logprobs=found[c.problem.id, c.rollout]) for c in g.completions))
@@ -228,7 +228,7 @@ def test_when_everything_is_dropped_nothing_moves_and_it_is_counted(policy: Poli
     method = replace(C3PO, correction=Correction(kind="seq_mis", low=1e6, high=1e7))
     optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
     record = update_policy(policy, optimizer, batch, PLAIN)
     assert record.normalizer == 0
     assert optimizer.skipped_steps == 1
@@ -248,7 +248,7 @@ def test_equal_rewards_teach_nothing(policy: Policy, zero_variance: str) -> None
         replace(g, completions=tuple(replace(c, verdict=Verdict(True, "right", "x")) for c in g.completions))
         for g in groups
     ]
-    batch = training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0)
+    batch = training_batch(method, SAMPLING, credited(method, groups), 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     p = next(policy.model.parameters())
     if zero_variance == "keep":
@@ -264,7 +264,7 @@ def test_with_learning_rate_zero_the_mean_stays_bitwise(policy: Policy, method: 
     optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     optimizer.param_groups[0]["lr"] = 0.0
     before = [p.detach().clone() for p in policy.model.parameters()]
-    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
     update_policy(policy, optimizer, batch, PLAIN)
     assert all(torch.equal(p, b) for p, b in zip(policy.model.parameters(), before, strict=True))
 
@@ -289,7 +289,7 @@ def test_other_terms_keep_the_rows_of_dropped_groups(policy: Policy, live: int) 
     """An entropy bonus adds the same gradient, the mean over all tokens, whether flat groups are dropped or kept."""
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
     groups = [*groups[:live], *map(solved, groups[live:])]
-    bonus = ObjectiveConfig(entropy_coefficient=0.5)
+    bonus = PPOConfig(entropy_coefficient=0.5)
     added = []
     for method in (GRPO, DROP):
         _, with_it, _ = gradient_of(policy, method, groups, objective=bonus)
@@ -321,8 +321,8 @@ def test_a_draw_without_signal_is_one_of_the_draws_that_are_averaged(policy: Pol
 def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy, method: Method) -> None:
     settings = {"clip_radius": 1e-3, "lr": 2e4, "ess": 1e6}  # large steps, so that ratios move
     optimizer = IVON(policy.model.named_parameters(), **settings)
-    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert optimizer.param_groups[0]["step"] == 3
     assert len(record.rows) == PROMPTS * 16
     assert record.policy["ratio_mean"] / record.tokens != 1.0
@@ -336,8 +336,8 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
         policy.model.named_parameters(), clip_radius=1e-3, ess=1e4, betas=(0.9, 1 - 1e-9)
     )  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
-    batch = training_batch(method, SAMPLING, credit_groups(method, rollouts(policy, method, optimizer)), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
     assert record.policy["clipped_low_share"] + record.policy["clipped_high_share"] == 0
 
@@ -350,8 +350,8 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
     groups = rollouts(policy, C3PO, optimizer)
     once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
     expected = {row.index: row for row in once.rows}
-    batch = training_batch(C3PO, SAMPLING, credit_groups(C3PO, groups), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    batch = training_batch(C3PO, SAMPLING, credited(C3PO, groups), 0, 0)
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert {row.kept_tokens > 0 for row in record.rows} == {True, False}
     assert abs(record.policy["ratio_mean"] / record.tokens - 1) > 0.01
     for row in record.rows:
@@ -366,12 +366,12 @@ def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: 
     method = replace(method, cumulative=True)
     groups = rollouts(policy, method, IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6))
     record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
-    batch = training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0)
+    batch = training_batch(method, SAMPLING, credited(method, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
-    for times, part in zip((4, 3, 2, 1), batch.parts, strict=True):
+    for times, (draw, rows) in zip((4, 3, 2, 1), batch.parts.items(), strict=True):
         spy = Spy(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
         spy.param_groups[0]["lr"] = 0.0
-        alone = update_policy(policy, spy, replace(batch, parts=(part,), cumulative=False), PLAIN)
+        alone = update_policy(policy, spy, replace(batch, parts={draw: rows}, cumulative=False), PLAIN)
         share = 1 / 4 if method.normalize == "part" else alone.normalizer / record.normalizer
         for name, grad in spy.mean_grad.items():
             total[name] = total.get(name, 0) + times * share * grad
@@ -384,8 +384,8 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
     optimizer = Spy(policy.model.named_parameters(), clip_radius=1e-3, noise_scale=0.0)
     optimizer.param_groups[0]["lr"] = 0.0
     groups = rollouts(policy, GRPO, optimizer)
-    batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
-    update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    batch = training_batch(GRPO, SAMPLING, credited(GRPO, groups), 0, 0)
+    update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     last = dict(optimizer.mean_grad)
     _, alone, _ = gradient_of(policy, GRPO, groups[2:])
     for name in alone:
@@ -398,12 +398,12 @@ def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
     optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     groups = rollouts(policy, two, optimizer)
     _, together, _ = gradient_of(policy, two, groups, noise_scale=1.0)
-    batch = training_batch(two, SAMPLING, credit_groups(two, groups), 0, 0)
+    batch = training_batch(two, SAMPLING, credited(two, groups), 0, 0)
     total: dict[str, torch.Tensor] = {}
-    for part in batch.parts:
+    for draw, rows in batch.parts.items():
         spy = Spy(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
         spy.param_groups[0]["lr"] = 0.0
-        update_policy(policy, spy, replace(batch, parts=(part,)), PLAIN)
+        update_policy(policy, spy, replace(batch, parts={draw: rows}), PLAIN)
         for name, grad in spy.mean_grad.items():
             total[name] = total.get(name, 0) + grad / 2
     for name in total:
@@ -417,7 +417,7 @@ def test_a_plain_step_is_along_the_gradient_that_ivon_is_given(policy: Policy, m
     plain = PointSGD([{"params": named, "noise_scale": 1 / math.sqrt(1e6 * (1e-3 + 1e-8))}], max_grad_norm=0.0, lr=1.0)
     groups, before = rollouts(policy, method, plain), {name: p.detach().clone() for name, p in named}
     _, expected, _ = gradient_of(policy, method, groups, noise_scale=1.0)
-    update_policy(policy, plain, training_batch(method, SAMPLING, credit_groups(method, groups), 0, 0), PLAIN, 10_000)
+    update_policy(policy, plain, training_batch(method, SAMPLING, credited(method, groups), 0, 0), PLAIN, 10_000)
     for name, p in named:
         torch.testing.assert_close(before[name] - p.detach(), expected[name], rtol=1e-3, atol=3e-6)
 
@@ -427,9 +427,9 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
         optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, lr=100.0, noise_scale=0.0)
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         groups = rollouts(policy, GRPO, optimizer)
-        batch = training_batch(GRPO, SAMPLING, credit_groups(GRPO, groups), 0, 0)
+        batch = training_batch(GRPO, SAMPLING, credited(GRPO, groups), 0, 0)
         for _ in range(3):
-            record = update_policy(policy, optimizer, batch, ObjectiveConfig(entropy_coefficient=coefficient))
+            record = update_policy(policy, optimizer, batch, PPOConfig(entropy_coefficient=coefficient))
         with torch.no_grad():
             for name, p in policy.model.named_parameters():
                 p.copy_(before[name])

@@ -20,17 +20,13 @@ from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION, completions_file
 from threepo.evaluation.scores import figures, ks_up_to, pass_at_k, percent
+from threepo.evaluation.statistics import PROBLEM_RESAMPLES, bootstrap_interval, sign_flip_p
 from threepo.files import finite, read_json
 from threepo.run_folder import SUMMARY
 
-EXACT_UP_TO = 14
-"""Up to this many problems with a difference, all 2^n choices of signs are tried; above, `FLIPS` random ones."""
-FLIPS = 20_000
-RESAMPLES = 4_000
-
 
 @dataclass(frozen=True)
-class Paired:
+class ScoreDifference:
     """Mean scores of two evaluations on the same problems, and the significance of their difference."""
 
     problems: int
@@ -50,51 +46,27 @@ class Paired:
     ties: int
 
 
-def paired(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Paired:
+def compare_scores(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> ScoreDifference:
     """Compare scores per problem over one or several sets, each a pair: [problems] of the first and of the second."""
-    d = [second - first for first, second in sets]
-    n = len(sets)
-    every = np.concatenate(d)
-    error = math.sqrt(sum(x.var(ddof=1) / len(x) if len(x) > 1 else math.nan for x in d)) / n
-    generator = np.random.default_rng(seed)
-    # A resample of n problems says how often each problem is in it.
-    resampled = [generator.multinomial(len(x), np.full(len(x), 1 / len(x)), size=RESAMPLES) @ x / len(x) for x in d]
-    low, high = np.quantile(np.mean(resampled, axis=0), (0.025, 0.975))
-    return Paired(
+    differences = [second - first for first, second in sets]
+    every = np.concatenate(differences)
+    variances = [d.var(ddof=1) / len(d) if len(d) > 1 else math.nan for d in differences]
+    mean = bootstrap_interval(differences, "percentile", PROBLEM_RESAMPLES, seed)
+    return ScoreDifference(
         problems=len(every),
         first=float(np.mean([first.mean() for first, _ in sets])),
         second=float(np.mean([second.mean() for _, second in sets])),
-        difference=float(np.mean([x.mean() for x in d])),
-        error=error,
-        interval=(float(low), float(high)),
-        p=sign_flip_p(np.concatenate([x / (len(x) * n) for x in d]), seed),
+        difference=mean.value,
+        error=math.sqrt(sum(variances)) / len(sets),
+        interval=(mean.low, mean.high),
+        p=sign_flip_p(np.concatenate([d / len(d) for d in differences]), seed),
         wins=int((every > 0).sum()),
         losses=int((every < 0).sum()),
         ties=int((every == 0).sum()),
     )
 
 
-def sign_flip_p(terms: np.ndarray, seed: int = 0) -> float:
-    """Share of choices of signs whose sum is at least as far from 0 as the sum of the terms.
-
-    Exact if at most `EXACT_UP_TO` terms are not 0; else over random choices and the observed one.
-    """
-    terms = terms[terms != 0]
-    if not len(terms):
-        return 1.0
-    least = abs(terms.sum()) * (1 - 1e-12)  # sums in another order may differ in their last bits
-    if len(terms) <= EXACT_UP_TO:
-        signs = 1 - 2 * (np.arange(2 ** len(terms))[:, None] >> np.arange(len(terms)) & 1)
-        return float((np.abs(signs @ terms) >= least).mean())
-    generator = np.random.default_rng(seed)
-    # A thousand at a time, to bound the memory.
-    size = (1000, len(terms))
-    flips = (generator.integers(2, size=size, dtype=np.int8).astype(np.float64) for _ in range(FLIPS // 1000))
-    far = sum(int((np.abs((1 - 2 * flipped) @ terms) >= least).sum()) for flipped in flips)
-    return (far + 1) / (FLIPS + 1)
-
-
-def compare(first: Path, second: Path) -> dict[str, Any]:
+def compare_evaluations(first: Path, second: Path) -> dict[str, Any]:
     """The comparison of two finished evaluations on the sets of problems that both have, ready for JSON.
 
     `UserError` if they have no set in common, different K, or different problems under the same name.
@@ -175,12 +147,12 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
     results = {}
     for k in ks_up_to(samples):
         scores = [[np.array([pass_at_k(samples, c, k) for c in counts]) for counts in pair] for pair in sets]
-        results[str(k)] = finite(asdict(paired(scores)))
+        results[str(k)] = finite(asdict(compare_scores(scores)))
     return {"pass_at": results}
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Group:
-    """A table of what `compare` returns: pass@1 and pass@K of every set of problems."""
+    """A table of what `compare_evaluations` returns: pass@1 and pass@K of every set of problems."""
     samples = comparison["samples"]
     table = figures("set", "k", "A", "B", "B - A", "se", "95 %", "p", "won/lost/tied")
     rows = dict(comparison["benchmarks"])

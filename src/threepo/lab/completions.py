@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import scipy
 
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION, completions_file
 from threepo.evaluation.scores import normalised
 from threepo.files import read_json
-from threepo.lab.statistics import PairMeans, distances, pair_means
 from threepo.run_folder import COMPLETIONS, SUMMARY
 
 NAMES = {
@@ -43,6 +43,17 @@ NO_ANSWER = (None, "", "[INVALID]")
 """Answers that are none; the last is how verl/utils/reward_score/math_dapo.py says so."""
 Table = dict[str, Any]
 """Columns of a file by name, each a sequence."""
+
+
+@dataclass(frozen=True)
+class PairMeans:
+    """Means over pairs of a group's completions; NaN where it has no such pair."""
+
+    all: float = math.nan
+    same_draw: float = math.nan
+    """Pairs that the same weights wrote."""
+    other_draw: float = math.nan
+    """Pairs that two draws wrote."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +208,9 @@ def _group(table: Table, rows: Sequence[int]) -> Group:
     labels = list(zip(*(values for name in DRAW if (values := of(name)) is not None), strict=True)) or [()] * len(rows)
     numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     draws = tuple(numbers[label] for label in labels)
-    means = PairMeans(math.nan, math.nan, math.nan)
+    means = PairMeans()
     if "completion" in table and len(rows) > 1:
-        means = pair_means(distances([_tokens(table, i) for i in rows]), draws)
+        means = pair_means(text_distances([_tokens(table, i) for i in rows]), draws)
     return Group(of("right") or (), of("no_answer"), of("answer"), draws, means)
 
 
@@ -209,3 +220,18 @@ def _tokens(table: Table, row: int) -> np.ndarray:
         return np.array([*str(table["completion"][row]).split(), ""])
     tokens = table["tokens"][row]
     return np.asarray(tokens if isinstance(tokens, list) else tokens.values)
+
+
+def pair_means(values: np.ndarray, draws: Sequence[int]) -> PairMeans:
+    """Means of a symmetric [G, G] matrix over the pairs of completions, whose draws are numbered."""
+    upper = np.triu_indices(len(draws), 1)
+    pairs, same = values[upper], np.equal.outer(draws, draws)[upper]
+    return PairMeans(*(float(some.mean()) if len(some) else math.nan for some in (pairs, pairs[same], pairs[~same])))
+
+
+def text_distances(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """1 - cosine of the token counts of every two texts: [G, G]. A text without tokens is at 1 from all."""
+    vocabulary, tokens = np.unique(np.concatenate(texts), return_inverse=True)
+    parts = np.split(tokens, np.cumsum([len(text) for text in texts])[:-1])
+    counts = np.stack([np.bincount(part, minlength=len(vocabulary)) for part in parts])
+    return np.nan_to_num(scipy.spatial.distance.cdist(counts, counts, "cosine"), nan=1.0)

@@ -17,9 +17,9 @@ import numpy as np
 
 from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
+from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
-from threepo.lab.completions import Group, Groups, read_completions
-from threepo.lab.statistics import count_chances, distinct, estimates, fewer, pair_means
+from threepo.lab.completions import Group, Groups, pair_means, read_completions
 from threepo.run_folder import read_metrics
 
 MOST_K = 256
@@ -123,7 +123,7 @@ def terms_of(base: Group, run: Group, *, by_draw: bool = False) -> Terms:
     for name, group in groups.items():
         terms[f"all_wrong/{name}"], terms[f"all_right/{name}"] = none[name], float(chances[name][-1])
         answers = _parts(group, group.answers, by_draw) if group.answers else []
-        terms[f"distinct_answers/{name}"] = _mean([distinct(part, size) for part in answers])
+        terms[f"distinct_answers/{name}"] = _mean([distinct_answers(part, size) for part in answers])
         distance = group.text_distance
         terms[f"text_distance/{name}"] = distance.same_draw if by_draw else distance.all
         for k in ks_up_to(min(size, MOST_K)):
@@ -134,9 +134,15 @@ def terms_of(base: Group, run: Group, *, by_draw: bool = False) -> Terms:
         for name, bad in marked.items():
             terms[f"{kind}/{name}"] = _mean(bad)
             counts += [_chances(_parts(groups[name], bad, by_draw), size)] if bad else []
-        outcome = fewer(*counts) if len(counts) == 2 else (math.nan,) * 3
+        outcome = win_loss_tie(*counts) if len(counts) == 2 else (math.nan,) * 3
         terms |= dict(zip((f"{kind}/wins", f"{kind}/losses", f"{kind}/ties"), outcome, strict=True))
     return terms | _second_draw(run)
+
+
+def distinct_answers(answers: Sequence[str | None], k: int) -> float:
+    """Mean number of distinct answers over all subsets of k completions; None is no answer, and not counted."""
+    known = [answer for answer in answers if answer is not None]
+    return sum(pass_at_k(len(answers), known.count(answer), k) for answer in set(known))
 
 
 def _chances(parts: Sequence[Sequence[bool]], size: int) -> np.ndarray:
@@ -189,13 +195,8 @@ def figures(terms: Sequence[Terms]) -> dict[str, Any]:
             d = x - columns[f"{stem}/{'baseline' if last == 'run' else 'same_draw'}"]
             fractions[f"{stem}/difference"] = (np.nan_to_num(d), ~np.isnan(d) * ones)
     numerators, denominators = (np.array(side) for side in zip(*fractions.values(), strict=True))
-    found = estimates(numerators, denominators)
-    values = zip(found.values.tolist(), found.low.tolist(), found.high.tolist(), strict=True)
-    result = {
-        name: {"value": value, "interval": [low, high]}
-        for name, (value, low, high) in zip(fractions, values, strict=True)
-    }
-    return finite(result)  # type: ignore[no-any-return]
+    intervals = zip(fractions, ratio_intervals(numerators, denominators), strict=True)
+    return finite({name: {"value": i.value, "interval": [i.low, i.high]} for name, i in intervals})  # type: ignore[no-any-return]
 
 
 def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[str, list[float]]:

@@ -14,17 +14,17 @@ import numpy as np
 from threepo.config import TrainConfig
 from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
-from threepo.files import write_text
-from threepo.lab.probe_config import POSTERIOR, ProbeConfig
-from threepo.lab.probe_statistics import (
+from threepo.evaluation.statistics import (
     Outcomes,
     dead_interval,
     intraclass,
     mean_rate,
-    ratio,
-    shares_of,
+    predictable_draws,
+    rate_ratio,
     silent_share,
 )
+from threepo.files import write_text
+from threepo.lab.probe_config import POSTERIOR, ProbeConfig
 
 MEAN, TEMPERATURE = "mean", "temperature"
 LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
@@ -73,11 +73,11 @@ def described(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
     outcomes = _outcomes(measured)
     by_draw = outcomes.rates.mean(axis=0)
     plain = measured["place"] in (MEAN, TEMPERATURE)
-    counts = shares_of(outcomes, group)
+    counts = predictable_draws(outcomes, group)
     facts = {key: value for key, value in measured.items() if key != "rates"}
     return facts | {
         "mu": asdict(mean_rate(outcomes)),
-        "ratio": asdict(ratio(outcomes, mean)),
+        "ratio": asdict(rate_ratio(outcomes, mean)),
         "dead_share": {str(n): asdict(dead_interval(outcomes, group, n)) for n in counts},
         "silent_step_share": {str(n): silent_share(outcomes, group, n) for n in counts},
         **({} if plain else {"within_draw_correlation": asdict(intraclass(outcomes))}),

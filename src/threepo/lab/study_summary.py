@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+import scipy
+
 import threepo
 from threepo.config.records import to_dict
-from threepo.files import read_json
-from threepo.lab.paired import censored_median, compare, smoothed, steps_to, t_interval
+from threepo.evaluation.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
+from threepo.files import finite, read_json
 from threepo.lab.study import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
 from threepo.lab.study_config import Cell, Study, StudyRun
 from threepo.run_folder import SUMMARY, metrics_digest
@@ -104,7 +106,7 @@ def _result(study: Study, run: StudyRun) -> Result | str:
     if len(values) < settings.smoothing:
         return f"{settings.curve} has {len(values)} values, fewer than study.smoothing = {settings.smoothing}"
     made = read_json(run.folder / SUMMARY)
-    levels = smoothed(values, settings.smoothing).tolist()
+    levels = running_means(values, settings.smoothing)[settings.smoothing - 1 :]
     return Result(last, steps, values, levels, made["seconds"], made["rollouts"], metrics_digest(run.folder))
 
 
@@ -143,9 +145,8 @@ def _figures(results: Results, width: int, target: float | None) -> dict[str, An
     reached = [steps_to(r.steps, r.values, width, target) if target is not None else None for r in found]
     return {
         "n": len(found),
-        "final": asdict(t_interval([r.final for r in found]))
-        | {"values": {str(s): r.final for s, r in results.items()}},
-        "area": asdict(t_interval([fmean(r.values) for r in found])),
+        "final": _mean([r.final for r in found]) | {"values": {str(s): r.final for s, r in results.items()}},
+        "area": _mean([fmean(r.values) for r in found]),
         "steps": max(r.length for r in found),
         "steps_to_target": dict(zip(map(str, results), reached, strict=True)),
         "median_steps_to_target": censored_median(reached),
@@ -154,11 +155,18 @@ def _figures(results: Results, width: int, target: float | None) -> dict[str, An
     }
 
 
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    """Mean over seeds with its standard error and t interval, ready for JSON."""
+    interval = t_interval(values)
+    error = float(scipy.stats.sem(values)) if len(values) > 1 else None
+    return finite({"mean": interval.value, "se": error, "low": interval.low, "high": interval.high})  # type: ignore[no-any-return]
+
+
 def _compared(differences: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Comparisons of the methods that share seeds with the baseline, as one family."""
     known = {name: d for name, d in differences.items() if d}
-    found = compare(list(known.values()))
-    return {name: asdict(c) | {"verdict": c.verdict} for name, c in zip(known, found, strict=True)}
+    found = paired_differences(list(known.values()))
+    return {name: finite(asdict(d)) | {"verdict": d.verdict} for name, d in zip(known, found, strict=True)}
 
 
 def _average(variants: Mapping[str, Mapping[str, Results]], baseline: str) -> dict[str, Any]:
@@ -170,5 +178,5 @@ def _average(variants: Mapping[str, Mapping[str, Results]], baseline: str) -> di
         means[method] = {seed: fmean(results[seed].final for results in everywhere) for seed in seeds}
     base = means[baseline]
     rivals = {n: [v[seed] - base[seed] for seed in v if seed in base] for n, v in means.items() if n != baseline}
-    methods = {n: {"n": len(v)} | ({"final": asdict(t_interval([*v.values()]))} if v else {}) for n, v in means.items()}
+    methods = {n: {"n": len(v)} | ({"final": _mean([*v.values()])} if v else {}) for n, v in means.items()}
     return {"methods": methods, "metric": _compared(rivals)}

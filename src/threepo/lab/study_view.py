@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from rich.table import Column, Table
 
+from threepo.evaluation.statistics import running_means, t_interval
 from threepo.files import write_json, write_text
 from threepo.lab.figures import Colours, Panel, colours, picture, with_data
-from threepo.lab.paired import smoothed, t_interval
 from threepo.lab.study import curve
 from threepo.lab.study_config import Cell, Study
 from threepo.lab.study_summary import finished_runs
@@ -179,13 +179,13 @@ def _band(study: Study, cell: Cell, metric: str, axis: Axes, colour: str) -> Non
     for run in finished_runs(study, cell):
         steps, values = curve(run, metric)
         if len(values) >= width:
-            for step, value in zip(steps[width - 1 :], smoothed(values, width).tolist(), strict=True):
+            for step, value in list(zip(steps, running_means(values, width), strict=True))[width - 1 :]:
                 at.setdefault(step + 1, []).append(value)
     if not at:
         return
     known = sorted(at)
     bands = [t_interval(at[step]) for step in known]
     marker = "o" if len(known) < 20 else ""
-    axis.plot(known, [b.mean for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
-    low, high = zip(*((b.mean, b.mean) if b.low is None else (b.low, b.high) for b in bands), strict=True)
+    axis.plot(known, [b.value for b in bands], color=colour, linewidth=1.5, marker=marker, markersize=4)
+    low, high = zip(*((b.low, b.high) for b in bands), strict=True)
     axis.fill_between(known, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -12,7 +12,7 @@ import torch
 
 from threepo.config import Correction, Method, SamplingConfig
 from threepo.methods.credit import group_advantages, unlikely_first
-from threepo.types import Completion, Draw, GradientPart, Group, Problem, Request, TrainingBatch, TrainingRow
+from threepo.types import Batch, Completion, CreditedRow, Draw, Group, Problem, Request
 
 
 def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
@@ -52,35 +52,30 @@ def requests(
     ]
 
 
-def group_by_prompt(completions: Sequence[Completion]) -> list[Group]:
-    """Completions of each prompt together, in order of first appearance; within a prompt by rollout number."""
-    by_prompt: dict[str, list[Completion]] = {}
-    for completion in completions:
-        by_prompt.setdefault(completion.problem.id, []).append(completion)
-    return [Group(rows[0].problem, tuple(sorted(rows, key=lambda row: row.rollout))) for rows in by_prompt.values()]
-
-
-def credit_groups(method: Method, groups: Sequence[Group]) -> list[Group]:
-    """The groups with the advantages of their graded completions, computed in float64.
+def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
+    """Groups of graded completions by prompt, in order of first appearance, with advantages computed in float64.
 
     Under `advantages = "draw"` the completions of one draw compete: they stand together, draws in order. `UserError`
     for rewards that the rule is not defined for.
     """
-    completions = [completion for group in groups for completion in group.completions]
-    verdicts = [completion.verdict for completion in completions if completion.verdict]
+    by_prompt: dict[str, list[Completion]] = {}
+    for completion in completions:
+        by_prompt.setdefault(completion.problem.id, []).append(completion)
+    prompts = [tuple(sorted(rows, key=lambda row: row.rollout)) for rows in by_prompt.values()]
+    assert len({len(rows) for rows in prompts}) == 1, "every prompt has the same number of completions"
+    verdicts = [row.verdict for rows in prompts for row in rows if row.verdict]
     assert len(verdicts) == len(completions), "only graded completions have rewards"
-    assert len({len(group.completions) for group in groups}) == 1, "groups of one size"
 
     def shaped(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(len(groups), -1, method.group_size)
+        return torch.tensor(values, dtype=torch.float64).view(len(prompts), -1, method.group_size)
 
     rewards = shaped([verdict.reward for verdict in verdicts])
     if method.advantage.unlikeliness:
         right = shaped([verdict.correct for verdict in verdicts]).bool()
-        logprobs = shaped([math.fsum(completion.logprobs) for completion in completions])
+        logprobs = shaped([math.fsum(row.logprobs) for rows in prompts for row in rows])
         rewards = unlikely_first(rewards, right, logprobs, method.advantage)
-    values = group_advantages(rewards, method.advantage).flatten(1).tolist()
-    return [replace(group, advantages=tuple(own)) for group, own in zip(groups, values, strict=True)]
+    advantages = group_advantages(rewards, method.advantage).flatten(1).tolist()
+    return [Group(rows, tuple(values)) for rows, values in zip(prompts, advantages, strict=True)]
 
 
 def flat_groups(method: Method, group: Group) -> list[bool]:
@@ -100,23 +95,22 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
     return dict(zip(rewards, group_advantages(means, method.advantage).tolist(), strict=True))
 
 
-def training_batch(
-    method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int
-) -> TrainingBatch:
-    """Rows of the credited groups, sorted by the weights where their gradient is to be taken (method.md 3).
+def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int) -> Batch:
+    """Rows of the groups by the weights where their gradient is to be taken (method.md 3).
 
     `sampling`: how the rollouts were decoded.
     """
-    keeps, rows = method.advantage.zero_variance == "keep", list[TrainingRow]()
+    rows: list[CreditedRow] = []
     for group in groups:
         flat = flat_groups(method, group)
-        for i, (completion, value) in enumerate(zip(group.completions, group.advantages, strict=True)):
-            rows.append(TrainingRow(completion, len(rows), value, keeps or not flat[i // method.group_size]))
+        for i, (completion, advantage) in enumerate(zip(group.completions, group.advantages, strict=True)):
+            counts = method.advantage.zero_variance == "keep" or not flat[i // method.group_size]
+            rows.append(CreditedRow.of(completion, len(rows), advantage, counts))
     own = method.gradient_at == "generator"  # the gradient of a row is taken at its own draw only
-    parts = tuple(
-        GradientPart(draw, tuple(row for row in rows if not own or row.completion.draw == draw))
+    parts = {
+        draw: tuple(row for row in rows if not own or row.completion.draw == draw)
         for draw in gradient_draws(method, seed, step)
-    )
+    }
     # A single part's own count is the step's; "step" makes M3PO with one draw B3PO to the last bit. Fresh draws hold
     # all rows each, and count alike however many of them a correction masks.
     normalize = "step" if len(parts) == 1 else "part" if method.gradient_at == "fresh" else method.normalize
@@ -125,11 +119,18 @@ def training_batch(
         correction = Correction()  # the "fresh" draw is the generator, so every row is on-policy
     if rollouts_are_filtered(method, sampling):
         correction = None
-    # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
-    temperature = 1.0 if method.greedy else sampling.temperature
-    compared = fitness(method, groups) if method.log_evolution or not parts else {}
-    more = (sampling.max_new_tokens, seed, step, method.cumulative, compared)
-    return TrainingBatch(parts, normalize, correction, temperature, *more)
+    return Batch(
+        parts=parts,
+        normalize=normalize,
+        correction=correction,
+        # The engine reports log-probs of greedy rollouts at temperature 1, without top-p and top-k (method.md 3.5).
+        temperature=1.0 if method.greedy else sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=seed,
+        step=step,
+        cumulative=method.cumulative,
+        fitness=fitness(method, groups) if method.log_evolution or not parts else {},
+    )
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
@@ -137,14 +138,16 @@ def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
     return not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
-def split_batch(batch: TrainingBatch, pieces: int) -> list[TrainingBatch]:
+def split_batch(batch: Batch, pieces: int) -> list[Batch]:
     """The batch as `pieces` mini-batches, or one per prompt if there are fewer; rows of a prompt stay together."""
-    rows = (row for part in batch.parts for row in sorted(part.rows, key=lambda row: row.index))
-    order = dict.fromkeys(row.completion.problem.id for row in rows)
-    pieces = min(pieces, len(order))
-    piece_of = {prompt: position * pieces // len(order) for position, prompt in enumerate(order)}
+    rows = (row for part in batch.parts.values() for row in sorted(part, key=lambda row: row.index))
+    prompts = list(dict.fromkeys(row.completion.problem.id for row in rows))
+    pieces = min(pieces, len(prompts))
+    piece_of = {prompt: position * pieces // len(prompts) for position, prompt in enumerate(prompts)}
 
-    def cut(part: GradientPart, piece: int) -> GradientPart:
-        return replace(part, rows=tuple(row for row in part.rows if piece_of[row.completion.problem.id] == piece))
+    def cut(part: Sequence[CreditedRow], piece: int) -> tuple[CreditedRow, ...]:
+        return tuple(row for row in part if piece_of[row.completion.problem.id] == piece)
 
-    return [replace(batch, parts=tuple(cut(part, piece) for part in batch.parts)) for piece in range(pieces)]
+    return [
+        replace(batch, parts={draw: cut(part, piece) for draw, part in batch.parts.items()}) for piece in range(pieces)
+    ]

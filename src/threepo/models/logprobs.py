@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from threepo.models.attention import PackedRows, padded_slots, run_packed
-from threepo.types import PackedTokens
+from threepo.types import MicroBatch
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits per chunk, K * V: 64 MiB in float32."""
@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
 
 def token_logprobs(
     model: torch.nn.Module,
-    packed: PackedTokens,
+    packed: MicroBatch,
     temperature: float = 1.0,
     *,
     linear_head: bool = True,
@@ -68,7 +68,7 @@ def token_logprobs(
     return TokenLogprobs(*map(torch.cat, zip(*(again(*chunk) for chunk in chunks), strict=True)))
 
 
-def _states(inner: Any, packed: PackedTokens, packed_rows: bool) -> torch.Tensor:
+def _states(inner: Any, packed: MicroBatch, packed_rows: bool) -> torch.Tensor:
     """Final hidden states [K, D] of a base model, or logits [K, V] of a whole one."""
     ids, lengths, positions = packed.input_ids, packed.row_lengths, packed.loss_positions
     if packed_rows:

@@ -35,7 +35,7 @@ from threepo.models.prompts import tokenized
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import device_of
 from threepo.run_folder import model_folder
-from threepo.types import THINK, PackedTokens, Problem
+from threepo.types import THINK, MicroBatch, Problem
 
 OPENING_TOKENS = 16
 """More tokens than any tokenizer needs for `<think>` and the blanks after it."""
@@ -52,7 +52,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model, self.linear_head, self.packed_rows = model, linear_head, packed_rows
 
-    def forward(self, packed: PackedTokens, temperature: float, with_entropy_gradient: bool) -> TokenLogprobs:
+    def forward(self, packed: MicroBatch, temperature: float, with_entropy_gradient: bool) -> TokenLogprobs:
         """See `Policy.logprobs`."""
         return token_logprobs(
             self.model,
@@ -114,7 +114,7 @@ class Policy:
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 1 << 30))
 
     def logprobs(
-        self, packed: PackedTokens, temperature: float = 1.0, *, with_entropy_gradient: bool = False
+        self, packed: MicroBatch, temperature: float = 1.0, *, with_entropy_gradient: bool = False
     ) -> TokenLogprobs:
         """`models.logprobs.token_logprobs` of this model in its compute dtype."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
@@ -124,7 +124,7 @@ class Policy:
         """Take part in a pass of the other ranks, without rows; where gradients are enabled, it adds 0 to them."""
         two = torch.tensor([0, 0], device=self.device)
         first = torch.tensor([0], device=self.device)
-        logprobs = self.logprobs(PackedTokens(two, (2,), first, first, first)).logprobs
+        logprobs = self.logprobs(MicroBatch(two, (2,), first, first, first)).logprobs
         if logprobs.requires_grad:
             (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
 

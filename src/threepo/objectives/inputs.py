@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from threepo.config import ObjectiveConfig
+from threepo.objectives.corrections import CorrectionEffect, bounded_exp, sum_by_row
 from threepo.objectives.selection import Select
-from threepo.types import TrainingRow
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus and minus this before exponentiation."""
+from threepo.types import CreditedRow
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,15 @@ class LossInputs:
     """Of the policy, with gradient."""
     old_logprobs: torch.Tensor
     """Of the policy before this batch's first update, at the same draw; detached."""
+    behaviour_logprobs: torch.Tensor
+    """As the rollout engine reported them."""
     entropy: torch.Tensor
     """Of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
     advantages: torch.Tensor
-    correction_weights: torch.Tensor
-    """Importance weights, detached; 0 masks a token."""
-    counted: torch.Tensor
-    """Bool: the tokens whose number divides the loss."""
+    weights: torch.Tensor
+    """The weight of each token's row (`policy_loss.row_weights`)."""
+    correction: CorrectionEffect
+    """Importance weights of the tokens, and which of them count."""
     row_of: torch.Tensor
     """The row of each token, 0 to `rows` - 1."""
     rows: int
@@ -40,23 +41,23 @@ class LossInputs:
 
     def ratio(self) -> torch.Tensor:
         """Probability ratio of the policy to the old policy."""
-        return _bounded_exp(self.logprobs - self.old_logprobs)
+        return bounded_exp(self.logprobs - self.old_logprobs)
 
     def sequence_ratio(self) -> torch.Tensor:
         """The geometric mean of a row's ratios, at each of its tokens; the gradient is that of the token's own."""
         log_ratio = (self.logprobs - self.old_logprobs).detach()
         mean = sum_by_row(log_ratio, self.row_of, self.rows)
         mean /= sum_by_row(torch.ones_like(log_ratio), self.row_of, self.rows)
-        return _bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
+        return bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
 
 
 @dataclass(frozen=True)
 class Term:
     """A summand of the objective."""
 
-    losses: Callable[[LossInputs, ObjectiveConfig], torch.Tensor]
+    losses: Callable[[LossInputs, Any], torch.Tensor]
     """[K], to be minimised."""
-    has_gradient: Callable[[TrainingRow, bool], bool] = lambda row, chosen: row.advantage != 0
+    has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
     """Whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row without any
     needs no backward pass."""
     in_use: Callable[[ObjectiveConfig], bool] = lambda settings: True
@@ -64,12 +65,3 @@ class Term:
     """Whether gradients flow through the entropy."""
     select: Select | None = None
     """Chooses tokens before the update, from the scores of all that share a divisor."""
-
-
-def sum_by_row(values: torch.Tensor, row_of: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sums [R] of values [K] over the tokens of each row, in float64."""
-    return torch.zeros(rows, dtype=torch.float64, device=values.device).index_add_(0, row_of, values.double())
-
-
-def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

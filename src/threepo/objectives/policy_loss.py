@@ -12,15 +12,16 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from threepo.config import ObjectiveConfig
-from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
+from threepo.objectives.corrections import LOG_RATIO_BOUND
+from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import Select, highest_entropy
-from threepo.objectives.token_losses import LOSSES
-from threepo.types import GradientPart, TrainingRow
+from threepo.objectives.token_losses import token_loss
+from threepo.types import CreditedRow
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """Minus the coefficient times the entropy."""
-    return -settings.entropy_coefficient * inputs.entropy * inputs.counted
+    return -settings.entropy_coefficient * inputs.entropy * inputs.correction.counted
 
 
 def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
@@ -32,7 +33,7 @@ def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
 
 def reference_penalty(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """The coefficient times the KL; corrected, because tokens are those of their generators."""
-    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction_weights
+    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction.weights
 
 
 ADDED = {
@@ -46,13 +47,13 @@ ADDED = {
 
 def terms_of(settings: ObjectiveConfig) -> list[Term]:
     """The terms that the settings use."""
-    return [LOSSES[settings.loss], *(term for term in ADDED.values() if term.in_use(settings))]
+    return [token_loss(settings), *(term for term in ADDED.values() if term.in_use(settings))]
 
 
 def selections(settings: ObjectiveConfig) -> dict[str, Select]:
     """The choices of tokens to make before an update: `chosen` and `in_mask` of `LossInputs`."""
     masked = settings.entropy_mask_share < 1
-    found = {"chosen": LOSSES[settings.loss].select, "in_mask": highest_entropy if masked else None}
+    found = {"chosen": token_loss(settings).select, "in_mask": highest_entropy if masked else None}
     return {name: select for name, select in found.items() if select}
 
 
@@ -64,27 +65,27 @@ def scored_first(settings: ObjectiveConfig) -> bool:
 def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """[K]: the sum of all terms, before row weights."""
     policy, *added = (term.losses(inputs, settings) for term in terms_of(settings))
-    return torch.stack([policy * inputs.correction_weights * inputs.in_mask, *added]).sum(dim=0)
+    return torch.stack([policy * inputs.correction.weights * inputs.in_mask, *added]).sum(dim=0)
 
 
-def row_weights(rows: Sequence[TrainingRow], aggregation: str) -> dict[int, float]:
+def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, float]:
     """The factor of the token losses of each row, by row index; `rows` are all that share a divisor.
 
     `token`, `constant`: 1. `group`: 1 / tokens of the row's prompt, a mean over prompts of token means, as the paper's
     equation 1 is written. `sequence`: 1 / tokens of the row, a mean over completions of token means.
     """
 
-    def unit(row: TrainingRow) -> Hashable:
+    def unit(row: CreditedRow) -> Hashable:
         return row.completion.problem.id if aggregation == "group" else row.index
 
     tokens: Counter[Hashable] = Counter()
     for row in rows:
-        tokens[unit(row)] += len(row.completion.tokens)
+        tokens[unit(row)] += row.loss_tokens
     weighted = aggregation in ("group", "sequence")
     return {row.index: 1.0 / tokens[unit(row)] if weighted else 1.0 for row in rows}
 
 
-def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], aggregation: str) -> float:
+def signal_factor(rows: Sequence[CreditedRow], weights: Mapping[int, float], aggregation: str) -> float:
     """The factor of all advantages with which the policy loss is a mean over the rows that count, not over all `rows`.
 
     It is the sum of the row weights of all tokens over that of the rows that count: 1 if all rows do. Other terms of
@@ -92,16 +93,16 @@ def signal_factor(rows: Sequence[TrainingRow], weights: Mapping[int, float], agg
     masks it is an approximation (method.md 2.6).
     """
 
-    def total(some: Iterable[TrainingRow]) -> float:
-        return math.fsum(weights[row.index] * len(row.completion.tokens) for row in some)
+    def total(some: Iterable[CreditedRow]) -> float:
+        return math.fsum(weights[row.index] * row.loss_tokens for row in some)
 
     counted = total(row for row in rows if row.counts)
     return total(rows) / counted if counted and aggregation != "constant" else 1.0
 
 
-def teaches(parts: Iterable[GradientPart], settings: ObjectiveConfig) -> bool:
+def teaches(rows: Iterable[CreditedRow], settings: ObjectiveConfig) -> bool:
     """Whether an update has anything to learn from: a row that counts, or a term that reads all rows."""
-    return len(terms_of(settings)) > 1 or any(row.counts for part in parts for row in part.rows)
+    return len(terms_of(settings)) > 1 or any(row.counts for row in rows)
 
 
 def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) -> float:
@@ -114,11 +115,12 @@ def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) ->
 
 def statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float]:
     """Sums over tokens: the ratio to the old policy, how often the clip acted, what was chosen, the KL."""
-    a, loss = inputs.advantages, LOSSES[settings.loss]
+    a, loss = inputs.advantages, token_loss(settings)
     ratio = loss.ratio(inputs).detach()
-    low, high = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
+    lowest, highest = settings.bounds
+    low, high = ratio < lowest, ratio > highest
     low, high = (low & (a != 0), high & (a != 0)) if loss.both_signs else (low & (a < 0), high & (a > 0))
-    sums = {"ratio_mean": ratio, "clipped_low_share": low & loss.clips, "clipped_high_share": high & loss.clips}
+    sums = {"ratio_mean": ratio, "clipped_low_share": low, "clipped_high_share": high}
     if loss.select:
         sums["chosen_share"] = inputs.chosen
     if inputs.reference_logprobs is not None:
@@ -127,9 +129,9 @@ def statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float
 
 
 def split_by_gradient(
-    rows: Sequence[TrainingRow], settings: ObjectiveConfig, chosen: Collection[int] = ()
-) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Rows that need a backward pass, and rows whose gradient is 0, which are only scored and counted.
+    rows: Sequence[CreditedRow], settings: ObjectiveConfig, chosen: Collection[int] = ()
+) -> list[tuple[list[CreditedRow], bool]]:
+    """Rows that need a backward pass (with True), and rows whose gradient is 0 (with False).
 
     `chosen`: indices of the rows with a token that the loss has chosen. At least one row is among the first, because
     the optimizer needs a gradient to observe, even one of zeros.
@@ -137,4 +139,4 @@ def split_by_gradient(
     terms = terms_of(settings)
     needed = {row.index for row in rows if any(term.has_gradient(row, row.index in chosen) for term in terms)}
     needed = needed or {rows[0].index}
-    return [row for row in rows if row.index in needed], [row for row in rows if row.index not in needed]
+    return [([row for row in rows if (row.index in needed) == wanted], wanted) for wanted in (True, False)]

@@ -29,7 +29,7 @@ from threepo.config.records import to_dict
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.posterior.shards import local
 from threepo.ranks.group import Ranks
-from threepo.types import SupervisedRow, TrainingBatch, TrainingRow
+from threepo.types import Batch, Row
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions decide what a rank computes."""
@@ -68,15 +68,15 @@ def reward_code(names: Iterable[str]) -> dict[str, str]:
     return {f"the code of {name}": _hashed([Path(file).read_bytes()]) for name, file in files.items() if file}
 
 
-def batch_facts(batch: TrainingBatch) -> dict[str, Any]:
+def batch_facts(batch: Batch) -> dict[str, Any]:
     """Facts of a batch that an update uses, by the words of messages."""
-    rows = {row.index: row for part in batch.parts for row in part.rows}
+    rows = {row.index: row for part in batch.parts.values() for row in part}
     draws = (row.completion.draw for row in rows.values())  # all of this step
     return {
-        "the draws of gradients": [part.draw for part in batch.parts],
+        "the draws of gradients": list(batch.parts),
         "the fitness of draws": list(batch.fitness.values()),
         "the sampling temperature": batch.temperature,
-        "the rows of each gradient": _digest("q", [[row.index for row in part.rows] for part in batch.parts]),
+        "the rows of each gradient": _digest("q", [[row.index for row in part] for part in batch.parts.values()]),
         "advantages": _digest("d", [[row.advantage for row in rows.values()]]),
         "the draws of rollouts": _digest("q", [[draw.sign * (draw.index + 1) if draw else 0 for draw in draws]]),
         "the log-probs of rollouts": _digest("d", (row.completion.logprobs for row in rows.values())),
@@ -84,9 +84,9 @@ def batch_facts(batch: TrainingBatch) -> dict[str, Any]:
     }
 
 
-def row_facts(rows: Iterable[TrainingRow | SupervisedRow]) -> dict[str, Any]:
+def row_facts(rows: Iterable[Row]) -> dict[str, Any]:
     """A digest of the tokens of rows, by the words of messages."""
-    return {"the tokens of rows": _digest("q", (row.input_tokens for row in rows))}
+    return {"the tokens of rows": _digest("q", (row.tokens for row in rows))}
 
 
 def _digest(kind: str, values: Iterable[Sequence[Any]]) -> str:

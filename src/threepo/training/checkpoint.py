@@ -50,7 +50,7 @@ class TrainState:
     step: int = 0
     """Training steps done."""
     streaks: Mapping[str, int] = field(default_factory=dict)
-    """See `metrics.watch`."""
+    """See `alarms.watch`."""
     schedules: ScheduleState = field(default_factory=ScheduleState)
     drawn: int = 0
     """Problems that dynamic sampling has taken from their source; 0 without it."""
@@ -60,10 +60,7 @@ class TrainState:
 class _SavedState:
     """The contents of train_state.json."""
 
-    step: int
-    streaks: dict[str, int]
-    schedules: ScheduleState
-    drawn: int
+    state: TrainState
     optimizer_steps: int
     skipped_steps: int
 
@@ -107,8 +104,8 @@ def save_checkpoint(
                 if ranks.size > 1:
                     policy.save_all_but_weights(folder)
                 first = optimizer.param_groups[0]
-                counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
-                write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
+                saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
+                write_json(folder / _STATE_FILE, asdict(saved_state))
                 saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
                 contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
                 contents.pop(ADAPTERS, None)  # people edit its base
@@ -133,10 +130,10 @@ def load_train_state(path: Path) -> TrainState:
     for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
         if not (path / name).is_file() or _content(path / name) != then:
             raise UserError(f"{path / name}: is not the file that was saved; restore it, or {_OLDER}")
-    saved = _saved_state(path)
-    if int(path.name.removeprefix("step-")) != saved.step:
-        raise UserError(f"{path / _STATE_FILE}: belongs to step {saved.step}; restore the right one, or {_OLDER}")
-    return TrainState(saved.step, saved.streaks, saved.schedules, saved.drawn)
+    state = _saved_state(path).state
+    if int(path.name.removeprefix("step-")) != state.step:
+        raise UserError(f"{path / _STATE_FILE}: belongs to step {state.step}; restore the right one, or {_OLDER}")
+    return state
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

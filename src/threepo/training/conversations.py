@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 from threepo.config import ConversationConfig
 from threepo.data.finite import report_broken
-from threepo.data.rows import BrokenRow, Row, digest
+from threepo.data.rows import BrokenRow, digest
+from threepo.data.rows import Row as SourceRow
 from threepo.data.source import Conversations, open_conversations
 from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.models.chat import ChatEncoder, RenderedChat, Span, UnrenderableChat
 from threepo.models.policy import Policy
-from threepo.types import SupervisedRow
+from threepo.types import Row
 
 FORMAT = 4
 """Part of the file's digest. Raise it when the same source and settings give other tokens or columns than before."""
@@ -66,12 +67,12 @@ class PreparedConversations:
             "digest": digest(self.digests),
         }
 
-    def batch(self, numbers: Iterable[int]) -> list[SupervisedRow]:
+    def batch(self, numbers: Iterable[int]) -> list[Row]:
         """The rows of one step: conversations by their numbers among those that are kept."""
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
-            SupervisedRow(tuple(tokens), tuple(zip(bounds[::2], bounds[1::2], strict=True)), index)
+            Row(index, tuple(tokens), tuple(zip(bounds[::2], bounds[1::2], strict=True)))
             for index, (tokens, bounds) in enumerate(rows)
         ]
 
@@ -150,7 +151,7 @@ class _Preparation:
         self.limit = min(settings.max_tokens, policy.context)
         self.broken: list[str] = []
 
-    def columns(self, rows: Iterable[Row | BrokenRow]) -> Iterator[tuple[Any, ...]]:
+    def columns(self, rows: Iterable[SourceRow | BrokenRow]) -> Iterator[tuple[Any, ...]]:
         """The file's columns for each row: `loss_ranges` as a list of bounds; `dropped` says why a row is left out."""
         numbered, number = enumerate(rows, start=1), 0
         while batch := list(islice(numbered, ROWS_AT_ONCE)):
@@ -162,7 +163,7 @@ class _Preparation:
             number = batch[-1][0]
         report_broken(self.source.rows.name, self.broken, number)
 
-    def _rendered(self, row: Row | BrokenRow, number: int) -> RenderedChat | str:
+    def _rendered(self, row: SourceRow | BrokenRow, number: int) -> RenderedChat | str:
         """The text of a row, or why it is left out."""
         location = f"{self.source.rows.name}, row {number}"
         try:

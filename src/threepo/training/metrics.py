@@ -1,26 +1,17 @@
-"""The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together).
-
-And warnings about runs that go on without learning: what was seen for several steps in a row, and what to do about it.
-Each warning comes once per run. The counts are part of the train state, so a resumed run warns as if never stopped.
-"""
+"""The numbers of one training step, by the names that docs/metrics.md explains (a test holds the two together)."""
 
 import math
 import re
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
-from threepo.config import Method, TrainConfig
-from threepo.errors import ThreepoWarning
-from threepo.methods.corrections import effective_sample_share
+from threepo.config import Method
 from threepo.methods.method import flat_groups
 from threepo.ranks.group import ALONE, Ranks
 from threepo.training.rollouts import Rollouts
-from threepo.training.update import UpdateRecord
 from threepo.types import Completion, Group, Verdict
 
 Metrics = dict[str, float]
@@ -124,117 +115,5 @@ def time_metrics(clock: Clock, groups: Sequence[Group]) -> Metrics:
     return parts | {"time/step": step, "time/tokens_per_second": tokens / parts["time/rollout"]}
 
 
-def update_metrics(record: UpdateRecord) -> Metrics:
-    """The loss, and the ratios of the gradient's policy to the old one and to the rollouts' generators."""
-    if not record.rows:
-        return {}
-    metrics = {"policy/loss": _mean(record.minimised) if record.minimised else 0.0} | record.compared
-    metrics |= {f"policy/{name}": total / record.tokens for name, total in record.policy.items()}
-    if record.chose:
-        metrics["policy/no_choice_share"] = 1 - _mean(record.chose)
-    certainties = [row.self_certainty for row in record.rows]
-    metrics |= {
-        "policy/self_certainty": _mean(certainties),
-        "policy/self_certainty_min": min(certainties),
-        "policy/self_certainty_max": max(certainties),
-    }
-    if record.correction is None:
-        return metrics
-    rows = record.rows
-    rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
-    metrics |= {
-        "correction/kl": record.kl / record.tokens,
-        "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
-        "correction/kept_token_share": sum(row.kept_tokens for row in rows) / record.tokens,
-        "correction/untouched_share": _mean([row.untouched for row in rows]),
-        "correction/effective_sample_share": effective_sample_share(torch.tensor([row.weight for row in rows])),
-    }
-    for name, q in (("min", 0.0), ("p05", 0.05), ("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
-        metrics[f"correction/rho_{name}"] = float(rho.quantile(q))
-    # By quarters of the rows by length, short to long: does the correction favour short answers?
-    ordered = sorted(rows, key=lambda row: row.tokens)
-    cuts = [len(ordered) * i // 4 for i in range(5)]
-    for i, (first, end) in enumerate(pairwise(cuts), start=1):
-        if first < end:
-            metrics[f"correction/kept_share_length_q{i}"] = _mean([row.kept_tokens > 0 for row in ordered[first:end]])
-    return metrics
-
-
 def _mean(values: list[float] | list[bool]) -> float:
     return sum(values) / len(values)
-
-
-FAILED_STEPS = 5
-"""Steps in a row in which the verifier always failed, or every completion was cut, before there is a warning."""
-CONSTANT_STEPS = 20
-"""The same for rewards that are all equal, which hard problems can cause for a few steps."""
-
-_FAILED = (
-    "the verifier has failed on every completion{1}, so no reward means anything: reward.function = {0!r} returns None,"
-    " raises an error or exceeds its time; try it on rows of completions/ in the run folder"
-)
-_CONSTANT = (
-    "all completions of a step have earned the same reward (now {:g}), so every advantage is 0: the problems are too "
-    "hard or too easy for this policy, or reward.function cannot tell completions apart; change the problems, the "
-    "policy or the reward"
-)
-_ENDLESS = (
-    "and so since the run began, every completion was cut at sampling.max_new_tokens = {}: if an answer needs fewer "
-    "tokens, the model never generates its end token; check that its tokenizer's eos_token and chat template are those "
-    "that it was trained with, or raise sampling.max_new_tokens"
-)
-_CUT = (
-    "every completion was cut at sampling.max_new_tokens = {} and graded unfinished: raise sampling.max_new_tokens, or "
-    "see in completions/ of the run folder whether the policy repeats itself"
-)
-_NOT_FULL = (
-    "sampling.dynamic_rounds = {} rounds have not found enough prompts whose completions earn different rewards, and "
-    "prompts without a learning signal have filled the batch: the problems are too hard or too easy for this policy; "
-    "change them, or raise sampling.dynamic_rounds or sampling.prompts_per_round"
-)
-_UNCHOSEN = (
-    "objective.loss = {!r} has chosen no token, so it does nothing: advantages are all 0, or no covariance "
-    "is within objective.clip_cov_bounds (clip_cov); change the problems or the bounds, or set objective.loss = 'ppo'"
-)
-_UNCHANGED = (
-    "the {} correction has masked or truncated nothing: the draws may be too close together to matter (lower "
-    "optimizer.ess), or the log-probs of the rollouts are wrong"
-)
-
-
-def watch(
-    config: TrainConfig, streaks: Mapping[str, int], step: int, rollouts: Rollouts, record: UpdateRecord
-) -> dict[str, int]:
-    """Warn if training step `step` made a streak long enough. Returns all streaks after it, by alarm.
-
-    A streak is the number of steps in a row in which something happened. It stays as it is in a step that says nothing
-    about it, and after its warning.
-    """
-    completions = [completion for group in rollouts.generated for completion in group.completions]
-    verdicts = [completion.verdict for completion in completions if completion.verdict]
-    failed = all(verdict.status == "error" for verdict in verdicts)
-    constant = len({verdict.reward for verdict in verdicts}) == 1
-    cut = all(completion.finish_reason == "length" for completion in completions)
-    reason = next((f" ({verdict.detail})" for verdict in verdicts if verdict.detail), "")
-    endless = step + 1 == FAILED_STEPS  # no completion of the run has ended
-    correction = record.correction
-    alarms = [
-        ("verifier", failed, FAILED_STEPS, _FAILED.format(", ".join(config.reward.names), reason)),
-        ("reward", None if failed else constant, CONSTANT_STEPS, _CONSTANT.format(verdicts[0].reward)),
-        ("length", cut, FAILED_STEPS, (_ENDLESS if endless else _CUT).format(config.sampling.max_new_tokens)),
-    ]
-    if rounds := config.sampling.dynamic_rounds:
-        alarms.append(("dynamic", rollouts.missing > 0, FAILED_STEPS, _NOT_FULL.format(rounds)))
-    if record.chose:
-        alarms.append(("choice", not any(record.chose), CONSTANT_STEPS, _UNCHOSEN.format(config.objective.loss)))
-    if correction:
-        unchanged = (correction.kind != "none" and all(r.untouched for r in record.rows)) if record.rows else None
-        alarms.append(("correction", unchanged, correction.warn_after, _UNCHANGED.format(correction.kind)))
-    after = dict(streaks)
-    for name, happened, limit, message in alarms:
-        before = streaks.get(name, 0)
-        if before < limit and happened is not None:
-            after[name] = before + 1 if happened else 0
-            if after[name] == limit:
-                warnings.warn(f"for {limit} steps in a row, {message}", ThreepoWarning, stacklevel=2)
-    return after

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from threepo.config import TrainConfig
+from threepo.config import SimilarityEss, TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
@@ -22,9 +22,10 @@ from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
+from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.flops import step_flops
 from threepo.training.metrics import (
@@ -35,14 +36,13 @@ from threepo.training.metrics import (
     similarity,
     time_metrics,
     token_counts,
-    update_metrics,
-    watch,
 )
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
 from threepo.training.schedules import certainty, next_state, refuse_unmeasured, step_sampling
-from threepo.training.update import UpdateRecord, update_policy
+from threepo.training.update import update_policy
+from threepo.training.update_record import UpdateRecord
 from threepo.types import Group, Problem
 
 
@@ -85,8 +85,9 @@ def train(run: Run) -> None:
                 rollouts = rollout(run, step, clock)
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
-            metrics |= update_metrics(record) | run.optimizer_metrics(record.finite)
-            if alike := run.config.ess_schedule.kind == "similarity":
+            metrics |= record.metrics() | run.optimizer_metrics(record.finite)
+            alike = isinstance(run.config.ess_schedule, SimilarityEss)
+            if alike:
                 metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
@@ -112,9 +113,9 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
         completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
         clock.lap("time/rollout")
-        completions = graded(run.grader, completions)
+        completions = attach_verdicts(run.grader, completions)
         clock.lap("time/reward")
-        return lattice.credit_groups(method, lattice.group_by_prompt(completions))
+        return lattice.credit(method, completions)
 
     if sampling.dynamic_rounds:
         return until_full(config, run.source, run.state.drawn, answer)
@@ -176,7 +177,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     policy, optimizer, state = build_or_restore(config, folder, ranks)
     reference = open_reference(config, policy, folder, ranks)
     with ranks.together():
-        embed = Encoder(encoder, policy.device) if (encoder := config.ess_schedule.encoder) else token_counts
+        encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
+        embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]

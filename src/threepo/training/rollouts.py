@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from threepo.config import TrainConfig
 from threepo.data.source import ProblemSource
-from threepo.methods.method import flat_groups
 from threepo.types import Group, Problem
 
 
@@ -50,8 +49,7 @@ def until_full(
         groups = answer(problems)
         tried.update(problem.id for problem in problems)
         rounds += 1
-        # A prompt gives no gradient when all advantages are 0 in each of its advantage groups.
         for group in groups:
-            (flat if all(flat_groups(config.method, group)) else kept).append(group)
+            (flat if group.is_flat else kept).append(group)
     missing = max(wanted - len(kept), 0)
     return Rollouts(kept[:wanted] + flat[:missing], kept[wanted:] + flat[missing:], rounds, missing, drawn)

@@ -30,18 +30,18 @@ from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
-from threepo.training.update import dealt_bundles
-from threepo.types import Draw, Purpose, SupervisedRow
+from threepo.training.scoring import bundles_of
+from threepo.types import Draw, Purpose, Row
 
 
 @dataclass(frozen=True)
 class Material:
     """Texts that a run imitates, and for how long."""
 
-    rows: Callable[[int], Sequence[SupervisedRow]]
+    rows: Callable[[int], Sequence[Row]]
     """The rows of an optimizer step; the same for every resumed run."""
     steps: int
-    heldout: Sequence[SupervisedRow] = ()
+    heldout: Sequence[Row] = ()
     """To measure the loss on; none: it is not measured."""
     eval_every: int = 0
     """Steps between those measurements; 0: only at the end."""
@@ -91,21 +91,21 @@ def fine_tune(run: FineTuning) -> None:
             end_step(metrics | clock.times)
 
 
-def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[SupervisedRow]:
+def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]:
     """Demonstrations as rows: prompt tokens, then completion tokens with the end-of-sequence token."""
     rows = []
     for index, (problem, completion) in enumerate(demonstrations):
         tokens = (*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id)
         policy.check_vocabulary(problem.label, tokens)
         prompt = policy.encode_prompt(problem, DataConfig(train="demonstrations"), len(tokens))
-        rows.append(SupervisedRow(prompt + tokens, ((len(prompt), len(prompt) + len(tokens)),), index))
+        rows.append(Row(index, prompt + tokens, ((len(prompt), len(prompt) + len(tokens)),)))
     return rows
 
 
-def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: int, ranks: Ranks = ALONE) -> float:
+def cross_entropy(policy: Policy, rows: Sequence[Row], token_budget: int, ranks: Ranks = ALONE) -> float:
     """Cross-entropy in nats, summed over the counted tokens; accumulates its gradient where gradients are enabled."""
     total = 0.0
-    for bundle in dealt_bundles(rows, token_budget, policy, ranks):
+    for bundle in bundles_of(rows, token_budget, policy, ranks):
         if not bundle:
             policy.idle()
             continue
@@ -116,9 +116,9 @@ def cross_entropy(policy: Policy, rows: Sequence[SupervisedRow], token_budget: i
     return math.fsum(ranks.gather(total))
 
 
-def loss_tokens(rows: Sequence[SupervisedRow]) -> int:
+def loss_tokens(rows: Sequence[Row]) -> int:
     """Number of tokens that the loss of these rows counts."""
-    return sum(end - first for row in rows for first, end in row.loss_ranges)
+    return sum(row.loss_tokens for row in rows)
 
 
 def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = ALONE) -> FineTuning:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.lab.probe_statistics import (
+from threepo.evaluation.statistics import (
     Outcomes,
     dead_interval,
     dead_share,
     intraclass,
     mean_rate,
-    ratio,
-    shares_of,
+    predictable_draws,
+    rate_ratio,
 )
 
 G = 8
@@ -98,7 +98,7 @@ def test_intervals_of_the_ratio_cover_it() -> None:
     for seed in range(100):
         draws = generator.beta(0.6, 9.4, (1, 64)) * np.ones((8, 1))
         mean = Outcomes(generator.binomial(1024, 0.02, (8, 1)) / 1024, 1024)
-        found = ratio(Outcomes(generator.binomial(16, draws) / 16, 16), mean, seed)
+        found = rate_ratio(Outcomes(generator.binomial(16, draws) / 16, 16), mean, seed)
         missed += not found.low <= 3 <= found.high
     assert missed <= 15
 
@@ -108,15 +108,15 @@ def test_no_success_leaves_bounds_and_no_estimate() -> None:
     mean, never = Outcomes(np.full((4, 1), 0.01), 1000), Outcomes(np.zeros((4, 1)), 1000)
     assert mean_rate(none).high == pytest.approx(1 - 0.05 ** (1 / 16)), "three in sixteen draws, as they go together"
     assert mean_rate(never).high == pytest.approx(3 / 4000, rel=0.01)
-    unknown = ratio(some, never)
+    unknown = rate_ratio(some, never)
     assert unknown.value == unknown.high == math.inf
     assert 0.25 * 4000 / 4 < unknown.low < 0.25 * 4000
-    assert ratio(none, mean).value == ratio(none, mean).low == 0
-    assert ratio(none, mean).high == pytest.approx(mean_rate(none).high / 0.01)
-    assert ratio(none, never).low == 0
+    assert rate_ratio(none, mean).value == rate_ratio(none, mean).low == 0
+    assert rate_ratio(none, mean).high == pytest.approx(mean_rate(none).high / 0.01)
+    assert rate_ratio(none, never).low == 0
 
 
 def test_what_can_be_predicted_from_so_many_draws_and_rollouts() -> None:
-    assert shares_of(Outcomes(np.zeros((1, 64)), 16), 16) == [1, 2, 4, 8, 16]
-    assert shares_of(Outcomes(np.zeros((1, 8)), 4), 16) == [4, 8]
-    assert shares_of(Outcomes(np.zeros((1, 64)), 0), 12) == [1, 2, 4, 12]
+    assert predictable_draws(Outcomes(np.zeros((1, 64)), 16), 16) == [1, 2, 4, 8, 16]
+    assert predictable_draws(Outcomes(np.zeros((1, 8)), 4), 16) == [4, 8]
+    assert predictable_draws(Outcomes(np.zeros((1, 64)), 0), 12) == [1, 2, 4, 12]

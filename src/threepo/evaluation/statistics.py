@@ -1,0 +1,391 @@
+"""Statistics of comparisons: seeds of a study, problems of two evaluations, rollouts of two runs, draws of a probe.
+
+Tests, intervals and distributions are scipy's. What is written here, scipy lacks: Holm's adjustment, the power of the
+t-test far from zero, resamples of problems and draws at once, and the law of groups that draws share.
+
+Legend: n seeds or problems, d paired differences, T values of a curve, F figures, P problems or pairs of groups,
+D draws, R rollouts of a draw on a problem, G rollouts of a group, N draws that share a group, B resamples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean, median
+
+import numpy as np
+import scipy  # loads scipy.stats at its first use, so a training never does
+
+LEVEL = 0.95
+POWER = 0.8
+SEED_RESAMPLES, PROBLEM_RESAMPLES, PAIR_RESAMPLES, DRAW_RESAMPLES = 5000, 4000, 2000, 1000
+FEWEST_RESAMPLED = 5
+"""Seeds that a bootstrap interval needs; fewer say too little of it."""
+EXACT_UP_TO = 14
+"""Up to so many differences all 2^n choices of signs are tried; above, `FLIPS` random ones."""
+FLIPS = 20_000
+_QUANTILES = 2000
+_AT_ONCE = 50
+"""Resamples of pairs in memory at the same time."""
+_ENDS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % interval; the ends are NaN where they are unknown, infinite where there is no bound."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @classmethod
+    def of(cls, value: float, resampled: np.ndarray) -> "Interval":
+        """The estimate with percentiles of its bootstrap samples."""
+        low, high = np.quantile(resampled, _ENDS)
+        return cls(value, float(low), float(high))
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Mean of n values with its t interval; one value has none."""
+    mean, half = float(np.mean(values)), math.nan
+    if len(values) > 1:
+        half = float(scipy.stats.sem(values) * scipy.stats.t.ppf(_ENDS[1], len(values) - 1))
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_interval(samples: Sequence[Sequence[float]], method: str, resamples: int, seed: int = 0) -> Interval:
+    """The unweighted mean of the samples' means with its bootstrap interval, each sample resampled by itself.
+
+    `method`: BCa or percentile, as scipy has them. The ends are NaN if a sample has a single value.
+    """
+
+    def mean_of_means(*drawn: np.ndarray, axis: int) -> np.ndarray:
+        return np.mean([sample.mean(axis) for sample in drawn], axis=0)
+
+    value = float(np.mean([np.mean(sample) for sample in samples]))
+    if min(map(len, samples)) < 2:
+        return Interval(value)
+    if all(_all_equal(sample) for sample in samples):
+        return Interval(value, value, value)
+    ends = scipy.stats.bootstrap(
+        samples, mean_of_means, n_resamples=resamples, confidence_level=LEVEL, method=method, vectorized=True, rng=seed
+    ).confidence_interval
+    return Interval(value, float(ends.low), float(ends.high))
+
+
+def _all_equal(values: Sequence[float]) -> bool:
+    """Whether values differ by rounding at most, so that their spread says nothing."""
+    return bool(np.ptp(values) <= 1e-12 * np.max(np.abs(values)))
+
+
+def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
+    """Two-sided p of a randomisation test: how often |sum of d| is as large if the sign of each d is random.
+
+    It assumes symmetry and nothing else. Exact for up to `EXACT_UP_TO` differences that are not 0.
+    """
+    d = np.array([difference for difference in differences if difference])
+    if len(d) < 2:
+        return 1.0
+    d /= np.abs(d).max()
+    generator = np.random.default_rng(seed)
+
+    def distance(flipped: np.ndarray, axis: int) -> np.ndarray:
+        return np.abs(flipped.sum(axis)).round(9)  # sums in another order may differ in their last bits
+
+    if len(d) <= EXACT_UP_TO:
+        test = scipy.stats.permutation_test(
+            (d,), distance, permutation_type="samples", alternative="greater", n_resamples=np.inf, vectorized=True
+        )
+    else:  # permutation_test shuffles for as long as a minute where it draws at random
+        test = scipy.stats.monte_carlo_test(
+            d,
+            lambda size: d * generator.choice((-1.0, 1.0), size),
+            distance,
+            alternative="greater",
+            n_resamples=FLIPS,
+            batch=1000,
+            vectorized=True,
+        )
+    return float(test.pvalue)
+
+
+def paired_t_p(differences: Sequence[float]) -> float:
+    """Two-sided p of the paired t-test; where all d are the same, t has no scale, and their signs decide."""
+    if len(differences) < 2:
+        return 1.0
+    if _all_equal(differences):
+        return sign_flip_p(differences)
+    return float(scipy.stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values adjusted by Holm's method: the chance of any false claim among them stays at the level."""
+    order = np.argsort(ps, kind="stable")
+    scaled = np.asarray(ps)[order] * np.arange(len(ps), 0, -1)
+    adjusted = np.empty(len(ps))
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return adjusted.tolist()
+
+
+def power(difference: float, deviation: float, n: int, level: float = 1 - LEVEL) -> float:
+    """Chance that the two-sided paired t-test finds a true difference; `deviation` is the standard deviation of d.
+
+    The mean over what the estimate of `deviation` may be: scipy's noncentral t is NaN far out.
+    """
+    centre, critical = difference / deviation * math.sqrt(n), scipy.stats.t.isf(level / 2, n - 1)
+    chances = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    edge = critical * np.sqrt(scipy.stats.chi2.ppf(chances, n - 1) / (n - 1))
+    return float(np.mean(scipy.stats.norm.cdf(centre - edge) + scipy.stats.norm.cdf(-centre - edge)))
+
+
+def detectable(deviation: float, n: int, level: float = 1 - LEVEL) -> float:
+    """The smallest true difference that is found with a chance of 80 %; NaN if nothing is known of d."""
+    return math.nan if n < 2 or deviation == 0 else deviation * _detectable_deviations(n, level)
+
+
+@cache
+def _detectable_deviations(n: int, level: float) -> float:
+    most = 10 * float(scipy.stats.t.isf(level / 2, n - 1)) / math.sqrt(n)
+    return float(scipy.optimize.brentq(lambda difference: power(difference, 1.0, n, level) - POWER, 0.0, most))
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """A method's difference to the baseline, over the n seeds that both have; NaN where n is too small."""
+
+    n: int
+    difference: float
+    low: float
+    """Ends of the paired t interval."""
+    high: float
+    bootstrap_low: float
+    bootstrap_high: float
+    p: float
+    """From the paired t-test, before any adjustment."""
+    p_adjusted: float
+    """Adjusted by Holm's method among all methods of the family."""
+    p_sign_flip: float
+    """From the randomisation test, before any adjustment."""
+    p_sign_flip_adjusted: float
+    """Adjusted like `p_adjusted`."""
+    detectable: float
+    """The smallest true difference that this n finds with a chance of 80 % at the level 5 % / methods, Holm's first."""
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, or `undecided`: whether the adjusted p is below 5 %, and on which side."""
+        if self.p_adjusted >= 1 - LEVEL:
+            return "undecided"
+        return "better" if self.difference > 0 else "worse"
+
+
+def paired_differences(families: Sequence[Sequence[float]]) -> list[PairedDifference]:
+    """Tests and intervals for the differences of several methods, whose p-values are adjusted together."""
+    t_ps, sign_ps = [paired_t_p(d) for d in families], [sign_flip_p(d) for d in families]
+    results = []
+    for d, p, adjusted, sign_p, sign_adjusted in zip(families, t_ps, holm(t_ps), sign_ps, holm(sign_ps), strict=True):
+        t, bootstrap = t_interval(d), Interval(math.nan)
+        if len(d) >= FEWEST_RESAMPLED:
+            bootstrap = bootstrap_interval([d], "BCa", SEED_RESAMPLES)
+        deviation = 0.0 if _all_equal(d) else float(np.std(d, ddof=1))
+        result = PairedDifference(
+            n=len(d),
+            difference=t.value,
+            low=t.low,
+            high=t.high,
+            bootstrap_low=bootstrap.low,
+            bootstrap_high=bootstrap.high,
+            p=p,
+            p_adjusted=adjusted,
+            p_sign_flip=sign_p,
+            p_sign_flip_adjusted=sign_adjusted,
+            detectable=detectable(deviation, len(d), (1 - LEVEL) / len(families)),
+        )
+        results.append(result)
+    return results
+
+
+def running_means(values: Sequence[float], width: int) -> list[float]:
+    """Means over the last `width` values: [T]; the first are over as many as there are."""
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def steps_to(steps: Sequence[int], values: Sequence[float], width: int, target: float) -> int | None:
+    """Training steps done when the running mean of `width` values is first at the target or above; None: never."""
+    known = zip(steps, running_means(values, width), strict=True)
+    return next((step + 1 for step, level in list(known)[width - 1 :] if level >= target), None)
+
+
+def censored_median(reached: Sequence[int | None]) -> float | None:
+    """Median of steps, where None is more than any number; None if the median is one of these."""
+    middle = median(math.inf if steps is None else steps for steps in reached)
+    return middle if math.isfinite(middle) else None
+
+
+@cache
+def count_chances(n: int, c: int, k: int) -> np.ndarray:
+    """Chances that a random k of n completions hold 0, 1, ..., k of c marked ones: float64 [k + 1].
+
+    With k = n, all of it is on c. So a figure of a bigger group is exactly its mean over all subsets of k.
+    """
+    return np.asarray(scipy.stats.hypergeom(n, c, k).pmf(np.arange(k + 1)))
+
+
+def win_loss_tie(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
+    """Chances that the second of two independent counts is smaller, larger, and the same."""
+    joint = np.outer(first, second)  # [first count, second count]
+    return float(np.tril(joint, -1).sum()), float(np.triu(joint, 1).sum()), float(np.trace(joint))
+
+
+def ratio_intervals(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> list[Interval]:
+    """F ratios of sums over P pairs, [F, P] over [F, P], with percentile bootstrap over pairs; NaN where undefined.
+
+    A figure whose denominators are all NaN is the sum of its numerators. All figures see the same resamples. scipy's
+    bootstrap gathers every figure for every resample, and one resample without a ratio leaves it without an interval.
+    """
+    both = np.concatenate([numerators, denominators]).T  # [P, 2 F]
+    is_sum = np.isnan(denominators).all(axis=1)
+    generator = np.random.default_rng(seed)
+    shares = np.full(len(both), 1 / len(both))
+    # A resample of P pairs says how often each pair is in it.
+    drawn = [generator.multinomial(len(both), shares, size=_AT_ONCE) @ both for _ in range(PAIR_RESAMPLES // _AT_ONCE)]
+
+    def quotient(sums: np.ndarray) -> np.ndarray:
+        above, below = np.split(sums, 2, axis=-1)
+        return np.asarray(above / np.where(is_sum, 1, below))
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values, resampled = quotient(both.sum(axis=0)), quotient(np.concatenate(drawn))
+    defined = [column[np.isfinite(column)] for column in resampled.T]
+    return [
+        Interval.of(value, column) if len(column) else Interval(value)
+        for value, column in zip(values.tolist(), defined, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Share of each problem that each draw solved; the mean policy counts as a single draw.
+
+    For one prompt let p_z be the chance of a right answer under draw z, and mu its mean over draws. G rollouts that N
+    draws share evenly are all wrong with chance E[(1 - p_z)^(G/N)]^N (method.md 8).
+    """
+
+    rates: np.ndarray
+    """[P, D]: shares of R rollouts that were right, or exact chances."""
+    rollouts: int
+    """R; 0: the rates are exact."""
+
+    @property
+    def mu(self) -> float:
+        """The mean over problems and draws."""
+        return float(self.rates.mean())
+
+    def wrong(self, rollouts: int) -> np.ndarray:
+        """[P, D] unbiased chances that so many rollouts of a draw are all wrong."""
+        if not self.rollouts:
+            return np.asarray((1 - self.rates) ** rollouts)
+        assert rollouts <= self.rollouts, "fewer rollouts than the power"
+        right = np.round(self.rollouts * self.rates)
+        return np.asarray(scipy.stats.hypergeom.pmf(0, self.rollouts, right, rollouts))
+
+
+def resample_outcomes(outcomes: Outcomes, seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
+    """Resampled problems and draws, as shares [B, P] and [B, D]; and the generator that made them.
+
+    All draws answer the same problems, so both are resampled as wholes.
+    """
+    generator = np.random.default_rng(seed)
+    problems, draws = (
+        generator.multinomial(n, np.full(n, 1 / n), size=DRAW_RESAMPLES) / n for n in outcomes.rates.shape
+    )
+    return generator, problems, draws
+
+
+def mean_rate(outcomes: Outcomes, seed: int = 0) -> Interval:
+    """mu with its interval. Without any success, the bound is for draws that solve everything or nothing."""
+    if outcomes.mu > 0:
+        _, problems, draws = resample_outcomes(outcomes, seed)
+        return Interval.of(outcomes.mu, np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws))
+    trials = outcomes.rates.shape[1] if outcomes.rates.shape[1] > 1 else outcomes.rates.size * outcomes.rollouts
+    return Interval(0.0, 0.0, 1 - 0.05 ** (1 / trials))
+
+
+def rate_ratio(outcomes: Outcomes, mean: Outcomes, seed: int = 0) -> Interval:
+    """mu over the mean policy's rate on the same problems.
+
+    Few successes of the mean policy leave its rate open: it is resampled as Beta(s + 1/2, n - s + 1/2), so a rate of 0
+    gives a ratio without an estimate but with a lower bound. A ratio of nothing to nothing says nothing.
+    """
+    generator, problems, draws = resample_outcomes(outcomes, seed)
+    above, below = np.einsum("bp,pd,bd->b", problems, outcomes.rates, draws), problems @ mean.rates.mean(axis=1)
+    if mean.rollouts:
+        trials = mean.rollouts * mean.rates.size
+        below = generator.beta(trials * below + 0.5, trials * (1 - below) + 0.5)
+    found = Interval.of(outcomes.mu / mean.mu if mean.mu else math.inf, above / below)
+    if not mean.mu:
+        return Interval(found.value, found.low, math.inf)
+    return found if outcomes.mu else Interval(found.value, found.low, mean_rate(outcomes, seed).high / mean.mu)
+
+
+def dead_share(outcomes: Outcomes, group: int, draws: int) -> float:
+    """The chance that all of `group` rollouts, shared evenly by `draws` draws, are wrong; the mean over problems.
+
+    Unbiased: the mean over all sets of N different draws among D of the product of their chances.
+    """
+    wrong, count = outcomes.wrong(group // draws), outcomes.rates.shape[1]
+    assert draws <= count, "fewer draws than share the group"
+    sums = np.zeros((len(wrong), draws + 1))  # elementary symmetric polynomials
+    sums[:, 0] = 1.0
+    for column in wrong.T:
+        sums[:, 1:] += column[:, None] * sums[:, :-1]
+    return float(sums[:, draws].mean() / math.comb(count, draws))
+
+
+def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:
+    """The chance that a step with one group of each problem has no right rollout at all.
+
+    Draws are shared by all groups of a step, so a few lucky ones may solve several groups at once, and others none.
+    """
+    steps = Outcomes(1 - outcomes.wrong(group // draws).prod(axis=0, keepdims=True), 0)
+    return dead_share(steps, draws, draws)
+
+
+def dead_interval(outcomes: Outcomes, group: int, draws: int, seed: int = 0) -> Interval:
+    """`dead_share`, with the spread of its plug-in estimate."""
+    _, problems, chosen = resample_outcomes(outcomes, seed)
+    wrong, value = outcomes.wrong(group // draws), dead_share(outcomes, group, draws)
+    plugged = np.einsum("bp,bp->b", problems, (chosen @ wrong.T) ** draws)
+    spread = Interval.of(0.0, plugged - (wrong.mean(axis=1) ** draws).mean())
+    return Interval(value, max(0.0, value + spread.low), min(1.0, value + spread.high))
+
+
+def predictable_draws(outcomes: Outcomes, group: int) -> list[int]:
+    """The numbers of draws N = 1, 2, 4, ..., G for which the outcomes suffice to predict the share of dead groups."""
+    counts = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
+    rollouts, draws = outcomes.rollouts or group, outcomes.rates.shape[1]
+    return [n for n in sorted({*counts, group}) if group // n <= rollouts and n <= draws]
+
+
+def intraclass(outcomes: Outcomes, seed: int = 0) -> Interval:
+    """The correlation of two rollouts' outcomes on a problem under the same draw, pooled over problems.
+
+    The share of the variance that lies between draws, by the one-way analysis of variance; NaN if all outcomes are
+    equal.
+    """
+    _, problems, draws = resample_outcomes(outcomes, seed)
+    rates, count = outcomes.rates, outcomes.rates.shape[1]
+    one_rollout = 1 / outcomes.rollouts if outcomes.rollouts else 0.0
+
+    def correlation(by_problem: np.ndarray, by_draw: np.ndarray) -> np.ndarray:
+        """[B] from the shares [B, P] of problems and [B, D] of draws."""
+        spread = np.maximum(by_draw @ (rates**2).T - (by_draw @ rates.T) ** 2, 0) * count / max(count - 1, 1)
+        within = by_draw @ (rates * (1 - rates)).T / (1 - one_rollout)
+        between = spread - within * one_rollout  # the rates of R rollouts vary even if their chances are equal
+        total = (by_problem * (between + within)).sum(axis=1)
+        return np.asarray((by_problem * between).sum(axis=1) / np.where(total > 0, total, np.nan))
+
+    whole = correlation(*(np.full((1, size), 1 / size) for size in rates.shape))
+    resampled = correlation(problems, draws)
+    resampled = resampled[np.isfinite(resampled)]
+    return Interval.of(float(whole[0]), resampled) if len(resampled) else Interval(math.nan)

@@ -1,0 +1,91 @@
+"""What an update knows of its rows before the first gradient: log-probs, entropies, and which tokens are chosen.
+
+All ranks know the scores of all rows, so the choices are made over all tokens that share a divisor, and depend neither
+on micro-batches nor on ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from threepo.config import Correction, ObjectiveConfig
+from threepo.models.packing import AnyRow, flatten, pack
+from threepo.models.policy import Policy
+from threepo.objectives.corrections import correct
+from threepo.objectives.policy_loss import selections
+from threepo.objectives.selection import TokenScores
+from threepo.posterior.noise import address_key, uniforms
+from threepo.ranks.dealing import deal_rows
+from threepo.ranks.group import Ranks
+from threepo.types import Batch, CreditedRow, Draw
+
+Key = tuple[Draw | None, int]
+"""Key of a row in an update: (gradient draw, row index)."""
+
+
+class RowScores(NamedTuple):
+    """Scores of the tokens of a row, on the CPU."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def bundles_of(rows: Sequence[AnyRow], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[AnyRow]]:
+    """This rank's bundles of these rows; as many as every other rank has, so the last ones may be empty."""
+    padding = not policy.scorer.packed_rows
+    hands = [list(pack(hand, token_budget, policy.device, padding=padding)) for hand in deal_rows(rows, ranks.size)]
+    mine = hands[ranks.rank]
+    return mine + [[]] * (max(map(len, hands)) - len(mine))
+
+
+@torch.no_grad()
+def score_rows(
+    rows: Sequence[CreditedRow], policy: Policy, temperature: float, token_budget: int, ranks: Ranks
+) -> dict[int, RowScores]:
+    """Scores by row index at the weights that the model holds now, of all ranks' rows on every rank."""
+    mine: dict[int, RowScores] = {}
+    for bundle in bundles_of(rows, token_budget, policy, ranks):
+        if not bundle:
+            policy.idle()
+            continue
+        scores = policy.logprobs(flatten(bundle, policy.device), temperature)
+        lengths = [row.loss_tokens for row in bundle]
+        by_row = zip(*(torch.split(x.cpu(), lengths) for x in (scores.logprobs, scores.entropy)), strict=True)
+        for row, (logprobs, entropy) in zip(bundle, by_row, strict=True):
+            # Copies, because to send a part of a tensor is to send all of it.
+            mine[row.index] = RowScores(logprobs.clone(), entropy.clone())
+    return {index: scores for own in ranks.gather(mine) for index, scores in own.items()}
+
+
+def choose_tokens(
+    parts: Mapping[Draw | None, Sequence[CreditedRow]],
+    scores: Mapping[Key, RowScores],
+    batch: Batch,
+    objective: ObjectiveConfig,
+) -> dict[str, dict[Key, torch.Tensor]]:
+    """The choices of tokens that the objective makes among all tokens of `parts`, by field of `LossInputs`: bool."""
+    selects = selections(objective)
+    if not selects:
+        return {}
+    entries = [(draw, row) for draw, rows in parts.items() for row in rows]
+    entries.sort(key=lambda entry: entry[1].index)
+    keys = [(draw, row.index) for draw, row in entries]
+    rows = [row for _, row in entries]
+    lengths = [row.loss_tokens for row in rows]
+    row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+    logprobs = torch.cat([scores[key].logprobs for key in keys])
+    behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs])
+    random = [
+        uniforms([address_key("threepo-choice", batch.seed, batch.step, row.index)], 0, length)[0]
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+    tokens = TokenScores(
+        logprobs=logprobs,
+        entropy=torch.cat([scores[key].entropy for key in keys]),
+        advantages=torch.tensor([row.advantage for row in rows])[row_of],
+        kept=correct(logprobs, behaviour, row_of, len(rows), batch.correction or Correction()).kept,
+        uniforms=torch.cat(random),
+    )
+    chosen = {name: torch.split(select(tokens, objective), lengths) for name, select in selects.items()}
+    return {name: dict(zip(keys, by_row, strict=True)) for name, by_row in chosen.items()}
