@@ -56,14 +56,14 @@ class Run(TrainingRun[TrainConfig]):
     examination: Examination | None
     reference: Reference | None
     embed: Embed
-    """Completions as vectors, to tell how alike they are."""
+    """Turns completions into vectors, to tell how alike they are."""
 
     def more_tensors(self) -> Files:
-        """The reference, if it changes."""
+        """The tensors of the reference, if it changes."""
         return self.reference.saved() if self.reference else {}
 
     def evaluate(self) -> None:
-        """Scores of the held-out problems: before the first step (its row is -1), every so many, and at the end."""
+        """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
         if examination := self.examination:
             every, steps, done = self.config.eval.every, self.config.run.steps, self.state.step
             measure = partial(examination.metrics, self.engine, self.optimizer, done)
@@ -71,7 +71,7 @@ class Run(TrainingRun[TrainConfig]):
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
-"""Metrics on the progress bar, by their short names there."""
+"""Metrics on the progress bar, by their short names."""
 
 
 def train(run: Run) -> None:
@@ -138,7 +138,7 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
 
 
 def flops(run: Run, rollouts: Rollouts) -> float:
-    """Operations of a step, as the paper counts them, from the tokens that it had."""
+    """Floating-point operations of a step, counted from its tokens as in the paper."""
     method, weights = run.config.method, sum(p.numel() for p in run.policy.architecture.parameters())
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
@@ -148,9 +148,9 @@ def flops(run: Run, rollouts: Rollouts) -> float:
 
 
 def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update saw of it: nothing if it was left out.
+    """Rows of the log of completions, with the update's numbers for the completions that it learnt from.
 
-    `groups`: those that were learnt from come first.
+    `groups`: the ones to learn from come first.
     """
     found = {row.index: row for row in record.rows}
     rows = []
