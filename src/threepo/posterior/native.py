@@ -56,10 +56,10 @@ def _unsigned(operation: Operation) -> Operation:
 def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
     """See torch_kernels.run; all operations are of one kind."""
     kind = type(operations[0])
+    operations = [_unsigned(operation) for operation in operations]  # holds the tensors that this makes
     made: dict[Scalars, _Scalars] = {}  # many operations have the same
     packed, total = [], 0
     for operation in operations:
-        operation = _unsigned(operation)
         tensors = [getattr(operation, name, None) for name in _TENSORS]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         dtypes = [0 if tensor is None else _DTYPES[tensor.dtype] for tensor in (tensors[0], tensors[1], tensors[4])]
