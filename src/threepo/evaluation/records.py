@@ -50,7 +50,7 @@ def what_matters(config: EvaluationConfig) -> dict[str, Any]:
     settings = to_dict(config)
     del settings["parallel"]
     for name in ("servers", "weights_folder"):
-        del settings["engine"]["vllm"][name]
+        settings["engine"].get("vllm", {}).pop(name, None)
     return settings
 
 

@@ -21,10 +21,8 @@ from threepo.models.adapters import adapter_folder
 from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.rewards.grading import refuse_missing
-from threepo.rollout.engines import ENGINES
 from threepo.rollout.memory import GIB, bytes_per_token
 from threepo.training.flops import step_flops
-from threepo.training.optimizers import OPTIMIZERS
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""
@@ -142,7 +140,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
     """How many float32 tensors of the size of the trained weights are held, by label."""
     optimizer = config.optimizer
     if isinstance(config, SFTConfig):
-        return {"weights": 1, "gradients": 1} | OPTIMIZERS[optimizer.kind].memory(optimizer, 1)
+        return {"weights": 1, "gradients": 1} | optimizer.memory(1)
     method, tensors = config.method, {"weights": 1}
     if method.gradient_at != "evolution" or optimizer.kind != "sgd":  # which moves each parameter at once
         tensors["gradients"] = 1
@@ -152,7 +150,7 @@ def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
     divided = method.gradient_at == "fresh" or method.normalize == "part"
     if optimizer.kind != "ivon" and draws > 1 and divided:
         tensors["sums over gradient draws"] = 1
-    return tensors | OPTIMIZERS[optimizer.kind].memory(optimizer, draws)
+    return tensors | optimizer.memory(draws)
 
 
 def _trainer_memory(
@@ -235,16 +233,16 @@ def _before_a_step(config: TrainConfig | SFTConfig, model: Shape, ranks: int) ->
 
 def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ranks: int) -> tuple[list[str], float]:
     """Memory of the engine that has most to do: the lines, and GiB of weights that it holds on the trainer's GPU."""
-    engine, draws, gpus = config.engine, max(config.method.draws, 1), config.engine.vllm.tensor_parallel
+    engine, draws, gpus = config.engine, max(config.method.draws, 1), config.engine.tensor_parallel
     if ranks % gpus and ranks > 1:
         raise UserError(f"engine.vllm.tensor_parallel = {gpus}: must divide the number of ranks, {ranks}")
-    engines = len(engine.vllm.servers) or (ranks // gpus if ranks > 1 else engine.vllm.replicas)
+    engines = len(engine.servers) or (ranks // gpus if ranks > 1 else engine.replicas)
     turns = -(-draws // engines)
-    spread = ranks > 1 or bool(engine.vllm.servers)  # then engines that have no draw of their own share one
+    spread = ranks > 1 or bool(engine.servers)  # then engines that have no draw of their own share one
     busiest = turns * -(-rows // (draws * (max(engines // draws, 1) if spread else 1)))
-    copies, what, capacity = ENGINES[engine.kind].memory(engine, turns)
+    copies, what = engine.copies(turns)
     numbers, label = _served_weights(config, model, copies, what)
-    dtype, together = getattr(torch, engine.dtype), min(busiest, capacity)
+    dtype, together = getattr(torch, engine.dtype), min(busiest, engine.max_batch_rows)
     gib = numbers * dtype.itemsize / gpus / GIB
     cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
     lines = [
@@ -252,22 +250,22 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
     if engine.kind == "vllm" and draws > 1:
-        rounds = -(-turns // engine.vllm.adapters) if model.pushed(engine) else turns
+        rounds = -(-turns // engine.adapters) if model.pushed(engine) else turns
         longer = max(rounds, busiest / -(-rows // engines) if spread else 1)
         how = "in turn" if rounds > 1 else "in one batch" if turns > 1 else "at the same time"
         ratio = f"up to {longer:.3g} times as long as" if longer > 1 else "about as long as"
         plural = "s" if engines > 1 else ""
         lines.append(f"{draws} draws {how} on {engines} {what}{plural}: decoding takes {ratio} with one draw")
-    return lines, 0.0 if engine.vllm.servers else gib
+    return lines, 0.0 if engine.servers else gib
 
 
 def _served_weights(config: TrainConfig, model: Shape, copies: int, what: str) -> tuple[float, str]:
     """Numbers of an engine's weights, and what they are."""
     engine, pushed = config.engine, model.pushed(config.engine)
     if pushed:
-        adapters = copies * engine.vllm.adapters * pushed
+        adapters = copies * engine.adapters * pushed
         mean = "frozen weights" if model.adapters else "the mean"
-        label = f"{mean} of {copies} {what}, and up to {engine.vllm.adapters} adapters"
+        label = f"{mean} of {copies} {what}, and up to {engine.adapters} adapters"
         return copies * model.served(engine) + adapters, label
     if model.adapters and engine.kind == "local":
         numbers = model.weights + model.adapters - model.trained + copies * model.trained
@@ -280,7 +278,7 @@ def _served_weights(config: TrainConfig, model: Shape, copies: int, what: str) -
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
     """Memory that GPUs have left beside a trainer and an engine's weights, which take so many GiB."""
-    shared = config.engine.kind == "vllm" and not config.engine.vllm.servers
+    shared = config.engine.kind == "vllm" and not config.engine.servers
     lines = []
     for name, size in GPUS.items():
         left = size - trainer - engine

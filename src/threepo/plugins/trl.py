@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import EngineConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
+from threepo.config import (
+    AnyEngine,
+    EngineConfig,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from threepo.config.records import build
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws, rollout_draws
@@ -100,7 +109,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
                     raise UserError(f"ThreepoTrainer {name}: {fix}")
             if engine is not None:
-                self._engine_settings = build(EngineConfig, engine, "engine")
+                kinds: Any = AnyEngine
+                self._engine_settings = build(kinds, {"kind": "local"} | dict(engine), "engine")
                 decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
                 self._engine_settings.check_temperature(self._sampling, "temperature")
