@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
+from threepo.config import LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig, VLLMEngineConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.engines import RolloutEngine
@@ -120,7 +120,7 @@ def placements(policy: Policy, options: argparse.Namespace) -> dict[str, Callabl
     optimizer = IVON(policy.model.named_parameters(), ess=1e8)
     found = {}
     for replicas in (1, options.vllm_replicas):
-        settings = EngineConfig(kind="vllm", dtype=options.dtype, vllm=VLLMConfig(replicas=replicas))
+        settings = VLLMEngineConfig(dtype=options.dtype, vllm=VLLMConfig(replicas=replicas))
         engine = VLLMEngine(policy, settings)
         for draws in options.draws:
             name = f"vLLM, {draws} draws, " + (f"{replicas} replicas" if replicas > 1 else "in turn")
@@ -136,7 +136,7 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
     found = {}
     for draws in (0, *options.draws):
         name = f"threepo, {draws} draws" if draws else "threepo, the mean"
-        settings = EngineConfig(dtype=options.dtype, max_batch_rows=options.rows)
+        settings = LocalEngineConfig(dtype=options.dtype, max_batch_rows=options.rows)
         found[name] = with_engine(LocalEngine(policy, settings), policy, optimizer, draws, options)
     for models in (1, 4) if not options.alone else ():
         name = f"transformers generate, {models} in turn" if models > 1 else "transformers generate"
@@ -144,8 +144,7 @@ def contestants(policy: Policy, options: argparse.Namespace) -> dict[str, Callab
     if importlib.util.find_spec("vllm") and not options.alone:
         from threepo.rollout.vllm import VLLMEngine
 
-        settings = EngineConfig(kind="vllm", dtype=options.dtype)
-        engine = VLLMEngine(policy, settings)
+        engine = VLLMEngine(policy, VLLMEngineConfig(dtype=options.dtype))
         for draws in (0, 4):
             name = f"vLLM, {draws} draws in turn" if draws else "vLLM, the mean"
             found[name] = with_engine(engine, policy, optimizer, draws, options)

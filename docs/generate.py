@@ -17,7 +17,7 @@ from threepo import config
 from threepo.cli import build_parser
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
-from threepo.config.records import RECORDS, shown
+from threepo.config.records import BASES, RECORDS, shown
 from threepo.lab.probe_config import ProbeConfig
 from threepo.lab.study_config import StudyTables
 
@@ -50,6 +50,7 @@ when stopped by signal n, with the state saved. A command also runs as `python -
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
 NAMED = ("variants", "methods")
 """Tables of which a study has several."""
+BAR = "\\|"
 TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
@@ -93,20 +94,49 @@ def defaults(table: str, key: str) -> str:
     return "; ".join(f"{text} in `threepo {'`, `threepo '.join(commands)}`" for text, commands in found.items())
 
 
-def render_table(table: str, record: Any) -> list[str]:
-    """One table of a recipe as a section."""
-    kind = f' with kind = "{record.kind}"' if len(RECORDS[table]) > 1 else ""
+def default_of_union(table: str) -> str:
+    """The kind of a table that does not name its own."""
+    (kind,) = {getattr(default_of(f), BASES[table]._by) for f in fields(config.TrainConfig) if f.name == table}
+    return str(kind)
+
+
+def render_table(table: str) -> list[str]:
+    """One table of a recipe: its keys, and for a table with kinds the keys of each kind after those that all share."""
     name = f"{table}.NAME" if table in NAMED else table
-    lines = [f"## [{name}]{kind}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    hints = typing.get_type_hints(record, include_extras=True)
-    for f in fields(record):
-        if not is_dataclass(hints[f.name]):
-            text = " ".join(str(record.__pydantic_fields__[f.name].description).split()).replace("|", "\\|")
-            default = ("" if kind else defaults(table, f.name)) or default_text(default_of(f))
-            lines.append(f"| `{f.name}` | {type_name(hints[f.name])} | {default} | {text} |")
+    if table not in BASES:
+        return render_keys(table, RECORDS[table][""], f"[{name}]")
+    base, kinds = BASES[table], RECORDS[table]
+    lines = render_keys(table, base, f"[{name}]")
+    for kind, record in kinds.items():
+        lines += render_keys(table, record, f'[{name}] with {base._by} = "{kind}"', base)
+    return lines
+
+
+def help_of(record: Any, key: str) -> str:
+    """The text under a field, in the record or in the one that it inherits the field from."""
+    texts = (
+        each.__pydantic_fields__[key].description for each in record.__mro__ if hasattr(each, "__pydantic_fields__")
+    )
+    return " ".join(next((text for text in texts if text), "").split())
+
+
+def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[str]:
+    """A section with the keys of a record; with a `base`, only the keys in which it differs from that."""
+    lines = [f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    hints, shared = typing.get_type_hints(record, include_extras=True), fields(base) if base else ()
+    same = {f.name for f in shared if default_of(f) == getattr(record, f.name)} | {base._by if base else ""}
+    listed = [f for f in fields(record) if not is_dataclass(hints[f.name]) and f.name not in same]
+    for f in listed:
+        text = help_of(record, f.name)
+        kind, default = type_name(hints[f.name]), "" if base else defaults(table, f.name)
+        if f.name == record._by and not base:
+            kind = " or ".join(f'`"{name}"`' for name in RECORDS[table])
+            text = " ".join(f"`{name}`: {' '.join(each.__doc__.split())}" for name, each in RECORDS[table].items())
+            default = default or default_text(default_of_union(table))
+        lines.append(f"| `{f.name}` | {kind} | {default or default_text(default_of(f))} | {text.replace('|', BAR)} |")
     if table == "method":
         lines += ["", "`preset` is the name of a row of the table in [method.md](method.md#3-the-lattice)."]
-    return [*lines, ""]
+    return [*lines, ""] if listed else []
 
 
 HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | besides | source |"
@@ -183,7 +213,7 @@ def render() -> str:
     study = {f.name: f"{f.name}.NAME" if f.name in NAMED else f.name for f in fields(StudyTables)}
     rows.append(f"| `threepo study` | {', '.join(f'[{name}]' for name in study.values())} | |")
     order |= dict.fromkeys(table for table in study if table in RECORDS)
-    lines = [line for table in order for record in RECORDS[table].values() for line in render_table(table, record)]
+    lines = [line for table in order for line in render_table(table)]
     return INTRODUCTION + "\n".join([*rows, "", *lines]).rstrip() + "\n"
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from threepo.config import ObjectiveConfig, SamplingConfig
+from threepo.config import PPOConfig, SamplingConfig
 from threepo.config.method import C3PO
 from threepo.methods.method import credit, training_batch
 from threepo.models.attention import takes_packed_rows
@@ -106,7 +106,7 @@ def test_rl_loop_makes_the_step_that_the_library_makes(rl_loop: ModuleType) -> N
     completions = [completion(row) for row in range(48)]
     policy = Policy(Scorer(ours.eval(), has_linear_head(ours), takes_packed_rows(ours)), None)
     batch = training_batch(C3PO, SamplingConfig(), credit(C3PO, completions), seed=5, step=2)
-    record = update_policy(policy, our_optimizer, batch, ObjectiveConfig())
+    record = update_policy(policy, our_optimizer, batch, PPOConfig())
 
     advantages = torch.tensor([row.advantage for row in next(iter(batch.parts.values()))])
     torch.testing.assert_close(rl_loop.group_advantages(rewards).flatten(), advantages, rtol=1e-4, atol=1e-5)

@@ -150,7 +150,7 @@ def test_datasets_is_imported_by_the_runs_that_read_any() -> None:
 
 
 def test_a_training_run_does_not_import_its_plan() -> None:
-    assert not imported("import threepo.training.rlvr", "threepo.lab.plan", "threepo.lab.rank_memory")
+    assert not imported("import threepo.training.rlvr", "threepo.lab.plan", "threepo.lab.activations")
 
 
 def imported(statement: str, *modules: str) -> list[str]:

@@ -232,6 +232,21 @@ def test_a_function_that_no_name_can_import(model: str, tmp_path: Path) -> None:
         threepo.train(resume=tmp_path / "whole", reward=closure())
 
 
+def test_functions_of_the_same_name_are_numbered(model: str, tmp_path: Path) -> None:
+    def paying(value: float) -> Any:
+        return lambda completions, **_: [value] * len(completions)
+
+    half, one = paying(0.5), paying(1.0)
+    run = trained(model, tmp_path / "run", 1, reward=[half, one])
+    first, second = run.config["reward"]["function"]
+    assert (first.rpartition(".")[2], second.rpartition(".")[2]) == ("<lambda>", "<lambda>-2")
+    assert list(run.metrics["reward/mean"]) == [1.5]
+    threepo.train(resume=run, reward=[half, one], run={"steps": 2})
+    assert list(run.metrics["reward/mean"]) == [1.5, 1.5]
+    with pytest.raises(UserError, match="names a function twice"):
+        trained(model, tmp_path / "twice", 1, reward=[half, half])
+
+
 def test_an_evaluation_in_a_callback_has_a_function_of_its_own(model: str, tmp_path: Path) -> None:
     def paying(value: float) -> Any:
         return lambda completions, **_: [value] * len(completions)

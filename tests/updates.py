@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from threepo.config import Method, ObjectiveConfig, SamplingConfig
+from threepo.config import Method, ObjectiveConfig, PPOConfig, SamplingConfig
 from threepo.methods.method import credit, requests, rollout_draws, training_batch
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
@@ -16,7 +16,7 @@ from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, CreditedRow, Group, Problem, Verdict
 
 SAMPLING = SamplingConfig()
-PLAIN = ObjectiveConfig()
+PLAIN = PPOConfig()
 PROMPTS = 3
 
 

@@ -11,6 +11,7 @@ folder, from which the run reads them, so that it can be resumed.
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from threepo.files import read_json
 from threepo.given import GivenObjects, path_of
 from threepo.progress import CALLBACK
 from threepo.ranks.group import joined
-from threepo.rewards.user_function import FROM_PYTHON, given
+from threepo.rewards.user_function import FROM_PYTHON, functions_from_python
 from threepo.run_folder import (
     COMPLETIONS,
     SUMMARY,
@@ -150,7 +151,7 @@ def train(
             raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
         if len(unnamed) == 1 and callable(reward):  # a lambda may have another name now
             functions = {unnamed[0]: reward}
-        with given(functions):
+        with functions_from_python(functions):
             return _run(config, callbacks, GivenObjects(""), run.folder, steps)
     settings, folder = _settings(settings, folder)
     objects = GivenObjects(folder)
@@ -160,7 +161,7 @@ def train(
     if "kind" in settings.get("optimizer", {}) and isinstance(method, Method):
         tables["method"] = {key: value for key, value in tables["method"].items() if key != "optimizer"}
     config = _config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
-    with given(functions):
+    with functions_from_python(functions):
         return _run(config, callbacks, objects)
 
 
@@ -220,7 +221,7 @@ def evaluate(
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = path_of("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
-        opened.enter_context(given(functions))
+        opened.enter_context(functions_from_python(functions))
         ranks = opened.enter_context(joined(config.parallel.timeout_s))
         opened.enter_context(objects.written(ranks))
         return api.evaluate(config, output, ranks=ranks)
@@ -304,8 +305,17 @@ def _method(method: Method | str | Mapping[str, Any]) -> Mapping[str, Any]:
 def _reward(reward: Any) -> tuple[str | list[str], dict[str, Callable[..., Any]]]:
     """The name of a reward, or of each in a list; with the functions that no name can import."""
     if isinstance(reward, list | tuple):
-        found = [_reward(one) for one in reward]
-        return [str(name) for name, _ in found], {name: one for _, own in found for name, one in own.items()}
+        names: list[str] = []
+        functions: dict[str, Callable[..., Any]] = {}
+        for one in reward:
+            name, own = _reward(one)
+            base = name = str(name)
+            numbers = count(2)
+            while own and functions.get(name, one) is not one:  # another lambda
+                name = f"{base}-{next(numbers)}"
+            functions |= {name: one} if own else {}
+            names.append(name)
+        return names, functions
     if reward is None or isinstance(reward, str):
         return reward or "", {}
     if not callable(reward):

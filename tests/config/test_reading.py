@@ -186,8 +186,9 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("parallel.timeout_s=1e300", "parallel.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
-        ("ess_schedule.lowest=2", "ess_schedule.lowest = 2: must be less than or equal to 1"),
-        ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be 'constant', 'cosine'"),
+        ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'entropy_ratio' or 'controller' or"),
+        ("objective.kl_cov_share=2", "objective.kl_cov_share: is for objective.loss = 'kl_cov', and here it is 'ppo'"),
+        ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
         ("run=3", "write section.key=value"),
     ],
@@ -279,7 +280,11 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["engine.vllm.replicas=2"], r"engine.kind = 'local': does not read \[engine.vllm\]; set engine.kind = 'vllm'"),
+        (["engine.vllm.replicas=2"], "engine.vllm: is for engine.kind = 'vllm', and here it is 'local'; remove it, or"),
+        (
+            ["engine.kind=vllm", "engine.memory_gib=2"],
+            "engine.memory_gib: is for engine.kind = 'local', and here",
+        ),
         (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name a GPU"),
         (["engine.kind=vllm", "engine.vllm.gpus=[0]", "engine.vllm.tensor_parallel=2"], "a GPU for each of .* times"),
         (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus\[0\] = -1: must be greater"),

@@ -11,7 +11,7 @@ import pytest
 from runs import RLVR, train_config
 from threepo import api
 from threepo.cli import main
-from threepo.config import DataConfig, EngineConfig, NoiseConfig, SamplingConfig, TrainConfig
+from threepo.config import DataConfig, LocalEngineConfig, NoiseConfig, SamplingConfig, TrainConfig
 from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
 from threepo.errors import Interrupted, ThreepoWarning, UserError
@@ -69,7 +69,7 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
     summary = api.evaluate(config, tmp_path / "out")
     policy = load_policy(config.model)
     posterior = Posterior.around(policy.model.named_parameters(), NoiseConfig(unit="rms", size=1.0))
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     problems = open_source("sorting", "train", DataConfig(train="sorting", levels=(2, 3))).problems.first(12)
     solved = {}
     for number in range(7):

@@ -71,12 +71,15 @@ def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> 
 
     whole = kernels.run
     monkeypatch.setattr(kernels, "run", lambda some: whole([one._replace(key=(1, 2)) for one in some]))
-    assert doctor.noise().state == "broken"
+    with pytest.raises(doctor.Trouble, match="other bits than torch's") as trouble:
+        doctor.noise()
+    assert trouble.value.state == "broken"
 
 
 def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
-    found = doctor.extra("tracker")
-    assert found == ("absent", "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone", "")
-    assert doctor.packages().found.endswith("is not >=900")
+    with pytest.raises(doctor.Trouble, match=r"^nowhere-to-be-found is missing: pip install '.\[tracker\]' in"):
+        doctor.extra("tracker")
+    with pytest.raises(doctor.Trouble, match="is not >=900$"):
+        doctor.packages()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
-from threepo.config import EngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
+from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, NoiseConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_metrics
@@ -99,7 +99,7 @@ def test_local_engine_and_trainer_agree_for_every_draw(base: Path, dtype: str, l
     """Contract 11, with as many rows as there are of each draw. The trainer's side is transformers with peft."""
     policy = moved(adapted(base, lora))
     optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
-    engine = LocalEngine(policy, EngineConfig(dtype=dtype))
+    engine = LocalEngine(policy, LocalEngineConfig(dtype=dtype))
     draws = [Draw(0, 0, 0), Draw(0, 0, 1), None]
     engine.load(optimizer, draws, 0)
     requests = requests_for(policy, draws)
@@ -127,7 +127,7 @@ def test_draws_share_the_frozen_weights_in_the_local_engine(base: Path) -> None:
     b = sum(p.numel() for name, p in policy.model.named_parameters() if "lora_B" in name)
     ensembles = []
     for of in (plain, policy):
-        engine = LocalEngine(of, EngineConfig())
+        engine = LocalEngine(of, LocalEngineConfig())
         engine.load(IVON(of.model.named_parameters(), ess=1e5), [Draw(0, 0, i) for i in range(8)], 0)
         ensembles.append(engine._ensemble)
     assert ensembles[0].bytes >= 8 * 4 * weights
@@ -143,7 +143,7 @@ def test_a_rounded_base_is_in_memory_once(tmp_path: Path) -> None:
     policy = load_policy(ModelConfig(path=str(tmp_path), compute_dtype="bfloat16", lora=lora))
     linear = {n: p for n, p in policy.model.named_parameters() if p.dtype == torch.bfloat16}
     assert len(linear) == 7
-    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    engine = LocalEngine(policy, LocalEngineConfig(dtype="bfloat16"))
     optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
     draws = [Draw(0, 0, 0), None]
     engine.load(optimizer, draws, 0)

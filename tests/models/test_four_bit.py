@@ -11,7 +11,7 @@ from torch.nn import Linear, Parameter
 
 from rollout.asked import requests_for, trainer_logprobs
 from threepo import api
-from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.config import LocalEngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.errors import UserError
 from threepo.models.adapters import inner_layers
 from threepo.models.four_bit import BYTES, FourBit, four_bit
@@ -101,7 +101,7 @@ def test_local_engine_and_trainer_agree_for_every_draw(shape: tuple[int, int], t
     tiny = TinyConfig(hidden_size=hidden, intermediate_size=inner, layers=2, heads=2, kv_heads=1)
     policy = moved(saved(tmp_path, tiny))
     optimizer = IVON(policy.model.named_parameters(), ess=1e5, hess_init=1e-2)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     own = [stack for stack in set(engine._ensemble.stacks.values()) if stack.four_bit is not None]
     assert len(own) == (14 if shape == (24, 40) else 0)
     draws = [Draw(0, 0, 0), Draw(0, 0, 1), None]

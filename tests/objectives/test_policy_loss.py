@@ -3,14 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
 from factories import row
-from threepo.config import ObjectiveConfig
+from threepo.config import (
+    CISPOConfig,
+    ClipCovConfig,
+    Correction,
+    GSPOConfig,
+    KLCovConfig,
+    ObjectiveConfig,
+    PPOConfig,
+)
+from threepo.config.records import RECORDS
 from threepo.errors import UserError
+from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.objectives.policy_loss import (
     ADDED,
@@ -22,14 +32,18 @@ from threepo.objectives.policy_loss import (
     statistics,
     token_losses,
 )
-from threepo.objectives.token_losses import LOSSES
+from threepo.objectives.token_losses import token_loss
 from threepo.types import CreditedRow
 
 
 def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInputs:
     """Tokens of one row with these ratios to the old policy and one advantage, all counted and none corrected."""
     logprobs = torch.tensor(ratios).log()
-    counted = fields.get("counted", torch.ones_like(logprobs).bool())
+    everywhere = torch.ones_like(logprobs).bool()
+    counted, weights = fields.pop("counted", everywhere), fields.pop("correction_weights", None)
+    row_of = fields.get("row_of", torch.zeros(len(ratios), dtype=torch.int64))
+    effect = correct(logprobs, logprobs, row_of, fields.get("rows", 1), Correction())
+    weights = counted.float() if weights is None else weights
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=torch.zeros_like(logprobs),
@@ -37,18 +51,23 @@ def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInput
         entropy=torch.full_like(logprobs, 0.7),
         advantages=torch.full_like(logprobs, advantage),
         weights=torch.ones_like(logprobs),
-        correction_weights=counted.float(),
-        counted=counted,
-        row_of=torch.zeros(len(ratios), dtype=torch.int64),
+        correction=replace(effect, weights=weights, counted=counted),
+        row_of=row_of,
         rows=1,
-        chosen=torch.zeros_like(counted),
-        in_mask=torch.ones_like(counted),
+        chosen=~everywhere,
+        in_mask=everywhere,
     )
     return replace(inputs, **fields)
 
 
+def objective(loss: str = "ppo", **settings: object) -> ObjectiveConfig:
+    """The settings of a loss that a recipe names."""
+    record: ObjectiveConfig = RECORDS["objective"][loss](**settings)
+    return record
+
+
 def loss_of(ratios: list[float], advantage: float, **settings: object) -> list[float]:
-    return token_losses(inputs_of(ratios, advantage), ObjectiveConfig(**settings)).tolist()
+    return token_losses(inputs_of(ratios, advantage), objective(**settings)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -81,12 +100,12 @@ def test_the_entropy_bonus_lowers_the_loss_of_counted_tokens_only() -> None:
         entropy=torch.tensor([0.5, 0.7, 99.0]),
         counted=torch.tensor([True, True, False]),
     )
-    losses = token_losses(inputs, ObjectiveConfig(entropy_coefficient=0.1))
+    losses = token_losses(inputs, PPOConfig(entropy_coefficient=0.1))
     assert losses.tolist() == pytest.approx([-0.05, -0.07, 0.0])
 
 
 def test_clipped_tokens_are_counted_where_the_clip_acts() -> None:
-    settings = ObjectiveConfig()
+    settings = PPOConfig()
     gained = statistics(inputs_of([1.5, 1.0, 0.5, 1.5], 1.0), settings)
     assert (gained["clipped_high_share"], gained["clipped_low_share"]) == (2, 0)
     lost = statistics(inputs_of([1.5, 1.0, 0.5, 1.5], -1.0), settings)
@@ -98,7 +117,7 @@ def test_on_policy_the_gradient_is_minus_advantage_times_score() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     weights = torch.tensor([0.5, 1.0])
     inputs = inputs_of([1.0, 1.0], 1.5, logprobs=logprobs, old_logprobs=logprobs.detach(), correction_weights=weights)
-    token_losses(inputs, ObjectiveConfig()).sum().backward()
+    token_losses(inputs, PPOConfig()).sum().backward()
     assert logprobs.grad.tolist() == [-1.5 * 0.5, -1.5]
 
 
@@ -106,7 +125,7 @@ def test_a_masked_token_has_a_finite_zero_loss_with_its_graph() -> None:
     logprobs = torch.tensor([-1.0, math.log(1e-30)], requires_grad=True)
     nothing = torch.zeros(2)
     inputs = inputs_of([1.0, 1.0], 1.0, logprobs=logprobs, old_logprobs=logprobs.detach(), correction_weights=nothing)
-    losses = token_losses(inputs, ObjectiveConfig())
+    losses = token_losses(inputs, PPOConfig())
     losses.sum().backward()
     assert losses.eq(0).all()
     assert logprobs.grad.eq(0).all()
@@ -115,17 +134,13 @@ def test_a_masked_token_has_a_finite_zero_loss_with_its_graph() -> None:
 GSPO = {"loss": "gspo", "aggregation": "sequence", "mini_batches": 4, "clip_low": 0.03, "clip_high": 0.04}
 
 
-def test_a_recipe_can_name_every_loss() -> None:
-    assert set(LOSSES) == set(get_args(get_type_hints(ObjectiveConfig)["loss"]))
-
-
 def test_gspo_by_hand() -> None:
     """Ratios 1.21 and 1 have the geometric mean 1.1, clipped to 1.04; the other row's mean is 0.9."""
     rows = {"row_of": torch.tensor([0, 0, 1]), "rows": 2}
     for advantage, expected in ((2.0, [-2.08, -2.08, -1.8]), (-2.0, [2.2, 2.2, 1.94])):
         inputs = inputs_of([1.21, 1.0, 0.9], advantage, **rows)
-        assert token_losses(inputs, ObjectiveConfig(**GSPO)).tolist() == pytest.approx(expected, rel=1e-5)
-    sums = statistics(inputs_of([1.21, 1.0, 0.9], 2.0, **rows), ObjectiveConfig(**GSPO))
+        assert token_losses(inputs, GSPOConfig(**GSPO)).tolist() == pytest.approx(expected, rel=1e-5)
+    sums = statistics(inputs_of([1.21, 1.0, 0.9], 2.0, **rows), GSPOConfig(**GSPO))
     assert sums["ratio_mean"] == pytest.approx(3.1)
     assert (sums["clipped_high_share"], sums["clipped_low_share"]) == (2, 0)
 
@@ -137,7 +152,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequences() -> None:
     inputs = inputs_of([1, 1, 1], 1.0, logprobs=logprobs, old_logprobs=old, row_of=row_of, rows=2)
     inputs = replace(inputs, advantages=torch.tensor([1.5, 1.5, -0.5]))
     weights = torch.tensor([0.5, 0.5, 1.0])  # of aggregation = "sequence"
-    ((token_losses(inputs, ObjectiveConfig(**GSPO)) * weights).sum() / 2).backward()
+    ((token_losses(inputs, GSPOConfig(**GSPO)) * weights).sum() / 2).backward()
     again = logprobs.detach().requires_grad_()
     d = again - old
     ratios = torch.stack([d[:2].mean(), d[2]]).exp()
@@ -147,7 +162,7 @@ def test_the_gradient_of_gspo_is_that_of_its_sequences() -> None:
 
 def test_cispo_by_hand() -> None:
     """The clipped ratio is a constant weight: no token loses its gradient, whatever the sign of its advantage."""
-    settings = ObjectiveConfig(loss="cispo", mini_batches=4, clip_low=1, clip_high=1)
+    settings = CISPOConfig(mini_batches=4, clip_low=1, clip_high=1)
     logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     old = logprobs.detach() - torch.tensor([5.0, 0.5, 0.25]).log()
     for advantage in (2.0, -2.0):
@@ -161,7 +176,7 @@ def test_cispo_by_hand() -> None:
 
 def test_kl_cov_by_hand() -> None:
     """-A R, without a clip, and |log R| on chosen tokens, whose gradient is the coefficient towards the old policy."""
-    settings = ObjectiveConfig(loss="kl_cov", mini_batches=4, kl_cov_coefficient=0.5)
+    settings = KLCovConfig(mini_batches=4, kl_cov_coefficient=0.5)
     logprobs = torch.tensor([5.0, 5.0, 0.2]).log().requires_grad_()
     inputs = inputs_of([1, 1, 1], -2.0, logprobs=logprobs, chosen=torch.tensor([False, True, True]))
     losses = token_losses(inputs, settings)
@@ -174,7 +189,7 @@ def test_kl_cov_by_hand() -> None:
 
 def test_clip_cov_by_hand() -> None:
     """Chosen tokens lose their gradient; the others are clipped at 1 + 1."""
-    settings = ObjectiveConfig(loss="clip_cov", clip_low=1, clip_high=1)
+    settings = ClipCovConfig(clip_low=1, clip_high=1)
     logprobs = torch.tensor([1.5, 1.5, 2.5]).log().requires_grad_()
     inputs = inputs_of([1, 1, 1], 2.0, logprobs=logprobs, chosen=torch.tensor([True, False, False]))
     losses = token_losses(inputs, settings)
@@ -184,7 +199,7 @@ def test_clip_cov_by_hand() -> None:
 
 
 def test_the_entropy_mask_takes_the_policy_gradient_and_nothing_else() -> None:
-    settings = ObjectiveConfig(entropy_mask_share=0.5, entropy_coefficient=0.1)
+    settings = PPOConfig(entropy_mask_share=0.5, entropy_coefficient=0.1)
     inputs = inputs_of([1.0, 1.0], 2.0, in_mask=torch.tensor([True, False]))
     assert token_losses(inputs, settings).tolist() == pytest.approx([-2.07, -0.07])
 
@@ -196,9 +211,9 @@ def test_the_kl_to_the_reference_by_hand() -> None:
     inputs = inputs_of([1.0, 1.0, 1.0], 0.0, reference_logprobs=reference, correction_weights=weights)
     expected = [1 - math.log(2), math.log(2) - 0.5, 5e-9]
     assert kl_to_reference(inputs).tolist() == pytest.approx(expected, rel=1e-2)
-    losses = token_losses(inputs, ObjectiveConfig(reference_kl=0.1))
+    losses = token_losses(inputs, PPOConfig(reference_kl=0.1))
     assert losses.tolist() == pytest.approx([0.1 * expected[0], 0.3 * expected[1], 0], rel=1e-5)
-    assert statistics(inputs, ObjectiveConfig(reference_kl=0.1))["reference_kl"] == pytest.approx(0.5, rel=1e-5)
+    assert statistics(inputs, PPOConfig(reference_kl=0.1))["reference_kl"] == pytest.approx(0.5, rel=1e-5)
 
 
 def test_the_mean_of_that_estimate_is_the_kl() -> None:
@@ -208,16 +223,19 @@ def test_the_mean_of_that_estimate_is_the_kl() -> None:
     assert float((policy * kl_to_reference(inputs)).sum()) == pytest.approx(expected)
 
 
-TERMS = {**LOSSES, **ADDED}
+TERMS = {name: token_loss(record) for name, record in RECORDS["objective"].items()} | ADDED
 
 
 @pytest.mark.parametrize("name", list(TERMS))
 def test_a_term_has_no_gradient_for_the_rows_that_it_leaves_out(name: str) -> None:
     """What a term says of a row is held against the gradient that it really has, with advantages of either kind."""
-    settings = ObjectiveConfig(entropy_coefficient=0.1, reference_kl=0.1)
+    terms = {"entropy_coefficient": 0.1, "reference_kl": 0.1}
+    settings = objective(name if name in RECORDS["objective"] else "ppo", mini_batches=2, **terms)
+    if isinstance(settings, GSPOConfig):
+        settings = replace(settings, clip_low=0.05, clip_high=0.05)
     for advantage, chosen in ((0.0, False), (0.5, False), (-0.5, False), (0.0, True)):
         logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-        old = logprobs.detach() + 0.1
+        old = logprobs.detach() + 0.01
         inputs = inputs_of([1.0, 1.0], advantage, logprobs=logprobs, old_logprobs=old, reference_logprobs=old)
         # An entropy depends on the same weights as the log-probs do.
         inputs = replace(inputs, entropy=logprobs.square(), chosen=torch.tensor([chosen, False]))
@@ -229,20 +247,20 @@ def test_rows_need_a_backward_pass_where_a_term_in_use_says_so() -> None:
     rows = [row(0, 0.0), row(1, 1.0), row(2, 0.0)]
 
     def indices(rows: Sequence[CreditedRow], **settings: Any) -> tuple[list[int], ...]:
-        return tuple([r.index for r in some] for some, _ in split_by_gradient(rows, ObjectiveConfig(**settings)))
+        return tuple([r.index for r in some] for some, _ in split_by_gradient(rows, objective(**settings)))
 
     assert indices(rows) == ([1], [0, 2])
     assert indices(rows, entropy_coefficient=0.1) == ([0, 1, 2], [])
     assert indices(rows, reference_kl=0.1) == ([0, 1, 2], [])
     assert indices([rows[0], rows[2]]) == ([0], [2]), "the optimizer needs a gradient to observe"
-    kl_cov = ObjectiveConfig(loss="kl_cov", mini_batches=2)
+    kl_cov = KLCovConfig(mini_batches=2)
     assert [r.index for r in split_by_gradient(rows, kl_cov, chosen={2})[0][0]] == [1, 2]
 
 
 def test_rows_are_scored_before_the_update_where_something_needs_it() -> None:
-    assert not scored_first(ObjectiveConfig(reference_kl=0.1, entropy_coefficient=0.1))
+    assert not scored_first(PPOConfig(reference_kl=0.1, entropy_coefficient=0.1))
     for settings in ({"mini_batches": 2}, {"loss": "clip_cov"}, {"entropy_mask_share": 0.2}):
-        assert scored_first(ObjectiveConfig(**settings)), settings
+        assert scored_first(objective(**settings)), settings
 
 
 def test_row_weights_of_each_aggregation_by_hand() -> None:
@@ -277,9 +295,9 @@ def test_a_constant_divisor_does_not_see_how_many_tokens_there_are() -> None:
         ),
         ({**GSPO, "clip_high": 0.2}, "objective.clip_high = 0.2: the ratio of a sequence.* set 0.0004"),
         ({"reference_reset_every": 10}, "objective.reference_reset_every = 10: there is no reference"),
-        ({"clip_cov_bounds": (5.0, 1.0)}, "objective.clip_cov_bounds = .*the first must be below"),
+        ({"loss": "clip_cov", "clip_cov_bounds": (5.0, 1.0)}, "objective.clip_cov_bounds = .*the first must be below"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        ObjectiveConfig(**settings)
+        objective(**settings)

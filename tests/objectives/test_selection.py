@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threepo.config import ObjectiveConfig
+from threepo.config import ClipCovConfig, KLCovConfig, PPOConfig
 from threepo.objectives.selection import (
     ENTROPY_STEP,
     TokenScores,
@@ -36,21 +36,31 @@ def test_the_covariance_is_centred_on_the_tokens_that_are_kept() -> None:
 def test_kl_cov_chooses_the_largest_covariances() -> None:
     """Products with means 0: 2, 1, -3 and 0; half of four are two."""
     some = scores(4, advantages=[2, 1, -3, 0], logprobs=[1, 1, 1, -3])
-    assert largest_covariance(some, ObjectiveConfig(kl_cov_share=0.5)).tolist() == [True, True, False, False]
-    assert largest_covariance(some, ObjectiveConfig(kl_cov_share=0.001)).tolist() == [True, False, False, False]
+    assert largest_covariance(some, KLCovConfig(mini_batches=2, kl_cov_share=0.5)).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert largest_covariance(some, KLCovConfig(mini_batches=2, kl_cov_share=0.001)).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("advantage", [0.0, 0.1])
 def test_kl_cov_chooses_nothing_where_every_covariance_is_0(advantage: float) -> None:
     """Advantages of what a correction masks do not matter."""
     some = scores(4, advantages=[*[advantage] * 3, 2], logprobs=[-1, -2, -3, -4], kept=[1, 1, 1, 0])
-    assert not largest_covariance(some, ObjectiveConfig(kl_cov_share=1.0)).any()
+    assert not largest_covariance(some, KLCovConfig(mini_batches=2, kl_cov_share=1.0)).any()
 
 
 def test_the_entropy_mask_keeps_the_highest() -> None:
     some = scores(5, entropy=[0.1, 0.9, 0.5, 0.90001, 2.0], kept=[1, 1, 1, 1, 0])
-    assert highest_entropy(some, ObjectiveConfig(entropy_mask_share=0.5)).tolist() == [False, True, False, True, False]
-    assert highest_entropy(some, ObjectiveConfig(entropy_mask_share=0.25)).tolist() == [
+    assert highest_entropy(some, PPOConfig(entropy_mask_share=0.5)).tolist() == [False, True, False, True, False]
+    assert highest_entropy(some, PPOConfig(entropy_mask_share=0.25)).tolist() == [
         False,
         True,
         False,
@@ -64,7 +74,7 @@ def test_clip_cov_chooses_by_chance_within_the_bounds() -> None:
     advantages, logprobs = [2.0, 6, 3, 4, -7.5, -7.5], [1.0, 1, 1, 1, -2, -2]
     some = scores(6, advantages=advantages, logprobs=logprobs, uniforms=[0.6, 0.1, 0.5, 0.2, 0.0, 0.0])
     assert some.covariance().tolist() == [2, 6, 3, 4, 15, 15]
-    chosen = [random_in_bounds(some, ObjectiveConfig(clip_cov_share=share)).tolist() for share in (0.01, 0.4, 1.0)]
+    chosen = [random_in_bounds(some, ClipCovConfig(clip_cov_share=share)).tolist() for share in (0.01, 0.4, 1.0)]
     assert chosen[0] == [False, False, False, True, False, False]
     assert chosen[1] == [False, False, True, True, False, False]
     assert chosen[2] == [True, False, True, True, False, False]
@@ -72,8 +82,9 @@ def test_clip_cov_chooses_by_chance_within_the_bounds() -> None:
 
 def test_nothing_is_chosen_where_nothing_can_be() -> None:
     nothing = scores(3, kept=[0, 0, 0])
-    for select in (largest_covariance, highest_entropy, random_in_bounds):
-        assert not select(nothing, ObjectiveConfig()).any()
+    assert not largest_covariance(nothing, KLCovConfig(mini_batches=2)).any()
+    assert not highest_entropy(nothing, PPOConfig()).any()
+    assert not random_in_bounds(nothing, ClipCovConfig()).any()
 
 
 @given(st.lists(st.tuples(st.floats(0, 3, width=32), st.booleans()), min_size=1, max_size=30), st.floats(0.01, 1))
@@ -82,7 +93,7 @@ def test_the_mask_is_the_share_of_kept_tokens_and_none_outside_is_higher(
 ) -> None:
     entropy, kept = zip(*tokens, strict=True)
     mask = highest_entropy(
-        scores(len(tokens), entropy=list(entropy), kept=list(kept)), ObjectiveConfig(entropy_mask_share=share)
+        scores(len(tokens), entropy=list(entropy), kept=list(kept)), PPOConfig(entropy_mask_share=share)
     )
     inside = [e for e, chosen in zip(entropy, mask.tolist(), strict=True) if chosen]
     outside = [e for (e, k), chosen in zip(tokens, mask.tolist(), strict=True) if k and not chosen]

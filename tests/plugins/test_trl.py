@@ -25,7 +25,7 @@ from trl_models import NOISY, PLAIN, PROMPTS, ROLLOUTS, STRAIGHT, ToldThreepo, T
 import threepo
 from hub_folder import HubFolder
 from threepo import api
-from threepo.config import Advantage, EngineConfig, Method, ModelConfig, NoiseConfig, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, LocalEngineConfig, Method, ModelConfig, NoiseConfig, PPOConfig, SamplingConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.lab.completions import read_completions
 from threepo.methods.method import credit, training_batch
@@ -98,7 +98,7 @@ def test_an_engine_decodes_a_model_that_a_trainer_has_wrapped(tmp_path: Path) ->
     request = Request(Problem("", "Say 1: "), tuple(policies[0].tokenizer("Say 1: ").input_ids), None, 0)
     written = []
     for policy in policies:
-        engine = LocalEngine(policy, EngineConfig())
+        engine = LocalEngine(policy, LocalEngineConfig())
         engine.load(IVON(policy.model.named_parameters(), lr=1.0, ess=1e4), [None], 0)
         written.append(engine.generate([request], SamplingConfig(max_new_tokens=8), 0))
     assert written[0][0].tokens == written[1][0].tokens
@@ -200,7 +200,7 @@ def test_steps_in_trl_are_those_of_threepo(tmp_path: Path, method: Method, engin
         groups = credit(method, rollouts(trainer, step, policy, optimizer))
         assert len(groups) == PROMPTS
         batch = training_batch(method, SamplingConfig(), groups, SEED, step)
-        record = update_policy(policy, optimizer, batch, ObjectiveConfig())
+        record = update_policy(policy, optimizer, batch, PPOConfig())
         kept, logged = sum(row.kept_tokens > 0 for row in record.rows), trainer.state.log_history[step]
         assert logged["grad_norm"] == pytest.approx(optimizer.step_metrics()["optimizer/grad_norm"], rel=1e-5)
         if method.name == "c3po":
@@ -345,7 +345,7 @@ def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
 
 def written(policy: Policy, weights: Any, step: int, prompts: list[str], draws: Sequence[Draw | None]) -> list[str]:
     """What the local engine writes, a row for each prompt and draw."""
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(weights, draws, step)
     ids = [tuple(policy.tokenizer(prompt).input_ids) for prompt in prompts]
     rows = enumerate(zip(ids, draws, strict=True))

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl_on_cpu import share_of_vowels
 
-from threepo.config import ModelConfig, ObjectiveConfig, SamplingConfig, TinyConfig
+from threepo.config import ModelConfig, PPOConfig, SamplingConfig, TinyConfig
 from threepo.config.presets import PRESETS
 from threepo.errors import UserError
 from threepo.lab.completions import read_completions
@@ -407,7 +407,7 @@ def test_a_step_in_verl_is_one_of_threepo(run: Run) -> None:
             )
     method = replace(PRESETS[run.method].method, draws=DRAWS, rollouts_per_prompt=ROLLOUTS)
     batch = training_batch(method, SamplingConfig(), credit(method, completions), 3, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig())
+    record = update_policy(policy, optimizer, batch, PPOConfig())
     kept = sum(row.untouched for row in record.rows)
     masked = len(record.rows) - kept
     assert 0 < masked < len(record.rows) if run.method == "c3po" else not masked

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.asked import requests_for, trainer_logprobs
-from threepo.config import AdamWConfig, EngineConfig, IVONConfig, ModelConfig, NoiseConfig, SamplingConfig
+from threepo.config import AdamWConfig, IVONConfig, LocalEngineConfig, ModelConfig, NoiseConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import FixedWeights, Posterior, sigma_growth
@@ -109,7 +109,7 @@ def test_ess_divides_fixed_noise_by_its_root(policy: Policy) -> None:
 
 def test_engine_and_trainer_agree_under_fixed_and_mirrored_noise(policy: Policy) -> None:
     optimizer = build_optimizer(AdamWConfig(), SETTINGS["rms"], policy.model, 0)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(optimizer, [DRAW, MIRRORED], 0)
     completions = engine.generate(requests_for(policy, [DRAW, MIRRORED]), SamplingConfig(max_new_tokens=8), seed=1)
     assert len({c.tokens for c in completions}) > len(completions) / 2

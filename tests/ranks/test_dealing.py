@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launch import launch
 
-from threepo.config import EngineConfig, VLLMConfig
+from threepo.config import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.ranks.dealing import RankedEngine, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
@@ -24,7 +24,7 @@ def test_what_several_ranks_cannot_have_is_refused(
     settings: VLLMConfig, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    engine = EngineConfig(kind="vllm", vllm=settings)
+    engine = VLLMEngineConfig(vllm=settings)
     with pytest.raises(UserError, match=message):
         refuse_engine(engine, Ranks(0, 8))
     refuse_engine(engine, ALONE)

@@ -42,9 +42,9 @@ def test_the_plan_says_what_a_pretended_run_holds(
 ) -> None:
     folder = write(tmp_path / "model", SHAPES[name])
     settings = [f"model.path={folder}", f"model.gradient_checkpointing={str(recomputed).lower()}"]
-    lines = plan(load(TrainConfig, f"paper/{name}/c3po", settings), ranks=8)["each GPU"]
+    lines = plan(load(TrainConfig, f"paper/{name}/c3po", settings), ranks=8)["trainer"]
     found = counted[name][str(recomputed)]
-    before, perturbed, forward, peak = (found[moment] for moment in ("before", "perturbed", "forward", "peak"))
+    before, perturbed, peak = (found[moment] for moment in ("before", "perturbed", "peak"))
 
     def check(words: str, count: float, tolerance: float = 0.01) -> None:
         # The first line is meant: what is held has its own lines before those of a moment.
@@ -55,7 +55,6 @@ def test_the_plan_says_what_a_pretended_run_holds(
     check("GiB gradients", before["Sharded Grad"])
     check("GiB momentum and Hessian", before["OptState"])
     check("GiB the mean while perturbed", perturbed["Total"] - before["Total"])
-    check("GiB activations kept", forward["Total"] - perturbed["Total"], 0.05)
     if recomputed:  # without it, the peak is in the head, when only one layer is gathered
         check("GiB gathered weights", peak["Unsharded Param"] + peak["All Gather"])
-    check("GiB at most", peak["Total"], 0.04)
+    check("GiB at most", peak["Total"], 0.02)

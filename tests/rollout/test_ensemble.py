@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MptConfig, Qwen2Conf
 
 from families import FAMILIES, SHAPE, policy_of
 from rollout.asked import trainer_logprobs
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, Scorer
 from threepo.posterior.ivon import IVON
@@ -77,7 +77,7 @@ def worst_differences(policy: Policy, completions: list[Completion], optimizer: 
 def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
     policy = policy_of(FAMILIES[family])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(optimizer, DRAWS, 0)
     completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
     for (at, by), difference in worst_differences(policy, completions, optimizer).items():
@@ -92,7 +92,7 @@ def test_every_family_is_decoded_as_the_trainer_sees_it(family: str) -> None:
 def test_bfloat16_stays_close_to_the_trainer(family: str) -> None:
     policy = policy_of(FAMILIES[family])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    engine = LocalEngine(policy, LocalEngineConfig(dtype="bfloat16"))
     engine.load(optimizer, DRAWS, 0)
     completions = engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, seed=1)
     # A bfloat16 has 8 bits: logits of about 5 are off by up to 0.03, a few times in a row through the layers.
@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
     sampling = replace(SAMPLING, max_new_tokens=30)
 
     def generated(requests: list[Request], draws: list[Draw], **settings: Any) -> dict[tuple[str, int], Completion]:
-        engine = LocalEngine(policy, EngineConfig(**settings))
+        engine = LocalEngine(policy, LocalEngineConfig(**settings))
         engine.load(optimizer, draws, 3)
         return {(c.problem.id, c.rollout): c for c in engine.generate(requests, sampling, seed=1)}
 
@@ -144,7 +144,7 @@ def test_draws_may_have_different_numbers_of_rows(kernels: str, inner: int) -> N
     """Also where some layers have too odd a width for the compiled products."""
     policy = policy_of(Qwen2Config(**SHAPE | {"intermediate_size": inner}, num_key_value_heads=2))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=6))
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=6))
     assert engine._ensemble.ragged == (inner == 96 and kernels in ("compiled", "products compiled"))
     engine.load(optimizer, [None, *DRAWS[:2]], 0)
     requests = requests_for(policy, [None], 7) + requests_for(policy, [DRAWS[1]], 1)
@@ -161,7 +161,7 @@ def test_tokens_come_with_their_probabilities_under_every_draw() -> None:
     """Chi-squared over the first token, against the softmax of the model itself at each draw."""
     policy = policy_of(FAMILIES["qwen2"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=4096))
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=4096))
     engine.load(optimizer, DRAWS[:2], 0)
     problem = Problem(id="x", prompt="x")
     prompt, n = tuple(policy.tokenizer("x: ")["input_ids"]), 4000
@@ -181,7 +181,7 @@ def test_tokens_come_with_their_probabilities_under_every_draw() -> None:
 def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig(dtype="bfloat16"))
+    engine = LocalEngine(policy, LocalEngineConfig(dtype="bfloat16"))
     for draws in ([*DRAWS], [None]):
         engine.load(optimizer, draws, 0)
         assert engine._ensemble.bytes == len(draws) * numbers_of(policy, torch.bfloat16) * 2
@@ -200,7 +200,7 @@ def test_the_optimizer_need_not_name_every_parameter(left_out: str) -> None:
     """What it leaves out is as in the model; a tied parameter may go by either of its names."""
     policy = policy_of(FAMILIES["qwen2"])
     everything = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(everything, DRAWS, 0)  # what is not written below has these values, and not those of the trainer
     named = dict(policy.model.named_parameters())
     if left_out == "a part of the model":
@@ -216,7 +216,7 @@ def test_the_optimizer_need_not_name_every_parameter(left_out: str) -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     policy = policy_of(FAMILIES["qwen2"])
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     with pytest.raises(UserError, match=r"'param.0', which the model does not have; .* model.named_parameters\(\)"):
         engine.load(IVON(policy.model.parameters()), DRAWS[:1], 0)
 
@@ -230,7 +230,7 @@ def test_a_compiled_model_is_decoded_as_it_was_before() -> None:
 def disagreement(decoded: Policy, scored: Policy) -> float:
     """Largest difference in log-prob between the engine for one policy and the trainer for the same one."""
     optimizer = IVON(decoded.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(decoded, EngineConfig())
+    engine = LocalEngine(decoded, LocalEngineConfig())
     engine.load(optimizer, DRAWS, 0)
     completions = engine.generate(requests_for(scored, list(DRAWS), 1), SAMPLING, seed=1)
     differences = worst_differences(scored, completions, optimizer)
@@ -243,7 +243,7 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60, **factors}
     policy = policy_of(LlamaConfig(**SHAPE, num_key_value_heads=4, rope_parameters=rope))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.prepare(2, 60)
     with pytest.raises(UserError, match=r"'longrope' .* above 60 tokens; .* are 61"):
         engine.prepare(2, 61)
@@ -260,7 +260,7 @@ def test_lengths_at_the_borders_of_blocks() -> None:
     """Prompts of one token, of stop tokens, around multiples of 16, and up to the context, in slots that change."""
     policy = policy_of(FAMILIES["qwen2 sliding"])
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=5))
     engine.load(optimizer, DRAWS, 0)
     prompts = [tuple(2 + i % 90 for i in range(n)) for n in (1, 2, 15, 16, 17, 32, 33, 126)]
     prompts += [policy.stop_tokens * n for n in (1, 20)]
@@ -278,7 +278,7 @@ def test_lengths_at_the_borders_of_blocks() -> None:
 
 def test_an_interrupted_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(FAMILIES["qwen2"])
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters(), ess=1e6, seed=1), DRAWS, 0)
     requests = requests_for(policy, list(DRAWS))
     expected = engine.generate(requests, SAMPLING, seed=1)
@@ -303,23 +303,23 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     row = 112 * 3 * 2 * 2 * 16 * 4  # tokens (the cache has whole blocks of 16), layers, keys and values, heads, width
     row += 9 * SHAPE["vocab_size"] * 4  # to choose a token
     gib = 1 << 30
-    enough = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) + 1) / gib))
+    enough = LocalEngine(policy, LocalEngineConfig(memory_gib=(2 * (weights + row) + 1) / gib))
     enough.prepare(2, 100)
-    short = LocalEngine(policy, EngineConfig(memory_gib=(2 * (weights + row) - 1) / gib))
+    short = LocalEngine(policy, LocalEngineConfig(memory_gib=(2 * (weights + row) - 1) / gib))
     with pytest.raises(UserError, match=r"2 policies of .* GiB and cache .* for one row of each \(100 tokens\)"):
         short.prepare(2, 100)
     short.prepare(1, 100)
 
 
 def test_a_batch_has_room_for_a_row_of_every_draw() -> None:
-    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), EngineConfig(max_batch_rows=3))
+    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), LocalEngineConfig(max_batch_rows=3))
     engine.prepare(3, 10)
     with pytest.raises(UserError, match=r"engine.max_batch_rows = 3: fewer than the 4 draws"):
         engine.prepare(4, 10)
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), EngineConfig())
+    engine = LocalEngine(policy_of(FAMILIES["qwen2"]), LocalEngineConfig())
     engine.prepare(1, 100)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 30))  # a few hundred bytes are left for each
     with pytest.raises(UserError, match=r"for one row of each \(100 tokens\) need .* GiB; there are"):
@@ -333,10 +333,10 @@ def test_less_memory_means_fewer_rows_at_a_time() -> None:
     requests = requests_for(policy, list(DRAWS[:2]))
     tokens = max(len(request.prompt_tokens) for request in requests) + SAMPLING.max_new_tokens
     row = -(-tokens // 16) * 16 * 3 * 2 * 2 * 16 * 4 + 9 * SHAPE["vocab_size"] * 4
-    engine = LocalEngine(policy, EngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
+    engine = LocalEngine(policy, LocalEngineConfig(memory_gib=(2 * weights + 7 * row) / (1 << 30)))
     engine.load(optimizer, DRAWS[:2], 0)
     assert engine._rows_per_draw(2, 15, tokens) == 3
-    roomy = LocalEngine(policy, EngineConfig())
+    roomy = LocalEngine(policy, LocalEngineConfig())
     roomy.load(optimizer, DRAWS[:2], 0)
     assert roomy._rows_per_draw(2, 15, tokens) == 15
     for one, other in zip(engine.generate(requests, SAMPLING, 0), roomy.generate(requests, SAMPLING, 0), strict=True):
@@ -347,7 +347,7 @@ def test_a_policy_that_has_diverged_is_named() -> None:
     policy = policy_of(FAMILIES["qwen2"])
     with torch.no_grad():
         policy.model.model.norm.weight[0] = torch.nan
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters()), DRAWS[:1], 0)
     with pytest.raises(UserError, match="probabilities of Draw.* are not numbers"):
         engine.generate(requests_for(policy, DRAWS[:1], 1), SAMPLING, 0)
@@ -357,7 +357,7 @@ def test_a_policy_that_has_diverged_is_named() -> None:
 def test_a_policy_that_has_diverged_is_not_mistaken_for_another() -> None:
     """Rows of another policy take its slots in the cache, short ones next to long ones."""
     policy = policy_of(FAMILIES["qwen2"])
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=4))
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=4))
     engine.load(IVON(policy.model.named_parameters(), ess=1e6, seed=1), DRAWS[:2], 0)
     engine._ensemble.stacks["model.layers.0.input_layernorm.weight"].values[0] = torch.nan
     problem, prompts = Problem(id="x", prompt="x"), [(5,) * 3, (5,) * 15]

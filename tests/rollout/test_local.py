@@ -7,7 +7,7 @@ import torch
 
 from chats import THINKING
 from rollout.asked import requests_for, trainer_logprobs
-from threepo.config import DataConfig, EngineConfig, ModelConfig, SamplingConfig, TinyConfig
+from threepo.config import DataConfig, LocalEngineConfig, ModelConfig, SamplingConfig, TinyConfig
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
 from threepo.rollout.local import LocalEngine
@@ -30,7 +30,7 @@ def tiny(kind: str = "tiny-qwen2", tied: bool = True) -> Policy:
 def test_engine_and_trainer_agree_at_another_temperature(tied: bool) -> None:
     policy = tiny(tied=tied)
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)  # sigma 0.03: draws differ visibly
-    engine = LocalEngine(policy, EngineConfig(max_batch_rows=5))
+    engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=5))
     engine.load(optimizer, [*DRAWS, None], 0)
     completions = engine.generate(requests_for(policy, [*DRAWS, None]), replace(SAMPLING, temperature=0.7), seed=1)
     differences = {}
@@ -54,7 +54,7 @@ def test_a_completion_says_what_its_prompt_has_opened() -> None:
     policy.tokenizer.chat_template = THINKING
     problem = Problem(id="p", prompt=({"role": "user", "content": "Hi"},))
     prompts = policy.prompt_tokens([problem], DataConfig(train="x"))[0], tuple(policy.tokenizer("Hi")["input_ids"])
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters(), ess=1e6), [None], 0)
     requests = [Request(problem, tokens, None, 0) for tokens in prompts]
     assert [c.opening for c in engine.generate(requests, SAMPLING, seed=1)] == ["<think>", ""]
@@ -63,7 +63,7 @@ def test_a_completion_says_what_its_prompt_has_opened() -> None:
 def test_seed_step_problem_and_rollout_are_the_random_address() -> None:
     policy = tiny()
     optimizer = IVON(policy.model.named_parameters())
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     request = requests_for(policy, [None])[0]
 
     def tokens(request: Request, seed: int, step: int) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def test_seed_step_problem_and_rollout_are_the_random_address() -> None:
 @pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-llama"])
 def test_greedy_decoding_equals_transformers(kind: str) -> None:
     policy = tiny(kind, tied=False)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters()), [None], 0)
     for completion in engine.generate(requests_for(policy, [None], 1), replace(SAMPLING, temperature=0.0), 0):
         generated = policy.model.generate(
@@ -95,7 +95,7 @@ def test_greedy_decoding_equals_transformers(kind: str) -> None:
 
 def test_stopping_and_cutting() -> None:
     policy = tiny(tied=False)
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters()), [None], 0)
     stop = policy.stop_tokens[0]
     for completion in engine.generate(requests_for(policy, [None], 8), SAMPLING, 0):
@@ -111,7 +111,7 @@ def test_stopping_and_cutting() -> None:
 
 def test_a_draw_that_is_not_loaded_is_refused() -> None:
     policy = tiny()
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(IVON(policy.model.named_parameters()), DRAWS[:1], 0)
     with pytest.raises(RuntimeError, match="is not loaded"):
         engine.generate(requests_for(policy, DRAWS[:2]), SAMPLING, 0)
@@ -121,7 +121,7 @@ def test_the_trainers_weights_are_not_touched() -> None:
     policy = tiny()
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    engine = LocalEngine(policy, EngineConfig())
+    engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(optimizer, DRAWS, 0)
     engine.generate(requests_for(policy, list(DRAWS)), SAMPLING, 0)
     for name, p in policy.model.named_parameters():

@@ -24,7 +24,7 @@ from rollout.asked import requests_for, trainer_logprobs
 from rollout.low_rank import LINEAR, low_rank
 from runs import VLLM
 from threepo.cli import main
-from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
@@ -58,7 +58,7 @@ def tiny(kind: str, tied: bool) -> Policy:
 
 def engine_for(policy: Policy, dtype: str = "float32", **settings: object) -> VLLMEngine:
     own = VLLMConfig(**{"kv_cache_memory_bytes": CACHE, "enforce_eager": True, **settings})  # type: ignore[arg-type]
-    return VLLMEngine(policy, EngineConfig(kind="vllm", dtype=dtype, vllm=own))  # type: ignore[arg-type]
+    return VLLMEngine(policy, VLLMEngineConfig(dtype=dtype, vllm=own))  # type: ignore[arg-type]
 
 
 def differences(

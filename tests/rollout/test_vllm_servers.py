@@ -30,7 +30,7 @@ from rollout.test_vllm import gone, tiny
 from runs import VLLM
 from threepo import api
 from threepo.cli import main
-from threepo.config import EngineConfig, LoRAConfig, ModelConfig, SamplingConfig, VLLMConfig
+from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.draw_file import file_contents
@@ -139,7 +139,7 @@ def servers(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def engine_for(policy: Policy, servers: list[Started], folder: Path, dtype: Any = "float32") -> VLLMServers:
     own = VLLMConfig(servers=tuple(server.url for server in servers), weights_folder=str(folder), timeout_s=60.0)
-    return VLLMServers(policy, EngineConfig(kind="vllm", dtype=dtype, vllm=own), ALONE)
+    return VLLMServers(policy, VLLMEngineConfig(dtype=dtype, vllm=own), ALONE)
 
 
 def differences(

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from published_shapes import QWEN25_MATH_7B
 from threepo.config import LoRAConfig
-from threepo.lab.rank_memory import passing
+from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import add_adapters, round_base
 from threepo.models.policy import Policy, Scorer, recompute_activations, takes_packed_rows
 from threepo.types import MicroBatch
@@ -43,7 +43,7 @@ def test_a_pretended_micro_batch_takes_what_a_real_one_does(
             add_adapters(model, LoRAConfig(rank=rank), "base", 0)
         assert device == "meta" or takes_packed_rows(model)
     round_base(model, base_dtype, torch.device("cpu"))
-    said = passing(models["meta"], ROWS, LENGTH, dtype, recomputed, base_dtype)
+    said = activation_bytes(models["meta"], ROWS, LENGTH, dtype, recomputed=recomputed, base_dtype=base_dtype)
     if recomputed:
         recompute_activations(model)
     for p in model.parameters():

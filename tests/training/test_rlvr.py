@@ -133,7 +133,7 @@ def test_sigma_follows_what_an_encoder_says_of_the_completions(
     assert other[-1]["policy/certainty"] == pytest.approx(last)
     assert one[0]["groups/similarity"] < other[0]["groups/similarity"] - 0.1, "texts are more alike than their tokens"
     louder = [0.5 * (row["groups/similarity"] + row["policy/certainty"]) > 0.6 for row in other]
-    schedules = json.loads(outcome(tmp_path / "embeddings")["state"])["schedules"]
+    schedules = json.loads(outcome(tmp_path / "embeddings")["state"])["state"]["schedules"]
     assert schedules["ess_factor"] == pytest.approx(1.01 ** (2 * (len(louder) - 2 * sum(louder))))
 
 

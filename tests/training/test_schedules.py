@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from factories import completion
 from threepo.config import (
+    ConstantEss,
     Correction,
     DataConfig,
     EssScheduleConfig,
@@ -18,21 +19,26 @@ from threepo.config import (
     ModelConfig,
     RunConfig,
     SamplingConfig,
+    SimilarityEss,
     TrainConfig,
 )
 from threepo.config.method import C3PO
+from threepo.config.records import RECORDS
+from threepo.config.schedules import (
+    NO_NOISE,
+    ControllerEss,
+    CosineEss,
+    EntropyRatioEss,
+    EntropySwitchEss,
+    KLStepsEss,
+    LinearEss,
+    StagesEss,
+    _divergence,
+)
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.training.metrics import similarity, token_counts
-from threepo.training.schedules import (
-    NO_NOISE,
-    ScheduleState,
-    _divergence,
-    certainty,
-    first_state,
-    next_state,
-    step_sampling,
-)
+from threepo.training.schedules import ScheduleState, certainty, first_state, next_state, step_sampling
 from threepo.types import Group, Row
 
 
@@ -59,11 +65,11 @@ def factors(settings: EssScheduleConfig, entropies: list[float]) -> list[float]:
 
 
 def test_schedules_by_hand() -> None:
-    assert factors(EssScheduleConfig(), [1.0] * 3) == [1.0] * 3
-    linear = factors(EssScheduleConfig(kind="linear"), [1.0] * 10)
+    assert factors(ConstantEss(), [1.0] * 3) == [1.0] * 3
+    linear = factors(LinearEss(), [1.0] * 10)
     assert linear[4] == pytest.approx(1 - 0.9 * 0.5)
     assert linear[9] == pytest.approx(0.1)
-    cosine = factors(EssScheduleConfig(kind="cosine", floor=0.2), [1.0] * 10)
+    cosine = factors(CosineEss(floor=0.2), [1.0] * 10)
     assert cosine[4] == pytest.approx(0.6)
     assert cosine[9] == pytest.approx(0.2)
     assert cosine[1] == pytest.approx(0.4 * math.cos(0.2 * math.pi) + 0.6)
@@ -71,7 +77,7 @@ def test_schedules_by_hand() -> None:
 
 def test_stages_are_those_of_qerls_code() -> None:
     """Its values for 10 stages from 1e-2 to 1e-4 over 20 steps: none for two steps, then 9 sigmas, each for two."""
-    schedule = EssScheduleConfig(kind="stages", stages=10, last=0.01)
+    schedule = StagesEss(stages=10, last=0.01)
     assert first_state(config(schedule, steps=20)).ess_factor == NO_NOISE
     run = config(schedule, steps=20)
     sigmas = [1e-2 * next_state(run, ScheduleState(), done, {}).ess_factor ** -0.5 for done in range(20)]
@@ -82,7 +88,7 @@ def test_stages_are_those_of_qerls_code() -> None:
 
 def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
     """With a dead zone of 1.1 around the target, as PSN's code has it."""
-    run, state = config(EssScheduleConfig(kind="kl_steps", target=0.003)), ScheduleState()
+    run, state = config(KLStepsEss(target=0.003)), ScheduleState()
     sigmas = []
     for kl in (0.001, 0.0029, 0.0032, 0.0034, math.nan, 0.0026):
         state = next_state(run, state, 1, {"correction/kl": kl})
@@ -91,7 +97,7 @@ def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
 
 
 def test_sigma_rises_while_completions_are_alike_and_certain() -> None:
-    settings = EssScheduleConfig(kind="similarity", target=0.5, weight=0.25, ratio=1.1)
+    settings = SimilarityEss(target=0.5, weight=0.25, ratio=1.1)
     run, state = config(settings), ScheduleState()
     sigmas = []
     # Certainty where the lowest so far is 0 and the highest 1: unknown where all are equal, 0.5, 0.25, 1, unknown.
@@ -118,7 +124,7 @@ def test_certainty_rises_while_a_policy_becomes_certain_and_falls_again(policy: 
     rows = [Row(i, tuple(range(5 + i, 15 + 2 * i)), ((1, 10 + i),)) for i in range(4)]
     head, run, state, seen = (
         policy.model.get_output_embeddings(),
-        config(EssScheduleConfig(kind="similarity")),
+        config(SimilarityEss()),
         None,
         [],
     )
@@ -148,19 +154,19 @@ def test_similarity_is_a_mean_over_pairs_and_then_over_prompts() -> None:
 
 
 def test_low_entropy_switches_to_more_noise_and_back() -> None:
-    switch = EssScheduleConfig(kind="entropy_switch")
+    switch = EntropySwitchEss()
     assert factors(switch, [0.8, 1.0, 0.76, 0.75, 0.5, 0.9]) == [1.0, 1.0, 1.0, 0.1, 0.1, 1.0]
 
 
 def test_ess_goes_with_the_entropys_ratio() -> None:
-    ratio = EssScheduleConfig(kind="entropy_ratio", lowest=0.2)
+    ratio = EntropyRatioEss(lowest=0.2)
     assert factors(ratio, [0.8, 0.4, 0.6, 0.1, 0.8]) == pytest.approx([1.0, 0.5, 0.75, 0.2, 1.0])
 
 
 def test_the_temperature_rises_once_and_from_the_next_step() -> None:
     """0.85 times the first entropy, 0.8, is 0.68: the fourth step is the first below it, and the fifth is hotter."""
     sampling = SamplingConfig(temperature=0.9, raised_temperature=1.4, raise_below=0.85)
-    run, state, used = replace(config(EssScheduleConfig()), sampling=sampling), ScheduleState(), []
+    run, state, used = replace(config(ConstantEss()), sampling=sampling), ScheduleState(), []
     for done, entropy in enumerate([0.8, 1.0, 0.68, 0.67, 2.0, 0.5], start=1):
         used.append(step_sampling(run, state).temperature)
         state = next_state(run, state, done, {"policy/entropy": entropy})
@@ -175,7 +181,7 @@ def test_a_step_without_update_changes_nothing() -> None:
         state = ScheduleState(0.4, False, 1.0, 0.5)
         nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan, "correction/kl": math.nan}
         for metrics in ({}, nothing, {"groups/similarity": 0.9}, nothing | {"groups/similarity": 0.9}):
-            assert next_state(config(EssScheduleConfig(kind=kind)), state, 3, metrics) == state
+            assert next_state(config(RECORDS["ess_schedule"][kind]()), state, 3, metrics) == state
 
 
 def test_a_kept_share_is_translated_by_the_corrections_own_bounds() -> None:
@@ -196,7 +202,7 @@ def test_the_controller_reaches_its_target_from_far_away(
     metric: str, target: float, start: float, bounds: tuple[float, float]
 ) -> None:
     """A policy whose KL per token is 1e6 / ess, and whose answers have 100 tokens."""
-    settings = EssScheduleConfig(kind="controller", metric=metric, target=target)
+    settings = ControllerEss(metric=metric, target=target)
     run, state = config(settings, start, 100, low=bounds[0], high=bounds[1]), ScheduleState()
     for done in range(1, 101):
         kl = 1e6 / (start * state.ess_factor)
@@ -212,15 +218,20 @@ def test_the_controller_reaches_its_target_from_far_away(
 
 
 @given(
-    kind=st.sampled_from(["controller", "entropy_ratio"]),
-    metric=st.sampled_from(["kl", "kept_share"]),
+    schedule=st.sampled_from(
+        [
+            ControllerEss(metric="kl", lowest=0.1, highest=10),
+            ControllerEss(metric="kept_share", lowest=0.1, highest=10),
+            EntropyRatioEss(lowest=0.1, highest=10),
+        ]
+    ),
     base=st.sampled_from([1e7, 1e9]),
     seen=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1)), max_size=30),
 )
 def test_ess_stays_within_its_bounds_whatever_is_measured(
-    kind: str, metric: str, base: float, seen: list[tuple[float, float, float]]
+    schedule: EssScheduleConfig, base: float, seen: list[tuple[float, float, float]]
 ) -> None:
-    run = config(EssScheduleConfig(kind=kind, metric=metric, lowest=0.1, highest=10), base, 30)
+    run = config(schedule, base, 30)
     state = ScheduleState()
     for done, (entropy, kl, kept) in enumerate(seen, start=1):
         metrics = {"policy/entropy": entropy, "correction/kl": kl, "correction/kept_share": kept}

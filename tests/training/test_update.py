@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from threepo.config import Advantage, Correction, Method, ObjectiveConfig, SamplingConfig
+from threepo.config import Advantage, Correction, Method, ObjectiveConfig, PPOConfig, SamplingConfig
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.method import rollout_draws, training_batch
 from threepo.models.packing import flatten, pack
@@ -20,13 +20,13 @@ from updates import PLAIN, PROMPTS, SAMPLING, Spy, credited, gradient_of, rollou
 
 every_aggregation = pytest.mark.parametrize(
     "objective",
-    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
+    [PPOConfig(aggregation=choice) for choice in ("token", "group", "sequence")],
     ids=lambda o: o.aggregation,
 )
 
 every_objective_of_rows = pytest.mark.parametrize(
     "objective",
-    [ObjectiveConfig(aggregation=choice) for choice in ("token", "group", "sequence", "constant")],
+    [PPOConfig(aggregation=choice) for choice in ("token", "group", "sequence", "constant")],
     ids=lambda o: o.aggregation,
 )
 DROP = replace(GRPO, advantage=Advantage(zero_variance="drop"))
@@ -289,7 +289,7 @@ def test_other_terms_keep_the_rows_of_dropped_groups(policy: Policy, live: int) 
     """An entropy bonus adds the same gradient, the mean over all tokens, whether flat groups are dropped or kept."""
     groups = rollouts(policy, GRPO, IVON(policy.model.named_parameters()))
     groups = [*groups[:live], *map(solved, groups[live:])]
-    bonus = ObjectiveConfig(entropy_coefficient=0.5)
+    bonus = PPOConfig(entropy_coefficient=0.5)
     added = []
     for method in (GRPO, DROP):
         _, with_it, _ = gradient_of(policy, method, groups, objective=bonus)
@@ -322,7 +322,7 @@ def test_mini_batches_step_several_times_against_the_first_policy(policy: Policy
     settings = {"clip_radius": 1e-3, "lr": 2e4, "ess": 1e6}  # large steps, so that ratios move
     optimizer = IVON(policy.model.named_parameters(), **settings)
     batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert optimizer.param_groups[0]["step"] == 3
     assert len(record.rows) == PROMPTS * 16
     assert record.policy["ratio_mean"] / record.tokens != 1.0
@@ -337,7 +337,7 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
     )  # the Hessian stays too
     optimizer.param_groups[0]["lr"] = 0.0
     batch = training_batch(method, SAMPLING, credited(method, rollouts(policy, method, optimizer)), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert record.policy["ratio_mean"] / record.tokens == pytest.approx(1, abs=1e-5)
     assert record.policy["clipped_low_share"] + record.policy["clipped_high_share"] == 0
 
@@ -351,7 +351,7 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
     once, _, _ = gradient_of(policy, C3PO, groups, noise_scale=1.0, ess=1e5)
     expected = {row.index: row for row in once.rows}
     batch = training_batch(C3PO, SAMPLING, credited(C3PO, groups), 0, 0)
-    record = update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    record = update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     assert {row.kept_tokens > 0 for row in record.rows} == {True, False}
     assert abs(record.policy["ratio_mean"] / record.tokens - 1) > 0.01
     for row in record.rows:
@@ -385,7 +385,7 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     groups = rollouts(policy, GRPO, optimizer)
     batch = training_batch(GRPO, SAMPLING, credited(GRPO, groups), 0, 0)
-    update_policy(policy, optimizer, batch, ObjectiveConfig(mini_batches=3))
+    update_policy(policy, optimizer, batch, PPOConfig(mini_batches=3))
     last = dict(optimizer.mean_grad)
     _, alone, _ = gradient_of(policy, GRPO, groups[2:])
     for name in alone:
@@ -429,7 +429,7 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy) -> None:
         groups = rollouts(policy, GRPO, optimizer)
         batch = training_batch(GRPO, SAMPLING, credited(GRPO, groups), 0, 0)
         for _ in range(3):
-            record = update_policy(policy, optimizer, batch, ObjectiveConfig(entropy_coefficient=coefficient))
+            record = update_policy(policy, optimizer, batch, PPOConfig(entropy_coefficient=coefficient))
         with torch.no_grad():
             for name, p in policy.model.named_parameters():
                 p.copy_(before[name])

@@ -10,7 +10,16 @@ import torch
 
 from runs import train_config
 from threepo import api
-from threepo.config import Advantage, Method, ObjectiveConfig
+from threepo.config import (
+    Advantage,
+    CISPOConfig,
+    ClipCovConfig,
+    GSPOConfig,
+    KLCovConfig,
+    Method,
+    ObjectiveConfig,
+    PPOConfig,
+)
 from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
 from threepo.methods.credit import RULES
 from threepo.methods.method import training_batch
@@ -25,17 +34,17 @@ from updates import SAMPLING, credited, gradient_of, rollouts, solved
 SEVERAL: dict[str, Any] = {"mini_batches": 3}
 GSPO: dict[str, Any] = {"aggregation": "sequence", **SEVERAL, "clip_low": 0.05, "clip_high": 0.05}
 OBJECTIVES = {
-    "gspo": ObjectiveConfig(loss="gspo", **GSPO),
-    "cispo": ObjectiveConfig(loss="cispo", **SEVERAL),
-    "kl_cov": ObjectiveConfig(loss="kl_cov", **SEVERAL, kl_cov_share=0.2),
-    "clip_cov": ObjectiveConfig(loss="clip_cov", clip_cov_share=0.1, clip_cov_bounds=(0.1, 50)),
-    "entropy mask": ObjectiveConfig(entropy_mask_share=0.2),
-    "reference": ObjectiveConfig(reference_kl=0.5),
-    "constant": ObjectiveConfig(aggregation="constant"),
+    "gspo": GSPOConfig(**GSPO),
+    "cispo": CISPOConfig(**SEVERAL, clip_low=0.2, clip_high=0.2),
+    "kl_cov": KLCovConfig(**SEVERAL, kl_cov_share=0.2),
+    "clip_cov": ClipCovConfig(clip_cov_share=0.1, clip_cov_bounds=(0.1, 50)),
+    "entropy mask": PPOConfig(entropy_mask_share=0.2),
+    "reference": PPOConfig(reference_kl=0.5),
+    "constant": PPOConfig(aggregation="constant"),
 }
 WITHOUT = {
-    "gspo": replace(OBJECTIVES["gspo"], loss="ppo"),
-    "cispo": replace(OBJECTIVES["cispo"], loss="ppo"),
+    "gspo": PPOConfig(**GSPO),
+    "cispo": PPOConfig(**SEVERAL),
     "kl_cov": replace(OBJECTIVES["kl_cov"], kl_cov_coefficient=1e-9),
 }
 every_objective = pytest.mark.parametrize("name", OBJECTIVES)
@@ -78,7 +87,7 @@ def distance(a: Grads, b: Grads) -> float:
 @pytest.mark.parametrize("method", [GRPO, C3PO], ids=lambda m: m.name)
 def test_it_changes_the_gradient(policy: Policy, method: Method, name: str) -> None:
     _, with_it = gradient(policy, method, OBJECTIVES[name])
-    _, without = gradient(policy, method, WITHOUT.get(name, ObjectiveConfig()))
+    _, without = gradient(policy, method, WITHOUT.get(name, PPOConfig()))
     assert distance(with_it, without) > 0.1
 
 
@@ -148,7 +157,7 @@ def test_the_mask_leaves_the_gradient_of_the_tokens_of_the_highest_entropy(polic
         order = (1000 * entropy).round().argsort(descending=True, stable=True)  # first tokens of a prompt are equal
         return torch.zeros_like(a).index_copy(0, order[: int(0.3 * len(a))], -a[order[: int(0.3 * len(a))]])
 
-    record, grads, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(entropy_mask_share=0.3))
+    record, grads, _ = gradient_of(policy, GRPO, groups, objective=PPOConfig(entropy_mask_share=0.3))
     assert record.normalizer == record.tokens
     assert distance(grads, by_hand(policy, groups, weights)) < 1e-4
 
@@ -161,7 +170,7 @@ def test_clip_cov_takes_the_gradient_of_tokens_of_a_large_covariance(policy: Pol
         assert 5 < int((covariance > 0.5).sum()) < len(a) / 2
         return -a * (covariance <= 0.5)
 
-    objective = ObjectiveConfig(loss="clip_cov", clip_cov_share=1, clip_cov_bounds=(0.5, 1e6))
+    objective = ClipCovConfig(clip_cov_share=1, clip_cov_bounds=(0.5, 1e6))
     _, grads, _ = gradient_of(policy, GRPO, groups, objective=objective)
     assert distance(grads, by_hand(policy, groups, weights)) < 1e-4
 
@@ -172,14 +181,14 @@ def test_the_penalty_draws_towards_the_reference(policy: Policy, groups: list[Gr
     with reference.in_place(), torch.no_grad():
         of_reference = torch.cat([scored(policy, c)[0] for group in groups for c in group.completions])
     expected = by_hand(policy, groups, lambda a, logprobs, _: 0.5 * (1 - (of_reference - logprobs).exp()))
-    objective = ObjectiveConfig(reference_kl=0.5)
+    objective = PPOConfig(reference_kl=0.5)
     record, grads, _ = gradient_of(policy, GRPO, groups, objective=objective, reference=reference)
     assert distance(grads, expected) < 1e-4
     assert record.policy["reference_kl"] / record.tokens > 1e-4
 
 
 def test_a_constant_divisor_is_completions_times_the_longest(policy: Policy, groups: list[Group]) -> None:
-    record, grads, _ = gradient_of(policy, GRPO, groups, objective=ObjectiveConfig(aggregation="constant"))
+    record, grads, _ = gradient_of(policy, GRPO, groups, objective=PPOConfig(aggregation="constant"))
     assert record.normalizer == 48 * SAMPLING.max_new_tokens
     by_token, others, _ = gradient_of(policy, GRPO, groups)
     share = by_token.normalizer / record.normalizer
@@ -193,7 +202,7 @@ def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups
     """Of every mini-batch's two prompts, the completions of one are all right: only the penalty reads their rows."""
     groups, found = [*groups[:1], *map(solved, groups[1:]), renamed(groups[1])], []
     two: dict[str, Any] = {"mini_batches": 2}
-    for objective in (ObjectiveConfig(**two), ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **two)):
+    for objective in (PPOConfig(**two), KLCovConfig(kl_cov_share=1.0, **two)):
         passed = []
 
         def count(_: object, __: object, settings: dict[str, Any], passed: list[int] = passed) -> None:
@@ -219,7 +228,7 @@ def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal(
 ) -> None:
     """The last one: every covariance is 0. It is counted, and its gradient is 0."""
     method = replace(GRPO, advantage=Advantage(zero_variance=zero_variance))
-    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)
+    objective = KLCovConfig(kl_cov_share=1.0, **SEVERAL)
     some = [*groups[:2], solved(groups[2])]
     record, grads, _ = gradient_of(policy, method, some, objective=objective, lr=3e3, noise_scale=0.0)
     assert record.chose == [True, True, False]
@@ -237,7 +246,7 @@ def test_tokens_are_chosen_among_those_of_all_draws(policy: Policy, name: str) -
 
 
 def test_what_a_correction_masks_is_never_chosen(policy: Policy) -> None:
-    objective = ObjectiveConfig(loss="kl_cov", kl_cov_share=1.0, **SEVERAL)
+    objective = KLCovConfig(kl_cov_share=1.0, **SEVERAL)
     record, _ = gradient(policy, C3PO, objective, ess=1e8)
     assert all(record.chose)
     kept = sum(row.kept_tokens for row in record.rows)

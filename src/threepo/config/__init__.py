@@ -10,18 +10,28 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from threepo.config.engine import AnyEngine as AnyEngine
 from threepo.config.engine import EngineConfig as EngineConfig
+from threepo.config.engine import LocalEngineConfig as LocalEngineConfig
 from threepo.config.engine import SamplingConfig as SamplingConfig
 from threepo.config.engine import VLLMConfig as VLLMConfig
-from threepo.config.method import AdamWConfig as AdamWConfig
+from threepo.config.engine import VLLMEngineConfig as VLLMEngineConfig
 from threepo.config.method import Advantage as Advantage
 from threepo.config.method import Correction as Correction
-from threepo.config.method import IVONConfig as IVONConfig
 from threepo.config.method import Method as Method
 from threepo.config.method import NoiseConfig as NoiseConfig
-from threepo.config.method import OptimizerConfig as OptimizerConfig
-from threepo.config.method import SGDConfig as SGDConfig
+from threepo.config.objective import AnyObjective as AnyObjective
+from threepo.config.objective import CISPOConfig as CISPOConfig
+from threepo.config.objective import ClipCovConfig as ClipCovConfig
+from threepo.config.objective import GSPOConfig as GSPOConfig
+from threepo.config.objective import KLCovConfig as KLCovConfig
 from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
+from threepo.config.objective import PPOConfig as PPOConfig
+from threepo.config.optimizers import AdamWConfig as AdamWConfig
+from threepo.config.optimizers import AnyOptimizer as AnyOptimizer
+from threepo.config.optimizers import IVONConfig as IVONConfig
+from threepo.config.optimizers import OptimizerConfig as OptimizerConfig
+from threepo.config.optimizers import SGDConfig as SGDConfig
 from threepo.config.records import (
     Count,
     CountOrZero,
@@ -36,8 +46,11 @@ from threepo.config.records import (
 )
 from threepo.config.reward import RewardConfig as RewardConfig
 from threepo.config.reward import SandboxConfig as SandboxConfig
+from threepo.config.schedules import AnyEssSchedule as AnyEssSchedule
+from threepo.config.schedules import ConstantEss as ConstantEss
 from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
 from threepo.config.schedules import ScheduleConfig as ScheduleConfig
+from threepo.config.schedules import SimilarityEss as SimilarityEss
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
@@ -223,12 +236,12 @@ class TrainConfig(Settings, table=""):
     reward: RewardConfig = field(default_factory=RewardConfig)
     method: Method = field(default_factory=Method)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    engine: AnyEngine = field(default_factory=LocalEngineConfig)
+    objective: AnyObjective = field(default_factory=PPOConfig)
+    optimizer: AnyOptimizer = field(default_factory=AdamWConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    ess_schedule: EssScheduleConfig = field(default_factory=EssScheduleConfig)
+    ess_schedule: AnyEssSchedule = field(default_factory=ConstantEss)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -246,25 +259,25 @@ class TrainConfig(Settings, table=""):
         self.check("eval.draws", noisy or not self.eval.draws, f"{fix} eval.draws = 0")
         fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
         evolves = self.method.gradient_at == "evolution"
-        self.objective.only_if(not evolves, fix, *(f.name for f in fields(ObjectiveConfig)))
+        self.objective.only_if(not evolves, fix, *(f.name for f in fields(self.objective)))
         fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
-        unmeasured = self.ess_schedule.kind not in ("constant", "cosine", "linear", "stages")
-        self.check("ess_schedule.kind", not (evolves and unmeasured), fix)
+        schedule = self.ess_schedule
+        self.check("ess_schedule.kind", not (evolves and schedule.metric_read), fix)
         self.check("sampling.raised_temperature", not (evolves and self.sampling.raised_temperature), fix)
         fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
         self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
         fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
         self.check("eval.best_draws", not self.eval.best_draws, fix)
         self._check_noise()
-        schedule, fix = self.ess_schedule, f"{kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
-        self.check("ess_schedule.kind", noisy or schedule.kind == "constant", fix)
-        at, correction, controlled = self.method.gradient_at, self.method.correction.kind, schedule.kind == "controller"
+        fix = f"{kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
+        self.check("ess_schedule.kind", noisy or schedule == ConstantEss(), fix)
+        correction = self.method.correction.kind
         fix = "needs draws, and a gradient elsewhere than at each draw, to measure anything; set method.preset = 'c3po'"
-        measured = self.method.draws > 0 and at in ("fresh", "mean")
-        self.check("ess_schedule.kind", measured or not (controlled or schedule.kind == "kl_steps"), fix)
+        measured = self.method.draws > 0 and self.method.gradient_at in ("fresh", "mean")
+        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
         fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
-        measured = schedule.metric == "kl" or correction.endswith("mis")
-        self.check("ess_schedule.metric", not controlled or measured, fix)
+        masks = correction.endswith("mis")
+        self.check("ess_schedule.kind", masks or schedule.metric_read != "correction/kept_share", fix)
         for key in ("sampling.temperature", "sampling.raised_temperature", "eval.temperature"):
             self.engine.check_temperature(self, key)
         self._check_sampling()
@@ -280,8 +293,10 @@ class TrainConfig(Settings, table=""):
 
     def _check_noise(self) -> None:
         method, optimizer = self.method, self.optimizer
-        rank, fix = self.engine.vllm.draw_rank, f"must be 0, or that of the draws, noise.rank = {self.noise.rank}"
-        self.check("engine.vllm.draw_rank", rank in (0, self.noise.rank), fix)
+        if self.engine.draw_rank not in (0, self.noise.rank):
+            self.check(
+                "engine.vllm.draw_rank", False, f"must be 0, or that of the draws, noise.rank = {self.noise.rank}"
+            )
         drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
         self.check(f"noise.{self.noise.changed}", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
@@ -293,7 +308,7 @@ class TrainConfig(Settings, table=""):
             "the first stage has no noise, and an evolution strategy and IVON's Hessian are made of noise; set another "
             "kind, or, with IVON, optimizer.learn_hessian = false"
         )
-        self.check("ess_schedule.kind", self.ess_schedule.kind != "stages" or not (evolves or learns), fix)
+        self.check("ess_schedule.kind", not self.ess_schedule.starts_without_noise or not (evolves or learns), fix)
         fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
         self.check("method.cumulative", optimizer.kind == "ivon" or not method.cumulative, fix)
         if evolves and optimizer.kind == "sgd":
@@ -322,7 +337,7 @@ class SFTConfig(Settings, table=""):
     conversations: ConversationConfig | None = None
     """One of the two is set: worked texts of procedural tasks, or chats."""
     run: RunConfig = field(default_factory=RunConfig)
-    optimizer: OptimizerConfig = field(default_factory=IVONConfig)
+    optimizer: AnyOptimizer = field(default_factory=IVONConfig)
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     """Only IVON reads it."""
@@ -352,7 +367,7 @@ class EvaluationConfig(Settings, table=""):
     run: RunConfig = field(default_factory=RunConfig)
     """The seed, and the threads."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: AnyEngine = field(default_factory=LocalEngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)

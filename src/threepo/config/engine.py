@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import field, fields
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -96,29 +96,102 @@ class VLLMConfig(Settings, table="engine.vllm"):
         self.only_if(not self.servers, fix, *(f.name for f in fields(self) if f.name not in _WITH_SERVERS))
 
 
-class EngineConfig(Settings, table="engine"):
-    """[engine]: what generates the rollouts."""
+class EngineConfig(Settings, table="engine", by="kind"):
+    """[engine]: the keys that all engines share, and what other rooms ask of an engine's settings."""
 
-    kind: Literal["local", "vllm"] = "local"
-    """`local`: the PyTorch engine in this process. `vllm`: vLLM in processes of its own (needs the extra `vllm`)."""
+    kind: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: Count = 512
     """Largest number of rows decoded together, over all draws; further rows wait. With vLLM: per replica."""
-    memory_gib: NotNegative = 0.0
-    """GiB of memory that the local engine may use for the weights of all draws, the key-value cache and the logits; it
-    decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
-    bitwise only with a number here, because the batch size changes the last bits of log-probs."""
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
-    def __post_init__(self) -> None:
-        fix = "does not read [engine.vllm]; set engine.kind = 'vllm', or remove that table"
-        self.check("kind", self.kind == "vllm" or self.vllm == VLLMConfig(), fix)
-        fix = "engine.kind = 'vllm' does not read it; set engine.vllm's gpu_memory_utilization or kv_cache_memory_bytes"
-        self.only_if(self.kind != "vllm", fix, "memory_gib")
+    code: ClassVar[str] = ""
+    """The engine, made from a policy and these settings, as module:name; imported when it is used."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that share one copy of the weights."""
+        return 1
+
+    @property
+    def replicas(self) -> int:
+        """Processes with an engine that share the draws of a step."""
+        return 1
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Inference servers that decode instead of engines that are started here."""
+        return ()
+
+    @property
+    def adapters(self) -> int:
+        """Most draws that are decoded in one batch as adapters beside one copy of the weights; 0: none."""
+        return 0
+
+    @property
+    def draw_rank(self) -> int:
+        """Rank of the draws that are served as adapters beside the mean; 0: draws are whole weights."""
+        return 0
+
+    def copies(self, draws: int) -> tuple[int, str]:
+        """How many copies of the weights one engine holds for so many draws, and what each copy is for."""
+        raise NotImplementedError
 
     def check_temperature(self, config: Settings, key: str) -> None:
-        """`UserError` for a temperature that vLLM raises (above 0) or refuses (sampling_params.py of 0.32)."""
+        """`UserError` for a temperature at which the engine cannot decode."""
+
+
+class LocalEngineConfig(EngineConfig):
+    """The PyTorch engine in the process that trains."""
+
+    kind: Literal["local"] = "local"
+    memory_gib: NotNegative = 0.0
+    """GiB of memory that the engine may use for the weights of all draws, the key-value cache and the logits; it
+    decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
+    bitwise only with a number here, because the batch size changes the last bits of log-probs."""
+
+    code = "threepo.rollout.local:LocalEngine"
+
+    def copies(self, draws: int) -> tuple[int, str]:
+        return draws, "draw"
+
+
+class VLLMEngineConfig(EngineConfig):
+    """vLLM in processes of its own, or on servers (needs the extra `vllm`)."""
+
+    kind: Literal["vllm"] = "vllm"
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+    code = "threepo.rollout.vllm:VLLMEngine"
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.vllm.tensor_parallel
+
+    @property
+    def replicas(self) -> int:
+        return self.vllm.replicas
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return self.vllm.servers
+
+    @property
+    def adapters(self) -> int:
+        return self.vllm.adapters
+
+    @property
+    def draw_rank(self) -> int:
+        return self.vllm.draw_rank
+
+    def copies(self, draws: int) -> tuple[int, str]:
+        return 1, "server" if self.vllm.servers else "replica"
+
+    def check_temperature(self, config: Settings, key: str) -> None:
+        """vLLM raises temperatures up to 0.01 and refuses those above 2 (sampling_params.py of 0.32)."""
         low, high, value = 0.01, 2.0, attrgetter(key)(config)
         fix = f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; set one of these, or engine.kind = 'local'"
-        config.check(key, self.kind != "vllm" or value == 0 or low <= value <= high, fix)
+        config.check(key, value == 0 or low <= value <= high, fix)
+
+
+AnyEngine = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

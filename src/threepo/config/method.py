@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveOrInfinite, Settings, Share, must
-from threepo.config.sources import LocalPath
 
 
 class Advantage(Settings, table="method.advantage"):
@@ -176,63 +175,6 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 
-Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
-
-
-class AdamWConfig(Settings, table="optimizer"):
-    """[optimizer] with kind = "adamw"."""
-
-    kind: Literal["adamw"] = "adamw"
-    """AdamW: a point estimate, without a posterior."""
-    lr: Positive = 1e-6
-    """Learning rate."""
-    betas: Betas = (0.9, 0.999)
-    """Decay rates of the two moments."""
-    epsilon: Positive = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative = 0.1
-    """Decoupled weight decay."""
-    max_grad_norm: NotNegative = 1.0
-    """Gradients are scaled down to this total norm; 0: never."""
-
-
-class IVONConfig(Settings, table="optimizer"):
-    """[optimizer] with kind = "ivon": variational learning of a Gaussian over the weights (method.md 1)."""
-
-    kind: Literal["ivon"] = "ivon"
-    """IVON learns the mean and the diagonal Hessian, so sigma = 1 / sqrt(ess * (hessian + weight_decay))."""
-    lr: Positive = 1.0
-    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
-    ess: Positive = 1e9
-    """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
-    hess_init: Positive = 1e-3
-    """Initial Hessian, h0, of every weight."""
-    betas: Betas = (0.9, 0.9999)
-    """Decay rates of momentum and Hessian."""
-    weight_decay: NotNegative = 1e-8
-    """Delta: precision of the prior, which is also the weight decay."""
-    clip_radius: PositiveOrInfinite = 1e-3
-    """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
-    estimator: Literal["price", "gradsq"] = "price"
-    """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
-    debias: bool = True
-    """Divide the momentum by 1 - beta1^t."""
-    rescale_lr: bool = True
-    """Multiply lr by hess_init + weight_decay."""
-    noise_shape: Literal["learned", "isotropic"] = "learned"
-    """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
-    learn_hessian: bool = True
-    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
-    load_hessian: LocalPath = ""
-    """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
-    load_momentum: bool = False
-    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
-
-    def __post_init__(self) -> None:
-        fix = "name the folder to load from in optimizer.load_hessian"
-        self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
-
-
 class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
@@ -257,18 +199,3 @@ class NoiseConfig(Settings, table="noise"):
         """The name of the first setting that is not the default; `unit` if there is none."""
         default = NoiseConfig()
         return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)), "unit")
-
-
-class SGDConfig(Settings, table="optimizer"):
-    """[optimizer] with kind = "sgd": the plain step of an evolution strategy."""
-
-    kind: Literal["sgd"] = "sgd"
-    """Learning rate times gradient: no state, no posterior."""
-    lr: Positive = 5e-7
-    """Learning rate. An evolution strategy that adds alpha * mean(fitness * z) has lr = alpha * sigma (default: sigma =
-    1e-3 and alpha = sigma / 2)."""
-    max_grad_norm: NotNegative = 0.0
-    """Gradients are scaled down to this total norm; 0: never, as with an evolution strategy."""
-
-
-OptimizerConfig = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]

@@ -1,6 +1,13 @@
-"""Settings of the policy loss."""
+"""[objective]: the policy loss, and the terms that are added to it (method.md 2).
 
-from typing import Annotated, Literal
+Each `objective.loss` is a record with its own settings; `code` names its formula. To add one, write the formula in
+objectives/token_losses.py and its record here, and name the record in `AnyObjective`.
+"""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
 
@@ -8,30 +15,13 @@ Bounds = Annotated[tuple[float, float], must(lambda pair: pair[0] < pair[1], "th
 
 WIDEST_GSPO = 0.05
 """A clip range of the ratio of a sequence, a geometric mean over its tokens, beyond which nothing is ever clipped."""
+_ONE_STEP = "with one optimizer step per batch the ratio to the old policy is 1, so"
 
 
-class ObjectiveConfig(Settings, table="objective"):
-    """[objective]: the policy loss (method.md 2)."""
+class ObjectiveConfig(Settings, table="objective", by="loss"):
+    """[objective]: the keys that all policy losses share."""
 
-    loss: Literal["ppo", "gspo", "cispo", "kl_cov", "clip_cov"] = "ppo"
-    """The loss of a token (method.md 2.3): `ppo`: the clipped ratio, as in GRPO. `gspo`: the ratio of its sequence.
-    `cispo`: its log-prob, weighted by the clipped ratio. `kl_cov`: a penalty on the tokens of the largest covariance of
-    log-prob and advantage, and no clip. `clip_cov`: `ppo` without some of the tokens of a large covariance."""
-    clip_low: Share = 0.2
-    """The ratio to the old policy is clipped from below at 1 - clip_low (gspo: 3e-4; cispo, clip_cov: 1, no bound)."""
-    clip_high: NotNegative = 0.2
-    """And from above at 1 + clip_high (clip-higher: 0.28; gspo: 4e-4; cispo: 4; clip_cov: 1). Neither has an effect
-    with mini_batches = 1."""
-    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
-    """ppo: bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
-    kl_cov_share: PositiveShare = 0.002
-    """kl_cov: the share of tokens that are penalised, those of the largest covariance."""
-    kl_cov_coefficient: Positive = 1.0
-    """kl_cov: the penalty is this times |log ratio to the old policy|."""
-    clip_cov_share: PositiveShare = 0.0002
-    """clip_cov: the share of tokens that lose their gradient, chosen at random among those within the bounds."""
-    clip_cov_bounds: Bounds = (1.0, 5.0)
-    """clip_cov: bounds of the covariance of these tokens."""
+    loss: str
     entropy_mask_share: PositiveShare = 1.0
     """Only this share of the tokens, those of the highest entropy, has a policy gradient; all are counted (0.2 in the
     80/20 paper; method.md 2.4)."""
@@ -47,17 +37,117 @@ class ObjectiveConfig(Settings, table="objective"):
     mini_batches: Count = 1
     """Optimizer steps per batch of prompts; with several, old log-probs are computed before the first."""
 
+    code: ClassVar[str] = ""
+    """The loss of a token, a `TokenLoss`, as module:name; imported when it is used."""
+
     def __post_init__(self) -> None:
-        name, several = self.loss, self.mini_batches > 1
-        fix = "with one optimizer step per batch the ratio to the old policy is 1, so"
-        same = "its gradient is that of loss = 'ppo'; set that, or objective.mini_batches = 4"
-        self.check("loss", several or name not in ("gspo", "cispo"), f"{fix} {same}")
-        same = "its penalty is 0 and has no gradient; set objective.mini_batches = 4"
-        self.check("loss", several or name != "kl_cov", f"{fix} {same}")
-        fix = "the objective of gspo is a mean over completions; set objective.aggregation = 'sequence'"
-        self.check("aggregation", name != "gspo" or self.aggregation == "sequence", fix)
-        for key, value in (("clip_low", 3e-4), ("clip_high", 4e-4)):
-            fix = f"the ratio of a sequence, a geometric mean, would never be clipped; set {value:g}, as in the paper"
-            self.check(key, name != "gspo" or getattr(self, key) <= WIDEST_GSPO, fix)
         fix = "there is no reference to reset; set objective.reference_kl above 0"
         self.only_if(self.reference_kl > 0, fix, "reference_reset_every")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ratios to the old policy between which nothing is clipped."""
+        return (-math.inf, math.inf)
+
+
+class _Clipped(ObjectiveConfig):
+    """The bounds of losses that clip the ratio to the old policy."""
+
+    clip_low: Share = 0.2
+    """The ratio to the old policy is clipped from below at 1 - clip_low. No effect with mini_batches = 1."""
+    clip_high: NotNegative = 0.2
+    """The ratio is clipped from above at 1 + clip_high (clip-higher: 0.28). No effect with mini_batches = 1."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return (1 - self.clip_low, 1 + self.clip_high)
+
+
+class PPOConfig(_Clipped):
+    """The clipped ratio, as in GRPO."""
+
+    loss: Literal["ppo"] = "ppo"
+    dual_clip: Annotated[float, must(lambda bound: bound == 0 or bound > 1, "must be 0 (off) or above 1")] = 3.0
+    """Bound of the loss of tokens with negative advantage, as a multiple of -advantage; 0: none."""
+
+    code = "threepo.objectives.token_losses:PPO"
+
+
+class GSPOConfig(_Clipped):
+    """The clipped ratio of a token's whole sequence, the geometric mean over its tokens."""
+
+    loss: Literal["gspo"] = "gspo"
+    aggregation: Literal["token", "group", "sequence", "constant"] = "sequence"
+    """`sequence`, which is the mean over completions; GSPO has no other."""
+    clip_low: Share = 3e-4
+    """The ratio of a sequence is clipped from below at 1 - clip_low."""
+    clip_high: NotNegative = 4e-4
+    """The ratio of a sequence is clipped from above at 1 + clip_high."""
+
+    code = "threepo.objectives.token_losses:GSPO"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"{_ONE_STEP} its gradient is that of loss = 'ppo'; set that, or objective.mini_batches = 4"
+        self.check("loss", self.mini_batches > 1, fix)
+        fix = "the objective of gspo is a mean over completions; set objective.aggregation = 'sequence'"
+        self.check("aggregation", self.aggregation == "sequence", fix)
+        for key in ("clip_low", "clip_high"):
+            default = getattr(GSPOConfig, key)
+            fix = f"the ratio of a sequence, a geometric mean, would never be clipped; set {default:g}, as in the paper"
+            self.check(key, getattr(self, key) <= WIDEST_GSPO, fix)
+
+
+class CISPOConfig(_Clipped):
+    """The log-prob of a token, weighted by its clipped ratio: no token loses its gradient."""
+
+    loss: Literal["cispo"] = "cispo"
+    clip_low: Share = 1.0
+    """The ratio is clipped from below at 1 - clip_low; 1: no bound."""
+    clip_high: NotNegative = 4.0
+    """The ratio is clipped from above at 1 + clip_high."""
+
+    code = "threepo.objectives.token_losses:CISPO"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"{_ONE_STEP} its gradient is that of loss = 'ppo'; set that, or objective.mini_batches = 4"
+        self.check("loss", self.mini_batches > 1, fix)
+
+
+class KLCovConfig(ObjectiveConfig):
+    """The ratio, without a clip, and a penalty on the tokens of the largest covariance of log-prob and advantage."""
+
+    loss: Literal["kl_cov"] = "kl_cov"
+    kl_cov_share: PositiveShare = 0.002
+    """The share of tokens that are penalised, those of the largest covariance."""
+    kl_cov_coefficient: Positive = 1.0
+    """The penalty is this times |log ratio to the old policy|."""
+
+    code = "threepo.objectives.token_losses:KL_COV"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fix = f"{_ONE_STEP} its penalty is 0 and has no gradient; set objective.mini_batches = 4"
+        self.check("loss", self.mini_batches > 1, fix)
+
+
+class ClipCovConfig(_Clipped):
+    """The clipped ratio, without some of the tokens of a large covariance of log-prob and advantage."""
+
+    loss: Literal["clip_cov"] = "clip_cov"
+    clip_low: Share = 1.0
+    """The ratio is clipped from below at 1 - clip_low; 1: no bound."""
+    clip_high: NotNegative = 1.0
+    """The ratio is clipped from above at 1 + clip_high."""
+    clip_cov_share: PositiveShare = 0.0002
+    """The share of tokens that lose their gradient, chosen at random among the tokens within clip_cov_bounds."""
+    clip_cov_bounds: Bounds = (1.0, 5.0)
+    """Bounds of the covariance of these tokens."""
+
+    code = "threepo.objectives.token_losses:CLIP_COV"
+
+
+AnyObjective = Annotated[
+    PPOConfig | GSPOConfig | CISPOConfig | KLCovConfig | ClipCovConfig, Field(discriminator="loss")
+]

@@ -94,7 +94,7 @@ _ROWS = (
     _grpo(
         "clip_cov",
         "2505.22617",
-        {"objective": {"loss": "clip_cov", "clip_low": 1.0, "clip_high": 1.0, **_FOUR_UPDATES}},
+        {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}},
     ),
     _grpo("high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
     _grpo("clip_higher", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}}),
@@ -104,20 +104,8 @@ _ROWS = (
         {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}, "sampling": {"dynamic_rounds": 10}},
     ),
     # Ratios, and credit.
-    _grpo(
-        "gspo",
-        "2507.18071",
-        {
-            "objective": {
-                "loss": "gspo",
-                "aggregation": "sequence",
-                "clip_low": 3e-4,
-                "clip_high": 4e-4,
-                **_FOUR_UPDATES,
-            }
-        },
-    ),
-    _grpo("cispo", "2506.13585", {"objective": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, **_FOUR_UPDATES}}),
+    _grpo("gspo", "2507.18071", {"objective": {"loss": "gspo", **_FOUR_UPDATES}}),
+    _grpo("cispo", "2506.13585", {"objective": {"loss": "cispo", **_FOUR_UPDATES}}),
     _grpo("dr_grpo", "2503.20783", {"objective": {"aggregation": "constant"}}, rule="dr_grpo"),
     _grpo("rloo", "2402.14740", rule="rloo"),
     _grpo("maxrl", "2602.02710", rule="maxrl"),

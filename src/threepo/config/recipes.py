@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
-from threepo.config.records import RECORDS, build, field_names, require, shown, to_dict
+from threepo.config.records import BASES, build, field_names, require, shown, to_dict
 from threepo.errors import UserError
 from threepo.run_folder import CHECKPOINTS, CONFIG, read_config
 
@@ -57,15 +57,16 @@ def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Table:
     """`base` with the values of `top` laid over it, table by table.
 
-    An optimizer of another `kind` replaces the one below: the keys of an AdamW say nothing about an IVON.
+    Where `top` names another kind, only the keys that all kinds share stay: AdamW's lr says nothing about IVON's.
     """
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
         if not isinstance(below, Mapping) or not isinstance(value, Mapping):
             merged[key] = value
-        elif len(RECORDS.get(key, ())) > 1 and "kind" in below and value.get("kind", below["kind"]) != below["kind"]:
-            merged[key] = dict(value)
+        elif (kinds := BASES.get(key)) and kinds._by in {*below} & {*value} and below[kinds._by] != value[kinds._by]:
+            shared = {f.name for f in dataclasses.fields(kinds)}
+            merged[key] = {name: below[name] for name in below if name in shared} | dict(value)
         else:
             merged[key] = merge(below, value)
     return merged
@@ -141,7 +142,7 @@ def load(record: type[Config], recipe: str, overrides: Overrides = ()) -> Config
     if record is SFTConfig and "data" in table:
         raise UserError(f"recipe {recipe}: is reinforcement learning; `threepo train` takes it, with these arguments")
     # Tables that must be there lie underneath, so that an error names the key that is missing in them.
-    base: Table = {"data": {}} if record is TrainConfig else {"optimizer": {"kind": "ivon"}}
+    base: Table = {"data": {}} if record is TrainConfig else {}
     table = merge(merge({"model": {}, **base}, table), _table(overrides))
     if record is TrainConfig:
         table = with_preset(table)

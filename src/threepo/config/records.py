@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import CoreSchema, core_schema
 
 from threepo.errors import UserError
 
@@ -39,6 +40,8 @@ ParallelOrZero = Annotated[int, Field(ge=0, le=1024)]
 """Threads or processes; torch crashes where the system cannot start as many as it is told."""
 
 Record = TypeVar("Record")
+_ALTERNATIVES = ("str", "tuple[str, ...]")
+"""How pydantic names the types of a field that has several."""
 
 
 def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
@@ -53,23 +56,37 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
 
 
 without_nul = must(lambda text: "\0" not in text, "must not contain the character NUL; no file can have it in its name")
-_ALTERNATIVES = ("str", "tuple[str, ...]")
-"""How pydantic names the types of a field that has several."""
-_adapter: Any = cache(TypeAdapter)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Annotates a text that must be a key of `table`, as a `Literal` of its keys would be."""
+
+    table: Mapping[str, str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.literal_schema(list(self.table))
+
+
 RECORDS: dict[str, dict[str, Any]] = {}
-"""The records of each table by kind; those of tables without a kind under ""."""
+"""The records of each table by kind; the record of a table without kinds under ""."""
+BASES: dict[str, Any] = {}
+"""For each table with kinds, the record whose fields all kinds share."""
+_adapter: Any = cache(TypeAdapter)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Settings:
     """A record of one table of a recipe, or of a whole recipe (table ""). `UserError` for invalid values.
 
-    The text under a field is its help; `docs/configuration.md` is generated from it.
+    The text under a field is its help; `docs/configuration.md` is generated from it. A table whose keys depend on one
+    of them, such as `kind`, has a base (`by="kind"`) and a subclass for each value of that key.
     """
 
-    _table: ClassVar[str]
+    _table: ClassVar[str] = ""
+    _by: ClassVar[str] = ""
 
-    def __init_subclass__(cls, table: str) -> None:
+    def __init_subclass__(cls, table: str | None = None, by: str = "") -> None:
         config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
         record: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
         make = record.__init__
@@ -78,11 +95,17 @@ class Settings:
             try:
                 make(self, **values)
             except ValidationError as error:
-                raise UserError(_explain(error, table)) from None
+                raise UserError(_explain(error, self._table)) from None
 
-        record.__init__, record._table = __init__, table
-        if table:
-            RECORDS.setdefault(table, {})[getattr(record, "kind", "")] = record
+        record.__init__ = __init__
+        if table is not None:
+            record._table, record._by = table, by
+        if by:
+            BASES[record._table] = record
+        elif kind := getattr(record, record._by, "") if record._by else "":
+            RECORDS.setdefault(record._table, {})[kind] = record
+        elif table:
+            RECORDS[table] = {"": record}
 
     def check(self, key: str, holds: bool, fix: str) -> None:
         """`require` about the field `key` of this record, or of a record in it, such as `eval.draws`."""
@@ -97,7 +120,15 @@ class Settings:
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
-    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe."""
+    """Make a record from dictionaries and lists; messages call it `name`, which is empty for a whole recipe.
+
+    A table with kinds that does not name its kind has the kind of the field's default.
+    """
+    table = dict(table)
+    for f in dataclasses.fields(record) if dataclasses.is_dataclass(record) else ():
+        base, given = BASES.get(f.name), table.get(f.name)
+        if base and isinstance(given, Mapping) and f.default_factory is not dataclasses.MISSING:
+            table[f.name] = {base._by: getattr(f.default_factory(), base._by), **given}
     try:
         return _adapter(record).validate_json(json.dumps(table, default=str), strict=True)  # type: ignore[no-any-return]
     except ValidationError as error:
@@ -114,27 +145,28 @@ def _explain(error: ValidationError, table: str) -> str:
     first = error.errors()[0]
     if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
         return str(cause)  # two settings that do not go together: it names them
-    name, chosen = table, ""
+    name, kind = table, ""
     for key in first["loc"]:
         if isinstance(key, int):
             name += f"[{key}]"
-        elif len(RECORDS.get(name, ())) > 1 and key in RECORDS[name]:
-            chosen = key  # by pydantic, from `kind`
+        elif name in BASES and key in RECORDS[name] and not kind:
+            kind = key  # pydantic puts the kind that it has chosen between the table and the key
         elif key in _ALTERNATIVES:
             break  # of a field that is text or a list
         else:
             name = f"{name}.{key}" if name else key
-    kind, value = first["type"], shown(first["input"])
-    if kind == "unexpected_keyword_argument":
-        return _unknown(name, chosen)
-    if kind == "missing" and name.endswith("]"):
+    mistake, value = first["type"], shown(first["input"])
+    if mistake == "unexpected_keyword_argument":
+        return _unknown(name, kind)
+    if mistake == "missing" and name.endswith("]"):
         return f"{name.rpartition('[')[0]} = {value}: has too few values"
-    if kind == "missing":
+    if mistake == "missing":
         return f"{name} is missing: set it in the recipe, or on the command line as {name}=..."
-    if name in RECORDS and kind in ("dict_type", "dataclass_type"):
+    if name in RECORDS and mistake in ("dict_type", "dataclass_type"):
         return f"{name} = {value}: is a table; write its keys under [{name}]"
-    if kind == "union_tag_invalid":
-        return f"{name}.kind = {shown(first['input']['kind'])}: must be one of {', '.join(map(repr, RECORDS[name]))}"
+    if mistake == "union_tag_invalid":
+        by = BASES[name]._by
+        return f"{name}.{by} = {shown(first['input'][by])}: must be one of {', '.join(map(repr, RECORDS[name]))}"
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{name} = {value}: {message.replace('a valid array', 'a list').replace('an object', 'a table')}"
 
@@ -144,13 +176,15 @@ def field_names(table: str) -> dict[str, list[str]]:
     return {kind: [f.name for f in dataclasses.fields(record)] for kind, record in RECORDS.get(table, {}).items()}
 
 
-def _unknown(name: str, chosen: str) -> str:
+def _unknown(name: str, kind: str) -> str:
     table, _, key = name.rpartition(".")
     kinds = field_names(table) or field_names(table.rpartition(".")[0])  # the table of a name, such as methods.grpo
-    if owner := next((kind for kind, names in kinds.items() if key in names), ""):
-        return f"{name}: is for {table}.kind = {owner!r}, and the kind is {chosen!r}; remove it, or change the kind"
+    if owners := [repr(other) for other, names in kinds.items() if key in names]:
+        by = f"{table}.{BASES[table]._by}"
+        return f"{name}: is for {by} = {' or '.join(owners)}, and here it is {kind!r}; remove it, or change {by}"
     tables = sorted(other.rpartition(".")[2] for other in RECORDS if other.rpartition(".")[0] == table)
-    known = list(dict.fromkeys([key for names in kinds.values() for key in names] or tables))
+    own = kinds.get(kind) or [key for names in kinds.values() for key in names]
+    known = list(dict.fromkeys([*own, *(key for names in kinds.values() for key in names)] or tables))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {table and f'{table}.'}{near[0]}?" if near else f"known here: {', '.join(known)}"
     return f"unknown {'key' if table else 'table'} {name}; {hint}"

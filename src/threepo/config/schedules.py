@@ -1,10 +1,24 @@
-"""[schedule], [ess_schedule]: what changes over a run."""
+"""[schedule] and [ess_schedule]: the learning rate and the effective sample size, ess, over the run.
 
-from typing import Annotated, Literal
+Each kind of ess schedule is a record with its settings and its rule, `factor`. To add one, write its class here and
+name it in `AnyEssSchedule`. Sigma goes with 1 / sqrt(ess) (method.md 1.8). Steps are training steps.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from threepo.config.method import Correction
 from threepo.config.records import Positive, PositiveShare, Settings, Share
+
+NO_NOISE = 1e30
+"""A factor of ess that leaves no noise in float32."""
+DEAD_ZONE = 1.1
+"""kl_steps leaves sigma as it is while the KL is within this factor of its target."""
+MOST_AT_ONCE = 2.0
+"""The controller changes ess by no more than this factor in one step."""
 
 
 class ScheduleConfig(Settings, table="schedule"):
@@ -18,53 +32,227 @@ class ScheduleConfig(Settings, table="schedule"):
     """Cosine only: the factor at the end (the paper decays to 0.1, its released code to 0)."""
 
 
-class EssScheduleConfig(Settings, table="ess_schedule"):
-    """[ess_schedule]: ess over the run; sigma goes with 1 / sqrt(ess) (method.md 1.8). Noise of a given size begins at
-    ess = 1. Steps are training steps."""
+@dataclass(frozen=True)
+class Moment:
+    """What a schedule can read before a step."""
 
-    kind: Literal[
-        "constant",
-        "cosine",
-        "linear",
-        "stages",
-        "entropy_switch",
-        "entropy_ratio",
-        "controller",
-        "kl_steps",
-        "similarity",
-    ] = "constant"
-    """Constant; falling over the run; sigma falling in stages; low while entropy is low; following entropy; steered to
-    `target`; or sigma times or over `ratio` a step, by the KL between draw and gradient, or by how alike and how
-    certain the completions of a prompt are."""
+    progress: float
+    """Share of the run's steps that are done."""
+    factor: float
+    """ess of the last step, as a multiple of optimizer.ess."""
+    value: float
+    """The schedule's metric in the last step; finite."""
+    certainty: float
+    """Self-certainty of the last step, from 0 (the lowest so far) to 1; NaN if all were alike or none was measured."""
+    first_entropy: float
+    highest_entropy: float
+    correction: Correction
+
+
+class EssScheduleConfig(Settings, table="ess_schedule", by="kind"):
+    """[ess_schedule]: ess over the run. Where noise has a size of its own ([noise] unit), ess begins at 1."""
+
+    kind: str
+
+    starts_without_noise: ClassVar[bool] = False
+
+    @property
+    def metric_read(self) -> str:
+        """The metric of the last step that the schedule follows; empty: it follows none."""
+        return ""
+
+    def factor(self, now: Moment) -> float:
+        """ess of the coming step, as a multiple of optimizer.ess."""
+        raise NotImplementedError
+
+
+class ConstantEss(EssScheduleConfig):
+    """ess stays as it is."""
+
+    kind: Literal["constant"] = "constant"
+
+    def factor(self, now: Moment) -> float:
+        return now.factor
+
+
+class CosineEss(EssScheduleConfig):
+    """ess falls along a cosine until the last step."""
+
+    kind: Literal["cosine"] = "cosine"
     floor: PositiveShare = 0.1
-    """cosine, linear: the factor of ess at the end. entropy_switch: the factor while entropy is low."""
-    entropy_share: Share = 0.75
-    """entropy_switch: entropy is low at or below this share of its highest value so far."""
+    """The factor of ess at the end."""
+
+    def factor(self, now: Moment) -> float:
+        return (1 - self.floor) / 2 * math.cos(math.pi * now.progress) + (1 + self.floor) / 2
+
+
+class LinearEss(EssScheduleConfig):
+    """ess falls linearly until the last step."""
+
+    kind: Literal["linear"] = "linear"
+    floor: PositiveShare = 0.1
+    """The factor of ess at the end."""
+
+    def factor(self, now: Moment) -> float:
+        return 1 - (1 - self.floor) * now.progress
+
+
+class StagesEss(EssScheduleConfig):
+    """Sigma falls in stages, by the same factor each, as in QeRL's code; the first stage has no noise."""
+
+    kind: Literal["stages"] = "stages"
     stages: Annotated[int, Field(ge=3)] = 10
-    """stages: their number. The first has no noise, the second sigma of the start."""
+    """Number of stages. The first has no noise, the second the sigma that the run begins with."""
     last: PositiveShare = 0.01
-    """stages: sigma of the last one, as a share of that of the start."""
-    ratio: Annotated[float, Field(gt=1)] = 1.01
-    """kl_steps, similarity: factor of sigma in a step."""
-    weight: Share = 0.5
-    """similarity: weight of how alike the completions are; the rest is that of certainty."""
-    encoder: str = ""
-    """similarity: a Hugging Face encoder (directory or hub id), as in PSN: completions are compared by the means of its
-    last hidden states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model. Plans do not
-    count the encoder: its float32 weights stay on the device, and it reads one text after the other."""
-    metric: Literal["kept_share", "kl"] = "kept_share"
-    """controller: hold the share of completions that the correction keeps, or the KL per token between draws (nats)."""
-    target: Positive = 0.7
-    """controller: the value to hold. kl_steps: the KL per token (nats) above which sigma falls. similarity: the value
-    above which sigma rises."""
-    gain: PositiveShare = 0.3
-    """controller: the share of the measured error that one step corrects; 1 would correct all of it, noise included."""
+    """Sigma of the last stage, as a share of the second stage's."""
+
+    starts_without_noise: ClassVar[bool] = True
+
+    def factor(self, now: Moment) -> float:
+        stage = min(int(now.progress * self.stages), self.stages - 1)
+        share = self.last ** ((stage - 1) / (self.stages - 2))
+        return share**-2 if stage else NO_NOISE
+
+
+class EntropySwitchEss(EssScheduleConfig):
+    """ess is lower, and noise larger, while the policy's entropy is low."""
+
+    kind: Literal["entropy_switch"] = "entropy_switch"
+    floor: PositiveShare = 0.1
+    """The factor of ess while entropy is low."""
+    entropy_share: Share = 0.75
+    """Entropy is low at or below this share of its highest value so far."""
+
+    @property
+    def metric_read(self) -> str:
+        return "policy/entropy"
+
+    def factor(self, now: Moment) -> float:
+        return self.floor if now.value <= self.entropy_share * now.highest_entropy else 1.0
+
+
+class _BoundedEss(EssScheduleConfig):
+    """The bounds of schedules that could drive ess anywhere."""
+
     lowest: PositiveShare = 1e-6
-    """Kinds that follow a measured number: ess never falls below this share of its start."""
+    """ess never falls below this share of its start."""
     highest: Annotated[float, Field(ge=1)] = 1e6
-    """And never rises above this multiple of it."""
+    """ess never rises above this multiple of its start."""
+
+    def bounded(self, factor: float) -> float:
+        """The nearest factor within the bounds."""
+        return min(max(factor, self.lowest), self.highest)
+
+
+class EntropyRatioEss(_BoundedEss):
+    """ess is multiplied by the ratio of the policy's entropy to its first value."""
+
+    kind: Literal["entropy_ratio"] = "entropy_ratio"
+
+    @property
+    def metric_read(self) -> str:
+        return "policy/entropy"
+
+    def factor(self, now: Moment) -> float:
+        # The product of all steps' ratios, so that a bound that was met once leaves no trace.
+        return self.bounded(now.value / now.first_entropy if now.first_entropy else 1.0)
+
+
+class ControllerEss(_BoundedEss):
+    """ess is steered so that a measurement of the importance ratios stays at a target (method.md 4)."""
+
+    kind: Literal["controller"] = "controller"
+    metric: Literal["kept_share", "kl"] = "kept_share"
+    """What to hold: the share of completions that the correction keeps, or the KL per token between draws (nats)."""
+    target: Positive = 0.7
+    """The value to hold."""
+    gain: PositiveShare = 0.3
+    """The share of the measured error that one step corrects; 1 would correct all of it, noise included."""
 
     def __post_init__(self) -> None:
-        possible = self.kind != "controller" or self.metric != "kept_share" or self.target < 1
+        possible = self.metric != "kept_share" or self.target < 1
         self.check("target", possible, "a kept share to hold must lie below 1")
-        self.check("encoder", not self.encoder or self.kind == "similarity", "is for kind = 'similarity'; remove it")
+
+    @property
+    def metric_read(self) -> str:
+        return f"correction/{self.metric}"
+
+    def factor(self, now: Moment) -> float:
+        # The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; the exponent `gain`
+        # damps it. A kept share is first translated into the KL of a sequence that would give it.
+        value, target = now.value, self.target
+        if self.metric == "kept_share":
+            value, target = _divergence(value, now.correction), _divergence(target, now.correction)
+        change = math.exp(self.gain * math.log(max(value, 1e-12) / target))
+        return self.bounded(now.factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE))
+
+
+class KLStepsEss(_BoundedEss):
+    """Sigma takes a step up or down by the KL between draw and gradient (PSN, variant I in its code)."""
+
+    kind: Literal["kl_steps"] = "kl_steps"
+    ratio: Annotated[float, Field(gt=1)] = 1.01
+    """Factor of sigma in a step."""
+    target: Positive = 0.003
+    """The KL per token (nats) above which sigma falls."""
+
+    @property
+    def metric_read(self) -> str:
+        return "correction/kl"
+
+    def factor(self, now: Moment) -> float:
+        louder = (now.value < self.target / DEAD_ZONE) - (now.value > self.target * DEAD_ZONE)
+        return self.bounded(now.factor * self.ratio ** (-2 * louder))
+
+
+class SimilarityEss(_BoundedEss):
+    """Sigma takes a step up or down by how alike and how certain completions are (PSN, variant II)."""
+
+    kind: Literal["similarity"] = "similarity"
+    ratio: Annotated[float, Field(gt=1)] = 1.01
+    """Factor of sigma in a step."""
+    target: Positive = 0.5
+    """The value above which sigma rises."""
+    weight: Share = 0.5
+    """Weight of how alike the completions are; the rest is the weight of certainty."""
+    encoder: str = ""
+    """A Hugging Face encoder (directory or hub id), as in PSN: completions are compared by the means of its last hidden
+    states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model. Plans do not count the
+    encoder: its float32 weights stay on the device, and it reads one text after the other."""
+
+    @property
+    def metric_read(self) -> str:
+        return "groups/similarity"
+
+    def factor(self, now: Moment) -> float:
+        indicator = self.weight * now.value + (1 - self.weight) * now.certainty
+        if not math.isfinite(indicator):
+            return now.factor
+        louder = 1 if indicator > self.target else -1
+        return self.bounded(now.factor * self.ratio ** (-2 * louder))
+
+
+def _divergence(kept: float, correction: Correction) -> float:
+    """The D at which a share `kept` of rho, log rho ~ N(-D, 2 D), is within the bounds; by bisection in [1e-3, 1e3]."""
+    first, last = (math.log(bound) if bound else -math.inf for bound in (correction.low, correction.high))
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        scale = 2 * math.sqrt(middle)  # sqrt(2) standard deviations
+        share = 0.5 * (math.erf((last + middle) / scale) - math.erf((first + middle) / scale))
+        low, high = (middle, high) if share > kept else (low, middle)
+    return math.sqrt(low * high)
+
+
+AnyEssSchedule = Annotated[
+    ConstantEss
+    | CosineEss
+    | LinearEss
+    | StagesEss
+    | EntropySwitchEss
+    | EntropyRatioEss
+    | ControllerEss
+    | KLStepsEss
+    | SimilarityEss,
+    Field(discriminator="kind"),
+]

@@ -1,10 +1,11 @@
-"""A policy on a set of problems: at the mean of its posterior, or over several draws of it (method.md 6)."""
+"""Questions to a policy: at the mean of its posterior, or over several draws of it (method.md 6)."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
-from threepo.config import DataConfig, EvalConfig, EvaluationConfig, RewardConfig, SamplingConfig, TrainConfig
+from threepo.config import DataConfig, EvaluationConfig, RewardConfig, SamplingConfig, TrainConfig
 from threepo.data.finite import FiniteProblems
 from threepo.data.source import ProblemSet, ProblemSource
 from threepo.errors import UserError
@@ -12,63 +13,89 @@ from threepo.evaluation.scores import score
 from threepo.models.policy import Policy
 from threepo.posterior.noise import address_key
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.rewards.grading import Grader, graded, lack, load_grader, refuse_ignored
+from threepo.rewards.grading import Grader, attach_verdicts, lack, load_grader, refuse_ignored
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import completion_row
 from threepo.types import Completion, Draw, Problem, Purpose, Request
 
+_SEEDS = {Purpose.EVALUATION: "threepo-eval", Purpose.PROBE: "threepo-probe"}
+"""Names in the seeds of completions."""
+
 
 @dataclass(frozen=True)
-class Examination:
-    """Problems as prompts of a policy, and how its completions are sampled and graded."""
+class Questions:
+    """Problems as a policy reads them, and how its answers are sampled and graded."""
 
-    problem_set: ProblemSet
     problems: Sequence[Problem]
-    """Those of the set that are evaluated."""
     prompts: Sequence[tuple[int, ...]]
     """Tokens of each problem's prompt."""
     grader: Grader
-    settings: EvalConfig
     sampling: SamplingConfig
-    """With the evaluation's own decoding."""
     seed: int
-    numbers: Sequence[int]
-    """The numbers of the draws to evaluate; none: the mean."""
+    """The run's seed."""
+    purpose: Purpose
+    """The use of the draws and completions, part of their random addresses."""
 
-    def prepare(self, engine: RolloutEngine) -> None:
-        """`UserError` if the evaluation cannot fit into the engine."""
-        engine.prepare(max(len(self.numbers), 1), max(map(len, self.prompts)) + self.sampling.max_new_tokens)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and completion together."""
+        return max(map(len, self.prompts)) + self.sampling.max_new_tokens
 
-    def draws(self, step: int) -> list[Draw | None]:
-        """The weights to evaluate at `step`: the mean, or draws of the posterior."""
-        return [Draw(self.seed, step, i, Purpose.EVALUATION) for i in self.numbers] or [None]
+    def select(self, indices: Iterable[int]) -> Self:
+        """The questions at these indices."""
+        kept = list(indices)
+        return replace(self, problems=[self.problems[i] for i in kept], prompts=[self.prompts[i] for i in kept])
 
-    def parts(self) -> list[slice]:
-        """The parts of the problems that are saved together, a function of the settings alone."""
-        size, count = max(1, self.settings.part_size // self.settings.samples), len(self.problems)
-        return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+    def draws(self, step: int, numbers: Sequence[int]) -> list[Draw | None]:
+        """The draws of these numbers at `step`; the mean if there are none."""
+        return [Draw(self.seed, step, number, self.purpose) for number in numbers] or [None]
 
-    def complete(self, engine: RolloutEngine, step: int, part: slice = slice(None)) -> list[Completion]:
-        """Graded completions of a part of the problems, problem-major, by the weights of `draws`, which must be loaded.
+    def ask(self, engine: RolloutEngine, draws: Sequence[Draw | None], each: int, first: int = 0) -> list[Completion]:
+        """`each` graded completions of every problem by every draw, in the order problem, draw.
 
-        The same seed at the same step gives the same completions, so comparing policies under one seed is a paired
-        comparison. The draws share each problem's completions evenly.
+        The engine must hold the draws. The same seed and step give the same completions, so a comparison of policies
+        under one seed is paired. `first` is the number of a problem's first completion, for asking in several calls.
         """
-        draws, samples = self.draws(step), self.settings.samples
+        answering = [draw for draw in draws for _ in range(each)]
         requests = [
-            Request(problem, tokens, draws[i * len(draws) // samples], i)
-            for problem, tokens in zip(self.problems[part], self.prompts[part], strict=True)
-            for i in range(samples)
+            Request(problem, tokens, draw, rollout)
+            for problem, tokens in zip(self.problems, self.prompts, strict=True)
+            for rollout, draw in enumerate(answering, start=first)
         ]
         # A seed of its own: training on the same problems must not sample the same completions.
-        completions = engine.generate(requests, self.sampling, address_key("threepo-eval", self.seed)[0] >> 1)
-        return graded(self.grader, completions)
+        seed = address_key(_SEEDS[self.purpose], self.seed)[0] >> 1
+        return attach_verdicts(self.grader, engine.generate(requests, self.sampling, seed))
+
+
+@dataclass(frozen=True)
+class Examination(Questions):
+    """Questions of an evaluation, at the mean of the posterior or over several draws of it."""
+
+    problem_set: ProblemSet
+    """The set that the problems come from."""
+    samples: int
+    """Completions of each problem, which the draws share evenly."""
+    numbers: Sequence[int]
+    """The numbers of the draws; empty: the mean."""
+
+    def prepare(self, engine: RolloutEngine) -> None:
+        """Raise `UserError` if the evaluation does not fit into the engine."""
+        engine.prepare(max(len(self.numbers), 1), self.longest)
+
+    def load(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> None:
+        """Replace the engine's weights by the weights to evaluate at `step`."""
+        engine.load(posterior, self.draws(step, self.numbers), step)
+
+    def complete(self, engine: RolloutEngine, step: int) -> list[Completion]:
+        """All graded completions, problem by problem; `load` comes before."""
+        draws = self.draws(step, self.numbers)
+        return self.ask(engine, draws, self.samples // len(draws))
 
     def metrics(self, engine: RolloutEngine, posterior: WeightSource, step: int) -> dict[str, float]:
         """Scores of all problems, as logged while training. The engine's weights are replaced."""
-        engine.load(posterior, self.draws(step), step)
+        self.load(engine, posterior, step)
         rows = [completion_row(step, completion) for completion in self.complete(engine, step)]
-        return score(rows, self.settings.samples, votes=False).metrics()
+        return score(rows, self.samples, votes=False).metrics()
 
 
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
@@ -84,17 +111,37 @@ def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> t
 def examine(
     problem_set: ProblemSet, grader: Grader, policy: Policy, config: TrainConfig | EvaluationConfig
 ) -> Examination:
-    """The first `eval.problems` problems of the set as prompts of the policy; `UserError` if one is too long."""
-    settings, data = config.eval, config.data
-    decoding = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-    longest = settings.max_new_tokens or config.sampling.max_new_tokens
-    sampling = replace(config.sampling, max_new_tokens=longest, **decoding)
-    unlimited = replace(data, max_prompt_tokens=0)  # a limit for training; a score leaves no problem out for it
-    fitted, _ = fit_context(problem_set.problems, policy, unlimited, longest)
-    problems = fitted.first(settings.problems)
-    prompts = [policy.encode_prompt(problem, data, longest) for problem in problems]
-    numbers = range(settings.best_draws or settings.draws)
-    return Examination(problem_set, problems, prompts, grader, settings, sampling, config.run.seed, numbers)
+    """The first `eval.problems` problems of the set as questions; `UserError` if a prompt is too long."""
+    settings = config.eval
+    sampling = replace(
+        config.sampling,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+    )
+    unlimited = replace(config.data, max_prompt_tokens=0)  # a limit for training; scores count long prompts too
+    problems, prompts = fitting_prompts(problem_set, policy, unlimited, sampling.max_new_tokens, settings.problems)
+    return Examination(
+        problems,
+        prompts,
+        grader,
+        sampling,
+        config.run.seed,
+        Purpose.EVALUATION,
+        problem_set,
+        settings.samples,
+        range(settings.best_draws or settings.draws),
+    )
+
+
+def fitting_prompts(
+    problem_set: ProblemSet, policy: Policy, data: DataConfig, max_new_tokens: int, count: int
+) -> tuple[Sequence[Problem], list[tuple[int, ...]]]:
+    """The first `count` problems that fit into the context, and the tokens of their prompts."""
+    fitting, _ = fit_context(problem_set.problems, policy, data, max_new_tokens)
+    problems = fitting.first(count)
+    return problems, [policy.encode_prompt(problem, data, max_new_tokens) for problem in problems]
 
 
 def fit_context(

@@ -1,12 +1,12 @@
 """An evaluation's folder: every completion with its verdict, saved in parts as they come, so that none is lost.
 
 evaluation.json              the settings, digests of the weights and of the problems as prompts, versions of packages
-parts/SET/00000.parquet      completions of the first problems of a set, while the evaluation goes on
+parts/SET/00000.parquet      completions of the first problems of a set, while the evaluation runs
 completions/SET.parquet      all completions of a set, once they are complete
 summary.json                 the scores, once all sets are complete
 
-A part is a function of the settings, the weights and the problems, so an interrupted evaluation that is continued ends
-like one that was never interrupted.
+A part is a function of the settings, the weights and the problems, so an evaluation that was interrupted and continued
+ends like one that never was.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,11 @@ def default_folder(config: EvaluationConfig) -> Path:
 
 
 def what_matters(config: EvaluationConfig) -> dict[str, Any]:
-    """The settings that completions and scores depend on: all but those that say where they are made."""
+    """The settings that completions and scores depend on: all except where they are made."""
     settings = to_dict(config)
     del settings["parallel"]
     for name in ("servers", "weights_folder"):
-        del settings["engine"]["vllm"][name]
+        settings["engine"].get("vllm", {}).pop(name, None)
     return settings
 
 
@@ -95,10 +95,10 @@ class EvaluationFolder(LockedFolder):
 
 
 def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """Begin a new evaluation, or go on with one; `UserError` if the folder holds anything else.
+    """Begin a new evaluation, or continue one; `UserError` if the folder holds anything else.
 
-    `fingerprint` has the digests of what the completions depend on besides the settings, by the words of messages.
-    Versions of packages may change between the parts of an evaluation; all are kept. Returns all that is recorded.
+    `fingerprint` has digests of what the completions depend on besides the settings, under the names that messages use.
+    Versions of packages may change between the parts of an evaluation; all are kept. Returns what is recorded.
     """
     refuse_taken(folder, config, fingerprint)
     file = folder / EVALUATION
@@ -115,35 +115,40 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
 
 
 @dataclass(frozen=True)
-class Portion:
-    """Completions of a set of problems under the same weights, kept in parts from number `first_part` on."""
+class Part:
+    """Completions that are generated, graded and saved together, until all of their set are made."""
 
     label: str
     """The set's name in the folder."""
+    file: Path
+    """Rows of `run_folder.completion_row`."""
     exam: Examination
-    first_part: int = 0
-
-    def missing(self, folder: Path) -> list[tuple[Path, slice]]:
-        """The parts that are still to be made: their files, and which problems they have."""
-        if completions_file(folder, self.label).is_file():
-            return []
-        parts = enumerate(self.exam.parts(), start=self.first_part)
-        files = [(part_file(folder, self.label, number), part) for number, part in parts]
-        return [(file, part) for file, part in files if not file.is_file()]
+    """Questions of this part."""
 
 
-def part_file(folder: Path, label: str, part: int) -> Path:
-    """Some completions of a set, until all are made: rows of `run_folder.completion_row`."""
-    return folder / PARTS / set_name(label) / f"{part:05d}.parquet"
+def parts_of(folder: Path, label: str, exam: Examination, part_size: int, first: int = 0) -> list[Part]:
+    """The parts of an examination, of up to `part_size` completions, numbered from `first`; problems stay whole."""
+    size, count = max(1, part_size // exam.samples), len(exam.problems)
+    parts = []
+    for number, begin in enumerate(range(0, count, size), start=first):
+        file = folder / PARTS / set_name(label) / f"{number:05d}.parquet"
+        parts.append(Part(label, file, exam.select(range(begin, min(begin + size, count)))))
+    return parts
 
 
-def joined(folder: Path, label: str, parts: int) -> list[dict[str, Any]]:
+def missing(folder: Path, parts: Sequence[Part]) -> list[int]:
+    """The indices of the parts that have yet to be made."""
+    whole = {part.label for part in parts if completions_file(folder, part.label).is_file()}
+    return [i for i, part in enumerate(parts) if part.label not in whole and not part.file.is_file()]
+
+
+def join_parts(folder: Path, label: str, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
     file = completions_file(folder, label)
     if not file.is_file():
-        tables = [pyarrow.parquet.read_table(part_file(folder, label, part)) for part in range(parts)]
+        tables = [pyarrow.parquet.read_table(part.file) for part in parts if part.label == label]
         with atomic_file(file) as temporary:
-            # A column that is empty throughout a part has no type there; it takes that of the other parts.
+            # A column that is empty throughout a part has no type there; it takes the type from the other parts.
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, temporary, compression="zstd")
     return pyarrow.parquet.read_table(file, columns=list(COLUMNS)).to_pylist()  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ measurement is a file in the folder, so that a probe that was stopped goes on fr
 import contextlib
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from threepo.config import IVONConfig, NoiseConfig, SamplingConfig, TrainConfig
+from threepo.config import IVONConfig, NoiseConfig, TrainConfig
 from threepo.config.method import C3PO
 from threepo.config.records import first_difference, to_dict
 from threepo.data.source import open_training
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
-from threepo.evaluation.examination import fit_context, with_grader
+from threepo.evaluation.examination import Questions, fitting_prompts, with_grader
 from threepo.evaluation.run import weights_digest
 from threepo.evaluation.statistics import Outcomes, predictable_draws
 from threepo.files import finite, read_json, write_json
@@ -33,13 +34,11 @@ from threepo.models.adapters import adapter_folder
 from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
-from threepo.posterior.noise import address_key
 from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
-from threepo.rewards.grading import Grader, graded
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
-from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose, Request
+from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
@@ -61,6 +60,11 @@ class Condition:
     size: float
     """A temperature; an ess; or sigma over RMS."""
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether draws are compared with the mean, not temperatures."""
+        return self.place not in (MEAN, TEMPERATURE)
+
     def noise(self) -> NoiseConfig:
         """The condition's noise as the table [noise] of a recipe."""
         return NoiseConfig(unit="rms", size=self.size, where={self.place: 1.0})
@@ -73,60 +77,50 @@ class ProbeFolder(LockedFolder):
     results = (PARTS, SUMMARY)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Probe:
-    """State that all measurements of a probe share."""
+    """State that all measurements of a probe share. Legend: P problems, D draws, R rows, K tokens of a completion."""
 
     config: TrainConfig
     settings: ProbeConfig
     policy: Policy
     engine: RolloutEngine
-    grader: Grader
-    problems: Sequence[Problem]
-    prompts: Sequence[tuple[int, ...]]
 
-    def search(self) -> dict[str, Any]:
-        """Measures how often the mean policy solves each candidate: for choosing among them, and for nothing else."""
-        source, sampling = FixedWeights(self.policy.model), self.config.sampling
-        looks = self.settings.looks
-        completions = [] if self.settings.exact else self.complete(source, [None], looks, sampling, SEARCH)
-        return {"rates": self.outcomes(source, completions, [None], looks, sampling.temperature).rates[:, 0].tolist()}
+    def search(self, candidates: Questions) -> dict[str, Any]:
+        """Measure how often the mean policy solves each candidate, for choosing among them and nothing else."""
+        source, looks = FixedWeights(self.policy.model), self.settings.looks
+        completions = [] if self.settings.exact else self.complete(candidates, source, [None], looks, SEARCH)
+        return {"rates": self.outcomes(candidates, source, completions, [None], looks).rates[:, 0].tolist()}
 
-    def measure(self, condition: Condition, step: int) -> dict[str, Any]:
-        """Measures a condition, and returns what its file holds; `step` gives it draws and rollouts of its own."""
-        plain = condition.place in (MEAN, TEMPERATURE)
-        count, each = self._shape(plain)
-        sampling = self.config.sampling
+    def measure(self, questions: Questions, condition: Condition, step: int) -> dict[str, Any]:
+        """Measure a condition and return the contents of its file; `step` gives it draws and rollouts of its own."""
+        count, each = self.settings.draws, self.settings.rollouts
+        if self.settings.exact:  # only as many rollouts as are scored
+            each = min(each, -(-SCORED // (count * len(questions.problems))))
         if condition.place == TEMPERATURE:
-            sampling = replace(sampling, temperature=condition.size)
-        source = FixedWeights(self.policy.model, None if plain else self.posterior(condition))
-        draws = [None] if plain else [Draw(self.config.run.seed, step, i, Purpose.PROBE) for i in range(count + FRESH)]
-        completions = self.complete(source, draws[:count], each, sampling, step)
-        found = self.outcomes(source, completions, draws[:count], each, sampling.temperature)
+            questions = replace(questions, sampling=replace(questions.sampling, temperature=condition.size))
+        if condition.is_noisy:
+            source = FixedWeights(self.policy.model, self.posterior(condition))
+            draws = questions.draws(step, range(count + FRESH))
+        else:  # the mean gets the completions of all draws together
+            source, draws = FixedWeights(self.policy.model), [None]
+            count, each = 1, count * each
+        completions = self.complete(questions, source, draws[:count], each, step)
+        outcomes = self.outcomes(questions, source, completions, draws[:count], each)
         tokens = sum(len(c.tokens) for c in completions)
         measured: dict[str, Any] = {
             **asdict(condition),
-            "rates": found.rates.tolist(),
-            "rollouts": found.rollouts,
-            "rollouts_right": float(np.mean([c.verdict is not None and c.verdict.correct for c in completions])),
+            "rates": outcomes.rates.tolist(),
+            "rollouts": outcomes.rollouts,
+            "rollouts_right": float(np.mean(list(map(is_right, completions)))),
             "entropy": -math.fsum(x for c in completions for x in c.logprobs) / tokens,
-            "degenerate_share": float(np.mean(list(map(degenerate, completions)))),
+            "degenerate_share": float(np.mean(list(map(is_degenerate, completions)))),
             "length": tokens / len(completions),
         }
-        return measured if plain else measured | self.distances(source, completions, draws[count:])
-
-    def _shape(self, plain: bool) -> tuple[int, int]:
-        """Draws, and completions of each on a problem; the mean gets those of all draws together.
-
-        Exact chances leave only what is scored to be rolled out.
-        """
-        draws, rollouts = self.settings.draws, self.settings.rollouts
-        if self.settings.exact:
-            rollouts = min(rollouts, -(-SCORED // (draws * len(self.problems))))
-        return (1, draws * rollouts) if plain else (draws, rollouts)
+        return measured | (self.distances(source, completions, draws[count:]) if condition.is_noisy else {})
 
     def posterior(self, condition: Condition) -> Posterior:
-        """The noise of a condition around the model's weights, of the rank that the recipe has."""
+        """The noise of a condition around the model's weights, of the recipe's rank."""
         rank, named = self.config.noise.rank, self.policy.model.named_parameters()
         if condition.place != POSTERIOR:
             return Posterior.around(named, replace(condition.noise(), rank=rank))
@@ -138,51 +132,40 @@ class Probe:
         return Posterior.around(named, NoiseConfig(unit="absolute", size=sigma, rank=rank))
 
     def complete(
-        self, source: FixedWeights, draws: Sequence[Draw | None], each: int, sampling: SamplingConfig, step: int
+        self, questions: Questions, source: FixedWeights, draws: Sequence[Draw | None], each: int, step: int
     ) -> list[Completion]:
-        """`each` graded completions of every problem by every draw."""
+        """`each` graded completions of every problem by every draw; the engine holds some draws at a time."""
         completions: list[Completion] = []
-        together = self.settings.draws_together
-        for begin in range(0, len(draws), together):
-            some = draws[begin : begin + together]
+        for begin in range(0, len(draws), self.settings.draws_together):
+            some = draws[begin : begin + self.settings.draws_together]
             self.engine.load(source, some, step)
-            requests = [
-                Request(problem, tokens, draw, (begin + d) * each + i)
-                for problem, tokens in zip(self.problems, self.prompts, strict=True)
-                for d, draw in enumerate(some)
-                for i in range(each)
-            ]
-            # A seed of its own: training on the same problems must not sample the same completions.
-            seed = address_key("threepo-probe", self.config.run.seed)[0] >> 1
-            completions += graded(self.grader, self.engine.generate(requests, sampling, seed))
+            completions += questions.ask(self.engine, some, each, first=begin * each)
         return completions
 
     def outcomes(
         self,
+        questions: Questions,
         source: FixedWeights,
         completions: Sequence[Completion],
         draws: Sequence[Draw | None],
         each: int,
-        temperature: float,
     ) -> Outcomes:
-        """Shares of each problem that each draw solved: counted, or by the probability of the only answer."""
+        """The share of each problem that each draw solved: counted, or by the probability of the only answer."""
         if self.settings.exact:
-            rows = [self._answer(i) for i in range(len(self.problems))]
+            rows = list(map(self._answer, questions.problems, questions.prompts))
+            temperature = questions.sampling.temperature
             by_draw = [self._scores(source, rows, [draw] * len(rows), temperature) for draw in draws]
-            return Outcomes(np.exp([[float(x.sum()) for x in column] for column in by_draw]).T, 0)
-        problem_of = {problem.id: p for p, problem in enumerate(self.problems)}
-        draw_of = {draw: d for d, draw in enumerate(draws)}
-        right = np.zeros((len(self.problems), len(draws)))
-        for c in completions:
-            right[problem_of[c.problem.id], draw_of[c.draw]] += bool(c.verdict and c.verdict.correct)
-        return Outcomes(right / each, each)
+            return Outcomes(np.exp([[float(x.sum()) for x in logprobs] for logprobs in by_draw]).T, 0)
+        right = Counter((c.problem.id, c.draw) for c in completions if is_right(c))
+        return Outcomes(np.array([[right[p.id, draw] / each for draw in draws] for p in questions.problems]), each)
 
-    def _answer(self, index: int) -> Completion:
-        """The problem's answer at once, as if it had been generated."""
-        problem, tokenizer = self.problems[index], self.policy.tokenizer
+    def _answer(self, problem: Problem, prompt: tuple[int, ...]) -> Completion:
+        """The problem's answer as if it had been generated."""
+        tokenizer = self.policy.tokenizer
         tokens = (*tokenizer(problem.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        request = Request(problem, self.prompts[index], None, 0)
-        return Completion(**vars(request), tokens=tokens, logprobs=(), text="", finish_reason="stop", policy_step=0)
+        return Completion(
+            problem, prompt, None, 0, tokens=tokens, logprobs=(), text="", finish_reason="stop", policy_step=0
+        )
 
     def distances(
         self, source: FixedWeights, completions: Sequence[Completion], fresh: Sequence[Draw | None]
@@ -196,19 +179,22 @@ class Probe:
         differences = [mean - own for mean, own in zip(at_mean, behaviour, strict=True)]
         kls = np.array([float((np.exp(d) - 1 - d).sum()) for d in differences])
         tokens = np.array([len(own) for own in behaviour])
-        log_rho = np.array([float((f - own).sum()) for f, own in zip(at_fresh, behaviour, strict=True)])
+        kl = float(kls.sum() / tokens.sum())
+        # Rows of one draw have errors in common, so the standard error counts draws.
+        by_draw: dict[Draw | None, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_draw.setdefault(row.draw, []).append(i)
+        residuals = np.array([(kls[mine] - kl * tokens[mine]).sum() for mine in by_draw.values()])
+        log_rho = np.array([float((new - own).sum()) for new, own in zip(at_fresh, behaviour, strict=True)])
         bounds = C3PO.correction
         kept = (log_rho >= math.log(bounds.low)) & (log_rho <= math.log(bounds.high))
-        # Rows of one draw have errors in common, so the draws are what the standard errors count.
-        of = [[i for i, row in enumerate(rows) if row.draw == draw] for draw in dict.fromkeys(r.draw for r in rows)]
-        kl = float(kls.sum() / tokens.sum())
-        residuals = np.array([(kls[mine] - kl * tokens[mine]).sum() for mine in of])
+        kept_by_fresh = [kept[i::FRESH].mean() for i in range(FRESH)]
         by_length = np.array_split(np.argsort(tokens, kind="stable"), 4)
         return {
             "kl": kl,
             "kl_error": float(np.sqrt((residuals**2).sum()) / tokens.sum()),
             "kept_share": float(kept.mean()),
-            "kept_share_error": float(np.std([kept[i::FRESH].mean() for i in range(FRESH)], ddof=1) / math.sqrt(FRESH)),
+            "kept_share_error": float(np.std(kept_by_fresh, ddof=1) / math.sqrt(FRESH)),
             "kept_share_by_length": [[float(tokens[part].mean()), float(kept[part].mean())] for part in by_length],
         }
 
@@ -216,7 +202,7 @@ class Probe:
     def _scores(
         self, source: FixedWeights, rows: Sequence[Completion], draws: Sequence[Draw | None], temperature: float
     ) -> list[np.ndarray]:
-        """The log-probs of each row's tokens at its draw, by the trainer's forward pass."""
+        """Log-probs [K] of each row's tokens at its draw, by the trainer's forward pass."""
         device, padding = self.policy.device, not self.policy.scorer.packed_rows
         found: dict[int, np.ndarray] = {}
         for draw in dict.fromkeys(draws):
@@ -229,7 +215,12 @@ class Probe:
         return [found[i] for i in range(len(rows))]
 
 
-def degenerate(completion: Completion) -> bool:
+def is_right(completion: Completion) -> bool:
+    """Whether a graded completion is right."""
+    return completion.verdict is not None and completion.verdict.correct
+
+
+def is_degenerate(completion: Completion) -> bool:
     """Whether a completion was cut, or has no answer."""
     return completion.finish_reason == "length" or bool(completion.verdict and completion.verdict.status == "no_answer")
 
@@ -269,53 +260,60 @@ def layers(policy: Policy) -> list[str]:
 
 
 def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str, Any]:
-    """Measure everything; returns what summary.json holds. What is in `folder` already is read, not made again."""
+    """Measure everything; returns the contents of summary.json. Measurements that are in `folder` are not repeated."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     recorded = {"train": to_dict(config), "probe": to_dict(settings)}
     if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE)["config"], recorded)):
         raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
-    group, draws = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
-    if not predictable_draws(Outcomes(draws, 0 if settings.exact else settings.rollouts), group):
-        few = f"--draws {settings.draws} --rollouts {settings.rollouts}: too few for groups of {group}"
-        raise UserError(f"{few}; set --rollouts {group}")
+    refuse_unanswerable(config, settings)
     training, grader = with_grader(open_training(config.data), config.reward, config.data)
-    name = config.data.train
-    if settings.exact and not (config.reward.function == "task" and name in TASKS and TASKS[name].only_answer):
-        known = ", ".join(task.name for task in TASKS.values() if task.only_answer)
-        raise UserError(f"--exact: {name} may have other right completions than its answer; tasks with none: {known}")
     with ProbeFolder(folder):
         policy = load_policy(replace(config.model, path=str(model_folder(Path(config.model.path)))), config.run.seed)
         longest = config.sampling.max_new_tokens
-        source, _ = fit_context(training.problems, policy, config.data, longest)
-        problems = source.first(settings.candidates)
-        prompts = [policy.encode_prompt(problem, config.data, longest) for problem in problems]
+        problems, prompts = fitting_prompts(training, policy, config.data, longest, settings.candidates)
+        candidates = Questions(problems, prompts, grader, config.sampling, config.run.seed, Purpose.PROBE)
         digest = weights_digest(policy, prior(config))
         if (folder / PROBE).is_file() and read_json(folder / PROBE)["weights"] != digest:
             raise UserError(f"--output {folder}: holds a probe of other weights; choose another folder")
         write_json(folder / PROBE, {"config": recorded, "weights": digest})
         with contextlib.closing(build_engine(config.engine, policy)) as engine:
-            engine.prepare(min(settings.draws_together, settings.draws), max(map(len, prompts)) + longest)
-            return _measured(Probe(config, settings, policy, engine, grader, problems, prompts), folder)
+            engine.prepare(min(settings.draws_together, settings.draws), candidates.longest)
+            summary = _measure_all(Probe(config, settings, policy, engine), candidates, folder)
+    write_json(folder / SUMMARY, finite(summary))
+    return summary
 
 
-def _measured(probe: Probe, folder: Path) -> dict[str, Any]:
-    """All measurements, one after another, and what follows from them."""
+def refuse_unanswerable(config: TrainConfig, settings: ProbeConfig) -> None:
+    """Raise `UserError` for too few rollouts, and for exact chances of a task with several right completions."""
+    group, rates = config.method.rollouts_per_prompt, np.zeros((1, settings.draws))
+    if not predictable_draws(Outcomes(rates, 0 if settings.exact else settings.rollouts), group):
+        few = f"--draws {settings.draws} --rollouts {settings.rollouts}: too few for groups of {group}"
+        raise UserError(f"{few}; set --rollouts {group}")
+    name = config.data.train
+    if settings.exact and not (config.reward.function == "task" and name in TASKS and TASKS[name].only_answer):
+        known = ", ".join(task.name for task in TASKS.values() if task.only_answer)
+        raise UserError(f"--exact: {name} may have other right completions than its answer; tasks with none: {known}")
+
+
+def _measure_all(probe: Probe, candidates: Questions, folder: Path) -> dict[str, Any]:
+    """Make all measurements, one after another; returns the contents of summary.json."""
     config, settings = probe.config, probe.settings
-    everything = conditions(config, settings, probe.policy)
-    total = len(everything) + 2
+    planned = conditions(config, settings, probe.policy)
+    total = len(planned) + 2
     with polite_stop() as stop, progress("probe", total, 0, folder, unit="measurement") as reporter:
 
-        def kept(number: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def made(number: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            """A measurement, read from its file or made and written there."""
             file = folder / PARTS / f"{number:03d}.json"
             if not file.is_file():
                 write_json(file, make())
-            found = read_json(file)
-            reporter.update(number + 1, {"kl": found.get("kl", 0.0)})
+            measured = read_json(file)
+            reporter.update(number + 1, {"kl": measured.get("kl", 0.0)})
             obey(stop.signal_number, number + 1, total, folder, "measurement", "the same command continues it, in")
-            return found
+            return measured
 
-        rates = kept(0, probe.search)["rates"]
+        rates = made(0, partial(probe.search, candidates))["rates"]
         hard = [i for i, rate in enumerate(rates) if rate <= settings.solved_at_most]
         if not hard:
             shutil.rmtree(folder / PARTS)  # so that the corrected command can use the same folder
@@ -324,21 +322,18 @@ def _measured(probe: Probe, folder: Path) -> dict[str, Any]:
                 f"{len(rates)} problems more often (the least solved: {min(rates):.3g}), so there is nothing to "
                 f"rescue; raise it, or choose harder problems"
             )
-        taken = hard[: settings.problems]
-        probe.problems, probe.prompts = [probe.problems[i] for i in taken], [probe.prompts[i] for i in taken]
-        found: list[dict[str, Any]] = []
-        for number, condition in enumerate(everything, start=1):
-            last = found[-1] if found else {}
-            if last.get("place") == condition.place and last.get("kl", 0.0) > MOST_KL:
-                continue
-            found.append(kept(number, partial(probe.measure, condition, number)))
-        summary = findings(config, settings, found)
+        questions = candidates.select(hard[: settings.problems])
+        measured: list[dict[str, Any]] = []
+        for number, condition in enumerate(planned, start=1):
+            last = measured[-1] if measured else {}
+            if last.get("place") != condition.place or last.get("kl", 0.0) <= MOST_KL:
+                measured.append(made(number, partial(probe.measure, questions, condition, number)))
+        summary = findings(config, settings, measured)
         if chosen := summary["chosen"]:
             condition = Condition(chosen["place"], chosen["size"])
-            again = kept(total - 1, partial(probe.measure, condition, total))
-            summary = findings(config, settings, found, again)
+            again = made(total - 1, partial(probe.measure, questions, condition, total))
+            summary = findings(config, settings, measured, again)
         reporter.update(total, {})
-    counts = {"candidates": len(rates), "hard": len(hard), "measured_on": [p.id for p in probe.problems]}
-    summary = {"model": config.model.path, "data": config.data.train, "problems": counts, **summary}
-    write_json(folder / SUMMARY, finite(summary))
-    return summary
+    measured_on = [problem.id for problem in questions.problems]
+    counts = {"candidates": len(rates), "hard": len(hard), "measured_on": measured_on}
+    return {"model": config.model.path, "data": config.data.train, "problems": counts, **summary}

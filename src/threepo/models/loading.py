@@ -114,8 +114,8 @@ class Shape(NamedTuple):
 
     def pushed(self, engine: EngineConfig) -> int:
         """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
-        as_adapters = self.adapters or engine.vllm.draw_rank * self.sides
-        return as_adapters if engine.kind == "vllm" and engine.vllm.adapters else 0
+        as_adapters = self.adapters or engine.draw_rank * self.sides
+        return as_adapters if engine.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from threepo.config import ObjectiveConfig
+from threepo.objectives.corrections import CorrectionEffect, bounded_exp, sum_by_row
 from threepo.objectives.selection import Select
 from threepo.types import CreditedRow
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to plus and minus this before exponentiation."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,8 @@ class LossInputs:
     advantages: torch.Tensor
     weights: torch.Tensor
     """The weight of each token's row (`policy_loss.row_weights`)."""
-    correction_weights: torch.Tensor
-    """Importance weights, detached; 0 masks a token."""
-    counted: torch.Tensor
-    """Bool: the tokens whose number divides the loss."""
+    correction: CorrectionEffect
+    """Importance weights of the tokens, and which of them count."""
     row_of: torch.Tensor
     """The row of each token, 0 to `rows` - 1."""
     rows: int
@@ -44,21 +41,21 @@ class LossInputs:
 
     def ratio(self) -> torch.Tensor:
         """Probability ratio of the policy to the old policy."""
-        return _bounded_exp(self.logprobs - self.old_logprobs)
+        return bounded_exp(self.logprobs - self.old_logprobs)
 
     def sequence_ratio(self) -> torch.Tensor:
         """The geometric mean of a row's ratios, at each of its tokens; the gradient is that of the token's own."""
         log_ratio = (self.logprobs - self.old_logprobs).detach()
         mean = sum_by_row(log_ratio, self.row_of, self.rows)
         mean /= sum_by_row(torch.ones_like(log_ratio), self.row_of, self.rows)
-        return _bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
+        return bounded_exp(mean.float()[self.row_of] + self.logprobs - self.logprobs.detach())
 
 
 @dataclass(frozen=True)
 class Term:
     """A summand of the objective."""
 
-    losses: Callable[[LossInputs, ObjectiveConfig], torch.Tensor]
+    losses: Callable[[LossInputs, Any], torch.Tensor]
     """[K], to be minimised."""
     has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
     """Whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row without any
@@ -68,12 +65,3 @@ class Term:
     """Whether gradients flow through the entropy."""
     select: Select | None = None
     """Chooses tokens before the update, from the scores of all that share a divisor."""
-
-
-def sum_by_row(values: torch.Tensor, row_of: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sums [R] of values [K] over the tokens of each row, in float64."""
-    return torch.zeros(rows, dtype=torch.float64, device=values.device).index_add_(0, row_of, values.double())
-
-
-def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -12,15 +12,16 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 import torch
 
 from threepo.config import ObjectiveConfig
-from threepo.objectives.inputs import LOG_RATIO_BOUND, LossInputs, Term
+from threepo.objectives.corrections import LOG_RATIO_BOUND
+from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import Select, highest_entropy
-from threepo.objectives.token_losses import LOSSES
+from threepo.objectives.token_losses import token_loss
 from threepo.types import CreditedRow
 
 
 def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """Minus the coefficient times the entropy."""
-    return -settings.entropy_coefficient * inputs.entropy * inputs.counted
+    return -settings.entropy_coefficient * inputs.entropy * inputs.correction.counted
 
 
 def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
@@ -32,7 +33,7 @@ def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
 
 def reference_penalty(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """The coefficient times the KL; corrected, because tokens are those of their generators."""
-    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction_weights
+    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction.weights
 
 
 ADDED = {
@@ -46,13 +47,13 @@ ADDED = {
 
 def terms_of(settings: ObjectiveConfig) -> list[Term]:
     """The terms that the settings use."""
-    return [LOSSES[settings.loss], *(term for term in ADDED.values() if term.in_use(settings))]
+    return [token_loss(settings), *(term for term in ADDED.values() if term.in_use(settings))]
 
 
 def selections(settings: ObjectiveConfig) -> dict[str, Select]:
     """The choices of tokens to make before an update: `chosen` and `in_mask` of `LossInputs`."""
     masked = settings.entropy_mask_share < 1
-    found = {"chosen": LOSSES[settings.loss].select, "in_mask": highest_entropy if masked else None}
+    found = {"chosen": token_loss(settings).select, "in_mask": highest_entropy if masked else None}
     return {name: select for name, select in found.items() if select}
 
 
@@ -64,7 +65,7 @@ def scored_first(settings: ObjectiveConfig) -> bool:
 def token_losses(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     """[K]: the sum of all terms, before row weights."""
     policy, *added = (term.losses(inputs, settings) for term in terms_of(settings))
-    return torch.stack([policy * inputs.correction_weights * inputs.in_mask, *added]).sum(dim=0)
+    return torch.stack([policy * inputs.correction.weights * inputs.in_mask, *added]).sum(dim=0)
 
 
 def row_weights(rows: Sequence[CreditedRow], aggregation: str) -> dict[int, float]:
@@ -114,11 +115,12 @@ def divisor(counted: float, rows: int, aggregation: str, max_new_tokens: int) ->
 
 def statistics(inputs: LossInputs, settings: ObjectiveConfig) -> dict[str, float]:
     """Sums over tokens: the ratio to the old policy, how often the clip acted, what was chosen, the KL."""
-    a, loss = inputs.advantages, LOSSES[settings.loss]
+    a, loss = inputs.advantages, token_loss(settings)
     ratio = loss.ratio(inputs).detach()
-    low, high = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
+    lowest, highest = settings.bounds
+    low, high = ratio < lowest, ratio > highest
     low, high = (low & (a != 0), high & (a != 0)) if loss.both_signs else (low & (a < 0), high & (a > 0))
-    sums = {"ratio_mean": ratio, "clipped_low_share": low & loss.clips, "clipped_high_share": high & loss.clips}
+    sums = {"ratio_mean": ratio, "clipped_low_share": low, "clipped_high_share": high}
     if loss.select:
         sums["chosen_share"] = inputs.chosen
     if inputs.reference_logprobs is not None:

@@ -5,10 +5,11 @@ So they do not depend on micro-batches or ranks. Legend: K of these tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from threepo.config import ObjectiveConfig
+from threepo.config import ClipCovConfig, KLCovConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TokenScores:
         return (advantages - advantages[self.kept].mean()) * (logprobs - logprobs[self.kept].mean())
 
 
-Select = Callable[[TokenScores, ObjectiveConfig], torch.Tensor]
+Select = Callable[[TokenScores, Any], torch.Tensor]
 """A choice: bool [K]."""
 
 
@@ -46,7 +47,7 @@ def highest_entropy(scores: TokenScores, settings: ObjectiveConfig) -> torch.Ten
     return _first(rounded, scores.kept, _number(scores, settings.entropy_mask_share))
 
 
-def largest_covariance(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:
+def largest_covariance(scores: TokenScores, settings: KLCovConfig) -> torch.Tensor:
     """The share of tokens of the largest covariance (KL-Cov); none where all advantages are the same, such as 0.
 
     There every covariance is 0, and the authors' code takes the first tokens of the first rows.
@@ -56,7 +57,7 @@ def largest_covariance(scores: TokenScores, settings: ObjectiveConfig) -> torch.
     return _first(scores.covariance(), among, _number(scores, settings.kl_cov_share))
 
 
-def random_in_bounds(scores: TokenScores, settings: ObjectiveConfig) -> torch.Tensor:
+def random_in_bounds(scores: TokenScores, settings: ClipCovConfig) -> torch.Tensor:
     """A share of all tokens, at random among those whose covariance is within bounds (Clip-Cov)."""
     low, high = settings.clip_cov_bounds
     covariance = scores.covariance()

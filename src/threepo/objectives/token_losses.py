@@ -1,25 +1,26 @@
-"""The policy losses of a token that a recipe can name (method.md 2.3). To add one, add a line to `LOSSES`.
+"""The policy losses of a token (method.md 2.3). config/objective.py has a record for each, which names it here.
 
 They are multiplied by the correction's weights and by the entropy mask afterwards.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 import torch
 
-from threepo.config import ObjectiveConfig
+from threepo.config import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
 from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import largest_covariance, random_in_bounds
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, settings: ObjectiveConfig) -> torch.Tensor:
     """max(-A R, -A clip(R))."""
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    clipped = ratio.clamp(*settings.bounds)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
-def ppo(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+def ppo(inputs: LossInputs, settings: PPOConfig) -> torch.Tensor:
     """The clipped surrogate, with the dual clip (arXiv 1707.06347, 1912.09729; paper equation 1)."""
     a, loss = inputs.advantages, _clipped(inputs.ratio(), inputs.advantages, settings)
     if settings.dual_clip:
@@ -27,24 +28,24 @@ def ppo(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
     return loss
 
 
-def gspo(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+def gspo(inputs: LossInputs, settings: GSPOConfig) -> torch.Tensor:
     """The clipped surrogate of the sequence's ratio (arXiv 2507.18071)."""
     return _clipped(inputs.sequence_ratio(), inputs.advantages, settings)
 
 
-def cispo(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+def cispo(inputs: LossInputs, settings: CISPOConfig) -> torch.Tensor:
     """The log-prob times the clipped ratio, which has no gradient: no token loses its own (arXiv 2506.13585)."""
-    weights = inputs.ratio().detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    weights = inputs.ratio().detach().clamp(*settings.bounds)
     return -weights * inputs.advantages * inputs.logprobs
 
 
-def kl_cov(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+def kl_cov(inputs: LossInputs, settings: KLCovConfig) -> torch.Tensor:
     """-A R, and a penalty |log R| on the tokens of the largest covariance (arXiv 2505.22617)."""
     penalty = (inputs.logprobs - inputs.old_logprobs).abs() * inputs.chosen
     return -inputs.advantages * inputs.ratio() + settings.kl_cov_coefficient * penalty
 
 
-def clip_cov(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+def clip_cov(inputs: LossInputs, settings: ClipCovConfig) -> torch.Tensor:
     """The clipped surrogate, without the chosen tokens of a large covariance (arXiv 2505.22617)."""
     return _clipped(inputs.ratio(), inputs.advantages, settings) * ~inputs.chosen
 
@@ -55,21 +56,18 @@ class TokenLoss(Term):
 
     ratio: Callable[[LossInputs], torch.Tensor] = LossInputs.ratio
     """What it clips."""
-    clips: bool = True
     both_signs: bool = False
     """Whether the clip acts whatever the sign of the advantage."""
 
 
-LOSSES = {
-    "ppo": TokenLoss(ppo),
-    "gspo": TokenLoss(gspo, ratio=LossInputs.sequence_ratio),
-    "cispo": TokenLoss(cispo, both_signs=True),
-    "kl_cov": TokenLoss(
-        kl_cov,
-        has_gradient=lambda row, chosen: row.advantage != 0 or chosen,
-        select=largest_covariance,
-        clips=False,
-    ),
-    "clip_cov": TokenLoss(clip_cov, select=random_in_bounds),
-}
-"""By `objective.loss`."""
+PPO = TokenLoss(ppo)
+GSPO = TokenLoss(gspo, ratio=LossInputs.sequence_ratio)
+CISPO = TokenLoss(cispo, both_signs=True)
+KL_COV = TokenLoss(kl_cov, has_gradient=lambda row, chosen: row.advantage != 0 or chosen, select=largest_covariance)
+CLIP_COV = TokenLoss(clip_cov, select=random_in_bounds)
+
+
+def token_loss(settings: ObjectiveConfig) -> TokenLoss:
+    """The loss that `objective.loss` names."""
+    loss: TokenLoss = resolve_name(settings.code)
+    return loss

@@ -21,12 +21,21 @@ import torch
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
 
-from threepo.config import EngineConfig, IVONConfig, Method, ModelConfig, NoiseConfig, OptimizerConfig, SamplingConfig
+from threepo.config import (
+    AnyEngine,
+    EngineConfig,
+    IVONConfig,
+    Method,
+    ModelConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    SamplingConfig,
+)
 from threepo.config.records import build
 from threepo.errors import UserError
-from threepo.methods.corrections import correct
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.models.policy import Policy, Scorer, without_weights
+from threepo.objectives.corrections import correct
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks
 from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
@@ -100,7 +109,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
                     raise UserError(f"ThreepoTrainer {name}: {fix}")
             if engine is not None:
-                self._engine_settings = build(EngineConfig, engine, "engine")
+                kinds: Any = AnyEngine
+                self._engine_settings = build(kinds, {"kind": "local"} | dict(engine), "engine")
                 decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
                 self._engine_settings.check_temperature(self._sampling, "temperature")

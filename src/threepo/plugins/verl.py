@@ -40,7 +40,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, IVONConfig, Method
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO, Method
+from threepo.config.optimizers import IVONConfig
 from threepo.errors import UserError
 from threepo.methods.method import gradient_draws, rollout_draws
 from threepo.plugins.hooks import LOGGED, check_called, check_hooks

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.config import EngineConfig, SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
@@ -51,9 +51,9 @@ def dealt_grader(grade: Grade, ranks: Ranks) -> Grade:
 
 def refuse_engine(settings: EngineConfig, ranks: Ranks) -> None:
     """Raise `UserError` for an engine that several ranks cannot have: every rank has the one on its own device."""
-    own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    if ranks.size == 1:
+    if ranks.size == 1 or not isinstance(settings, VLLMEngineConfig):
         return
+    own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     for name in ("replicas", "gpus"):
         if getattr(own, name) != getattr(VLLMConfig(), name):
             raise UserError(
@@ -72,14 +72,14 @@ def refuse_engine(settings: EngineConfig, ranks: Ranks) -> None:
 
 def build_ranked(settings: EngineConfig, policy: Policy, ranks: Ranks) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
-    if settings.vllm.servers:
+    if isinstance(settings, VLLMEngineConfig) and settings.servers:
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
         return VLLMServers(policy, settings, ranks)
     if ranks.size == 1:
         return build_engine(settings, policy)
-    each, engine = settings.vllm.tensor_parallel, None
-    if settings.kind == "vllm" and policy.device.type == "cuda":
+    each, engine = settings.tensor_parallel, None
+    if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda":
         first = torch.cuda.current_device()
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
     with ranks.together(), _naming(ranks):

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config import SamplingConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy
@@ -42,7 +42,7 @@ _NAME = "threepo-push-{}.safetensors"
 class VLLMServers:
     """A `RolloutEngine` that all ranks have together."""
 
-    def __init__(self, policy: Policy, settings: EngineConfig, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, settings: VLLMEngineConfig, ranks: Ranks) -> None:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
         if policy.has_adapters:
             raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")

@@ -4,8 +4,8 @@
         return [float(c.strip() == a) for c, a in zip(completions, answer)]
 
 `prompts` and `completions` are texts (or lists of chat messages, where the prompts are), `completion_ids` the tokens;
-every other argument is a column of the data, its values as the file has them. The result is one number for each
-completion; None means that the function could not judge it.
+every other argument is a column of the data, with its values as the file has them. The function returns one number for
+each completion, or None for a completion that it cannot judge.
 """
 
 import importlib
@@ -26,43 +26,42 @@ from threepo.types import Completion, Problem, Verdict
 
 SUPPLIED = ("prompts", "completions", "completion_ids")
 """Arguments that every function can have, besides the columns of the data, and `answer` if there is one."""
-
 FROM_PYTHON = "<python>"
-"""Stands for the module of a function that Python got as an object, and that no name can import."""
-_given: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("given", default=MappingProxyType({}))
-"""Those of this thread: another run may have a function of the same name."""
+"""Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
+_objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects", default=MappingProxyType({}))
+"""Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
 
 
 @contextmanager
-def given(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Within the body these names, which begin with `FROM_PYTHON:`, mean these functions."""
-    before = _given.set({**_given.get(), **functions})
+    before = _objects.set({**_objects.get(), **functions})
     try:
         yield
     finally:
-        _given.reset(before)
+        _objects.reset(before)
 
 
 class UserFunction:
-    """A `Grader` by the function that a recipe names as `module:function`. What goes wrong in it is a `UserError`."""
+    """A `Grader` that calls the function a recipe names as `module:function`; its failures become `UserError`s."""
 
     def __init__(self, name: str, correct_from: float, known: Sequence[Problem]) -> None:
         """`known` are problems with the columns of the data."""
         self._name, self._correct_from = name, correct_from
-        self._function = _given.get().get(name) or self._import()
+        self._function = find_function(name)
         if inspect.iscoroutinefunction(self._function):
-            raise self._error("is a coroutine; write it without async")
+            raise _error(name, "is a coroutine; write it without async")
         try:
             parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError) as error:  # some built-in functions have no signature
-            raise self._error("has no readable signature; wrap it in a function") from error
+            raise _error(name, "has no readable signature; wrap it in a function") from error
         self._names = {p.name for p in parameters}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         available = (*SUPPLIED, *_columns(known))
         for p in parameters:
             optional = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty
             if not optional and (p.kind is p.POSITIONAL_ONLY or p.name not in available):
-                raise self._error(f"needs the argument {p.name!r}; available by name are {', '.join(available)}")
+                raise _error(name, f"needs the argument {p.name!r}; available by name are {', '.join(available)}")
 
     def __call__(self, completions: Sequence[Completion]) -> list[Verdict]:
         """A verdict for each completion."""
@@ -79,11 +78,11 @@ class UserFunction:
         try:
             values = self._function(**{k: v for k, v in arguments.items() if self._takes_all or k in self._names})
         except (Exception, SystemExit) as error:  # it is the user's code, and may raise anything
-            raise self._error(f"raised {_described(error)}") from error
+            raise _error(self._name, f"raised {_described(error)}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
-            raise self._error(f"returned {got} for {len(completions)} completions; return a list of one number each")
+            raise _error(self._name, f"returned {got} for {len(completions)} completions; return one number for each")
         return [self._verdict(value) for value in values]
 
     def _verdict(self, value: Any) -> Verdict:
@@ -96,48 +95,52 @@ class UserFunction:
         except OverflowError:  # an integer that no float can hold, and no message
             reward = value = math.inf
         if not math.isfinite(reward):
-            raise self._error(f"returned {value!r}; return a finite number, or None where it cannot judge")
-        return paid(reward, self._correct_from)
-
-    def _import(self) -> Callable[..., Any]:
-        module_name, _, name = self._name.partition(":")
-        if module_name == FROM_PYTHON:
-            raise self._error(
-                "is an object of Python that no name can import; give it again, as reward=, to threepo.train"
-            )
-        path = Path(module_name)
-        if path.suffix == ".py" or "/" in module_name:
-            folder = f" and run in {path.parent}" if path.parent != Path() else ""
-            hint = f"'{path.name.removesuffix('.py')}:{name or 'function'}'{folder}"
-            raise self._error(f"names a file, and not a module; write {hint}")
-        if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-            raise self._error("must be 'module:function', in names of Python")
-        here = str(Path.cwd())
-        if run := folder_of_run(Path.cwd()):
-            fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
-            raise self._error(f"the current directory is in the run folder {run}, and {fix}")
-        if here not in sys.path:
-            sys.path.insert(0, here)  # most reward files are next to the data
-        try:
-            module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-            if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-                raise self._error(f"no module {module_name!r} in {here} or the environment") from error
-            raise self._error(f"importing {module_name!r} raised {_described(error)}") from error
-        function = getattr(module, name, None)
-        if not callable(function):
-            problem = "missing" if function is None else "not a function"
-            raise self._error(f"{name!r} of module {module_name!r} is {problem}")
-        return function  # type: ignore[no-any-return]
-
-    def _error(self, reason: str) -> UserError:
-        return UserError(f"reward.function = {self._name!r}: {reason}")
+            raise _error(self._name, f"returned {value!r}; return a finite number, or None where it cannot judge")
+        return number_verdict(reward, self._correct_from)
 
 
-def paid(reward: float, correct_from: float) -> Verdict:
+def find_function(name: str) -> Callable[..., Any]:
+    """The function of this name, imported from the working directory or the environment; `UserError` without one."""
+    if function := _objects.get().get(name):
+        return function
+    module_name, _, function_name = name.partition(":")
+    if module_name == FROM_PYTHON:
+        fix = "give it again, as reward=, to threepo.train"
+        raise _error(name, f"is an object of Python that no name can import; {fix}")
+    path = Path(module_name)
+    if path.suffix == ".py" or "/" in module_name:
+        folder = f" and run in {path.parent}" if path.parent != Path() else ""
+        hint = f"'{path.name.removesuffix('.py')}:{function_name or 'function'}'{folder}"
+        raise _error(name, f"names a file, and not a module; write {hint}")
+    if not function_name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise _error(name, "must be 'module:function', in names of Python")
+    here = str(Path.cwd())
+    if run := folder_of_run(Path.cwd()):
+        fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
+        raise _error(name, f"the current directory is in the run folder {run}, and {fix}")
+    if here not in sys.path:
+        sys.path.insert(0, here)  # most reward files are next to the data
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise _error(name, f"no module {module_name!r} in {here} or the environment") from error
+        raise _error(name, f"importing {module_name!r} raised {_described(error)}") from error
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        problem = "missing" if found is None else "not a function"
+        raise _error(name, f"{function_name!r} of module {module_name!r} is {problem}")
+    return found  # type: ignore[no-any-return]
+
+
+def number_verdict(reward: float, correct_from: float) -> Verdict:
     """The verdict of a reward that is a number."""
     correct = reward >= correct_from
     return Verdict(correct=correct, status="right" if correct else "wrong", answer=None, reward=reward)
+
+
+def _error(name: str, reason: str) -> UserError:
+    return UserError(f"reward.function = {name!r}: {reason}")
 
 
 def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
@@ -152,10 +155,14 @@ def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
 
 def _described(error: BaseException) -> str:
     """An exception in one line, with the user's file and line."""
-    stack = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    message, stack = str(error), [place for place in stack if place[0] != __file__ and "importlib" not in place[0]]
+    message, places = (
+        str(error),
+        [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)],
+    )
     if isinstance(error, SyntaxError):
-        message, stack = error.msg, [(error.filename or "", error.lineno)]
-    line = ": ".join([type(error).__name__, *filter(None, [" ".join(message.split())[:300]])])
-    own = [place for place in stack if place[0] == stack[0][0]]
-    return f"{line} ({own[-1][0]}:{own[-1][1]})" if own else line
+        message, places = error.msg, [(error.filename or "", error.lineno)]
+    places = [(file, line) for file, line in places if file != __file__ and "importlib" not in file]
+    words = " ".join(message.split())[:300]
+    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    own = [line for file, line in places if file == places[0][0]]
+    return f"{said} ({places[0][0]}:{own[-1]})" if own else said

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig
+from threepo.config import VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.adapters import NAME, is_adapter, peft_name, without_adapter
 from threepo.models.policy import Policy
@@ -28,7 +28,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 Tensors = Mapping[str, torch.Tensor]
 
 
-def contents_of(policy: Policy, settings: EngineConfig) -> "Contents":
+def contents_of(policy: Policy, settings: VLLMEngineConfig) -> "Contents":
     """Chooses what the engine gets for a draw; `UserError` if it cannot take that."""
     own, dtype = settings.vllm, getattr(torch, settings.dtype)
     beside = policy.has_adapters or own.draw_rank > 0

@@ -1,11 +1,8 @@
-"""Rollout engines: their interface and their table.
+"""The interface of rollout engines. config/engine.py has a record for each, which names its class."""
 
-To add one: a file with its class, a line in `ENGINES`, and its settings in config.
-"""
-
-import pkgutil
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Protocol
 
 from threepo.config import EngineConfig, SamplingConfig
 from threepo.models.policy import Policy
@@ -65,27 +62,7 @@ def completed(
     )
 
 
-class EngineKind(NamedTuple):
-    """An engine that `engine.kind` can name."""
-
-    builder: str
-    """`module:function` that makes it from a policy and settings; only imported for use."""
-    memory: Callable[[EngineConfig, int], tuple[int, str, int]]
-    """Memory of one engine with these settings and so many draws: the number of copies of the weights, what there is
-    a copy for, and most rows that are decoded together."""
-
-
-ENGINES = {
-    "local": EngineKind(
-        "threepo.rollout.local:LocalEngine", lambda settings, draws: (draws, "draw", settings.max_batch_rows)
-    ),
-    "vllm": EngineKind(
-        "threepo.rollout.vllm:VLLMEngine",
-        lambda settings, _: (1, "server" if settings.vllm.servers else "replica", settings.max_batch_rows),
-    ),
-}
-
-
 def build_engine(settings: EngineConfig, policy: Policy) -> RolloutEngine:
     """The rollout engine that `settings.kind` names; the caller closes it."""
-    return pkgutil.resolve_name(ENGINES[settings.kind].builder)(policy, settings)  # type: ignore[no-any-return]
+    engine: RolloutEngine = resolve_name(settings.code)(policy, settings)
+    return engine

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.adapters import adapter_scale, is_adapter, without_adapter
 from threepo.models.policy import Policy
@@ -38,7 +38,7 @@ Prompt = tuple[int, ...]
 class LocalEngine:
     """A `RolloutEngine` in this process, with a copy of the weights for each loaded draw, in the engine's dtype."""
 
-    def __init__(self, policy: Policy, settings: EngineConfig) -> None:
+    def __init__(self, policy: Policy, settings: LocalEngineConfig) -> None:
         """`UserError` if the model's weights cannot be stacked."""
         self._policy, self._settings = policy, settings
         self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig, VLLMConfig
+from threepo.config import SamplingConfig, VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
@@ -54,7 +54,7 @@ class VLLMEngine:
     each of engine.vllm.adapters.
     """
 
-    def __init__(self, policy: Policy, settings: EngineConfig) -> None:
+    def __init__(self, policy: Policy, settings: VLLMEngineConfig) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine.kind = 'vllm': vLLM is not installed; in a clone, pip install '.[vllm]'")
         self._policy = policy

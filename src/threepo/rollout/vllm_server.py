@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from threepo.config import EngineConfig, SamplingConfig
+from threepo.config import SamplingConfig, VLLMEngineConfig
 from threepo.rollout.memory import Layout, SharedTensors
 
 Row = tuple[tuple[int, ...], int]
@@ -54,7 +54,7 @@ class Server:
         self._engine: Any = None
 
     def start(
-        self, settings: EngineConfig, folder: str, room: int, probe: Sequence[int], adapters: dict[str, Any]
+        self, settings: VLLMEngineConfig, folder: str, room: int, probe: Sequence[int], adapters: dict[str, Any]
     ) -> None:
         """Start vLLM for the model whose config.json is in `folder`, with weights that are not numbers.
 

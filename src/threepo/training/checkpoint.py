@@ -40,7 +40,7 @@ _STATE_FILE, CONTENTS = "train_state.json", "files.json"
 _OLDER = "delete the checkpoint to resume from an older one"
 
 Files = Mapping[str, Weights]
-"""Tensors by their names, by the file that holds them."""
+"""For each file, the tensors that it holds, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TrainState:
     step: int = 0
     """Training steps done."""
     streaks: Mapping[str, int] = field(default_factory=dict)
-    """See `metrics.watch`."""
+    """See `alarms.watch`."""
     schedules: ScheduleState = field(default_factory=ScheduleState)
     drawn: int = 0
     """Problems that dynamic sampling has taken from their source; 0 without it."""
@@ -60,10 +60,7 @@ class TrainState:
 class _SavedState:
     """The contents of train_state.json."""
 
-    step: int
-    streaks: dict[str, int]
-    schedules: ScheduleState
-    drawn: int
+    state: TrainState
     optimizer_steps: int
     skipped_steps: int
 
@@ -78,14 +75,14 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
 
-    `more`: what else it has to hold.
+    `more`: other files of tensors that it has to hold.
     """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
     tensors = {
         f"{key}/{names[index]}": value.detach()
         for index, entry in optimizer.state_dict()["state"].items()
         for key, value in entry.items()
-        if key != "hessian"  # that is the posterior's, and has a file of its own
+        if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
     files = {OPTIMIZER_FILE: tensors, **more}
     posterior = Posterior.of(optimizer, gather=False)
@@ -107,8 +104,8 @@ def save_checkpoint(
                 if ranks.size > 1:
                     policy.save_all_but_weights(folder)
                 first = optimizer.param_groups[0]
-                counts = {"optimizer_steps": first.get("step", 0), "skipped_steps": first["skipped_steps"]}
-                write_json(folder / _STATE_FILE, {"step": state.step} | counts | asdict(state))
+                saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
+                write_json(folder / _STATE_FILE, asdict(saved_state))
                 saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
                 contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
                 contents.pop(ADAPTERS, None)  # people edit its base
@@ -116,7 +113,7 @@ def save_checkpoint(
 
 
 def _content(file: Path) -> str:
-    """The size of a file of tensors, or a digest of a smaller one."""
+    """The size of a file of tensors, or the digest of any other file."""
     if file.suffix == ".safetensors":
         return f"{file.stat().st_size} bytes"
     return hashlib.sha256(file.read_bytes()).hexdigest()
@@ -128,15 +125,15 @@ def _saved_state(path: Path) -> _SavedState:
 
 
 def load_train_state(path: Path) -> TrainState:
-    """The train state of a checkpoint; `UserError` if a file of it is not the one that was saved."""
+    """The train state of a checkpoint; `UserError` if any of its files has changed since it was saved."""
     listed = Annotated[dict[str, str], must(lambda found: _STATE_FILE in found, f"must have {_STATE_FILE}")]
     for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
         if not (path / name).is_file() or _content(path / name) != then:
             raise UserError(f"{path / name}: is not the file that was saved; restore it, or {_OLDER}")
-    saved = _saved_state(path)
-    if int(path.name.removeprefix("step-")) != saved.step:
-        raise UserError(f"{path / _STATE_FILE}: belongs to step {saved.step}; restore the right one, or {_OLDER}")
-    return TrainState(saved.step, saved.streaks, saved.schedules, saved.drawn)
+    state = _saved_state(path).state
+    if int(path.name.removeprefix("step-")) != state.step:
+        raise UserError(f"{path / _STATE_FILE}: belongs to step {state.step}; restore the right one, or {_OLDER}")
+    return state
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -175,7 +172,7 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
         group["skipped_steps"] = counts.skipped_steps
         if "step" in group:
             group["step"] = counts.optimizer_steps
-    # That of the last step, for an evaluation that is made up before the next; none without noise.
+    # The ess of the last step, for an evaluation that still has to be made before the next step; none without noise.
     ess = {name: saved.ess for saved in saved_groups(path) for name in saved.parameters}
     for name, _, group in named_in_groups(optimizer.param_groups):
         group["ess"] = ess.get(name, group["ess"])

@@ -19,19 +19,19 @@ Metrics = dict[str, float]
 
 @dataclass
 class Clock:
-    """Wall-clock seconds of the parts of a step."""
+    """Stopwatch for the parts of a step, in wall-clock seconds."""
 
     times: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap to that of `name`."""
+        """Add the time since the last lap to the time of `name`."""
         now = time.perf_counter()
         self.times[name], self._last = self.times.get(name, 0.0) + now - self._last, now
 
 
 def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
-    """Rewards, lengths, and how many prompts give no gradient, of these groups."""
+    """Metrics of completions: rewards, lengths, and how many prompts give no gradient."""
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     flat = [flat_groups(method, group) for group in groups]
@@ -62,7 +62,7 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
 
 
 def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Rewards that each of several reward functions has paid, where it could judge."""
+    """Rewards by reward function, where there are several, without completions that a function could not judge."""
     found: dict[str, list[float]] = {}
     for name, reward in (part for verdict in verdicts for part in verdict.parts if not math.isnan(part[1])):
         found.setdefault(name.replace(":", "."), []).append(reward)
@@ -70,7 +70,7 @@ def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
 
 
 Embed = Callable[[Sequence[Completion]], torch.Tensor]
-"""Completions as vectors [G, width]."""
+"""Turns completions into vectors [G, width]."""
 
 
 def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> float:
@@ -89,14 +89,14 @@ def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
 
 
 def mean_cosine(vectors: torch.Tensor) -> float:
-    """Over the pairs of at least two vectors [G, width]."""
+    """Mean cosine over the pairs of at least two vectors [G, width]."""
     units, count = torch.nn.functional.normalize(vectors.double(), dim=1), len(vectors)
     cosines = units @ units.T
     return float((cosines.sum() - cosines.trace()) / (count * (count - 1)))
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:
-    """Metrics of dynamic sampling: its cost, and what it did not reach; empty without it."""
+    """Metrics of dynamic sampling: its cost, and the groups that are still missing; empty without it."""
     if not rollouts.rounds:
         return {}
     return {
@@ -109,7 +109,7 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
 
 
 def time_metrics(clock: Clock, groups: Sequence[Group]) -> Metrics:
-    """Seconds of the parts of a step, and what follows from them."""
+    """Metrics of time: seconds of the parts of a step, and tokens per second."""
     parts, tokens = clock.times, sum(len(c.tokens) for group in groups for c in group.completions)
     step = sum(parts[name] for name in ("time/rollout", "time/reward", "time/update"))
     return parts | {"time/step": step, "time/tokens_per_second": tokens / parts["time/rollout"]}

@@ -1,14 +1,14 @@
-"""The optimizers that a recipe can name. To add one, add its settings to config/method.py and a line to `OPTIMIZERS`.
+"""The optimizers that a recipe can name: config/optimizers.py has a record for each, which names its `OptimizerKind`.
 
 An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
 """
 
-import math
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ class OptimizerKind:
 
     build: Callable[[Any, torch.nn.Module, list[dict[str, Any]], int], PolicyOptimizer]
     """A new optimizer of groups of a model's parameters, with the noise of each; last, the noise seed."""
-    noise_scale: Callable[[Any, NoiseConfig, float], float]
-    """noise_scale of a parameter whose size of noise in the unit of [noise] is the last argument."""
-    memory: Callable[[Any, int], dict[str, int]]
-    """What it holds besides weights and gradients: by label, how many float32 tensors of the size of the weights. The
-    last argument is the number of draws at which the gradient is taken; 0: it is taken at the mean."""
     begin: Callable[[Any, PolicyOptimizer, ModelConfig], None] = lambda *_: None
     """Load into a new optimizer what a new run starts from."""
 
@@ -68,27 +63,8 @@ def _groups(model: torch.nn.Module, scales: dict[str, float], rank: int) -> list
     ]
 
 
-def _point_scale(settings: Any, noise: NoiseConfig, size: float) -> float:
-    return 0.0 if noise.unit == "posterior" else size
-
-
-def _ivon_scale(settings: IVONConfig, noise: NoiseConfig, size: float) -> float:
-    """Sigma of the initial Hessian is to be `size`, if that is no factor already."""
-    root = math.sqrt(settings.ess * (settings.hess_init + settings.weight_decay))
-    return size if noise.unit == "posterior" else size * root
-
-
 def _all_but(settings: OptimizerConfig, *names: str) -> dict[str, Any]:
     return {name: value for name, value in vars(settings).items() if name not in names}
-
-
-def _while_perturbed(gradient_draws: int) -> dict[str, int]:
-    return {"the mean while perturbed": 1} if gradient_draws else {}
-
-
-def _ivon_memory(settings: IVONConfig, gradient_draws: int) -> dict[str, int]:
-    held = {"momentum and Hessian": 2} | _while_perturbed(1)
-    return held | ({"running means over gradient draws": 2} if gradient_draws > 1 else {})
 
 
 def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelConfig) -> None:
@@ -125,14 +101,15 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
         )
 
 
-OPTIMIZERS = {
-    "adamw": OptimizerKind(
-        _build_adamw, _point_scale, lambda _, draws: {"AdamW's moments": 2} | _while_perturbed(draws)
-    ),
-    "sgd": OptimizerKind(_build_sgd, _point_scale, lambda _, draws: _while_perturbed(draws)),
-    "ivon": OptimizerKind(_build_ivon, _ivon_scale, _ivon_memory, begin_ivon),
-}
-"""By the `kind` of their settings."""
+ADAMW = OptimizerKind(_build_adamw)
+SGD = OptimizerKind(_build_sgd)
+IVON_KIND = OptimizerKind(_build_ivon, begin_ivon)
+
+
+def optimizer_kind(settings: OptimizerConfig) -> OptimizerKind:
+    """How the optimizer that the settings name is made."""
+    kind: OptimizerKind = resolve_name(settings.code)
+    return kind
 
 
 def build_optimizer(
@@ -142,11 +119,10 @@ def build_optimizer(
 
     A checkpoint says how large the noise is, because that may depend on the weights with which the run began.
     """
-    kind = OPTIMIZERS[settings.kind]
     if checkpoint:
         saved = {model_name(name): group.noise_scale for group in saved_groups(checkpoint) for name in group.parameters}
         scales = {name: saved.get(model_name(name), 0.0) for name, _ in model.named_parameters()}
     else:
         found = noise_sizes(model.named_parameters(), noise)
-        scales = {name: kind.noise_scale(settings, noise, size) for name, size in found.items()}
-    return kind.build(settings, model, _groups(model, scales, noise.rank), seed)
+        scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
+    return optimizer_kind(settings).build(settings, model, _groups(model, scales, noise.rank), seed)

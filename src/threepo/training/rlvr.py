@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from threepo.config import TrainConfig
+from threepo.config import SimilarityEss, TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
@@ -22,7 +22,7 @@ from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
 from threepo.ranks.group import ALONE, Ranks
-from threepo.rewards.grading import Grader, graded
+from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
@@ -56,14 +56,14 @@ class Run(TrainingRun[TrainConfig]):
     examination: Examination | None
     reference: Reference | None
     embed: Embed
-    """Completions as vectors, to tell how alike they are."""
+    """Turns completions into vectors, to tell how alike they are."""
 
     def more_tensors(self) -> Files:
-        """The reference, if it changes."""
+        """The tensors of the reference, if it changes."""
         return self.reference.saved() if self.reference else {}
 
     def evaluate(self) -> None:
-        """Scores of the held-out problems: before the first step (its row is -1), every so many, and at the end."""
+        """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
         if examination := self.examination:
             every, steps, done = self.config.eval.every, self.config.run.steps, self.state.step
             measure = partial(examination.metrics, self.engine, self.optimizer, done)
@@ -71,7 +71,7 @@ class Run(TrainingRun[TrainConfig]):
 
 
 SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "groups/zero_advantage_share"}
-"""Metrics on the progress bar, by their short names there."""
+"""Metrics on the progress bar, by their short names."""
 
 
 def train(run: Run) -> None:
@@ -86,7 +86,8 @@ def train(run: Run) -> None:
             record = learn(run, rollouts.groups, step, clock)
             metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
             metrics |= record.metrics() | run.optimizer_metrics(record.finite)
-            if alike := run.config.ess_schedule.kind == "similarity":
+            alike = isinstance(run.config.ess_schedule, SimilarityEss)
+            if alike:
                 metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
             metrics["compute/flops"] = flops(run, rollouts)
             metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
@@ -112,7 +113,7 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
         prompts = [(p, run.policy.encode_prompt(p, config.data, sampling.max_new_tokens)) for p in problems]
         completions = run.engine.generate(lattice.requests(method, prompts, draws), sampling, seed)
         clock.lap("time/rollout")
-        completions = graded(run.grader, completions)
+        completions = attach_verdicts(run.grader, completions)
         clock.lap("time/reward")
         return lattice.credit(method, completions)
 
@@ -137,7 +138,7 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
 
 
 def flops(run: Run, rollouts: Rollouts) -> float:
-    """Operations of a step, as the paper counts them, from the tokens that it had."""
+    """Floating-point operations of a step, counted from its tokens as in the paper."""
     method, weights = run.config.method, sum(p.numel() for p in run.policy.architecture.parameters())
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
@@ -147,9 +148,9 @@ def flops(run: Run, rollouts: Rollouts) -> float:
 
 
 def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:
-    """Every completion of the step with what the update saw of it: nothing if it was left out.
+    """Rows of the log of completions, with the update's numbers for the completions that it learnt from.
 
-    `groups`: those that were learnt from come first.
+    `groups`: the ones to learn from come first.
     """
     found = {row.index: row for row in record.rows}
     rows = []
@@ -176,7 +177,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
     policy, optimizer, state = build_or_restore(config, folder, ranks)
     reference = open_reference(config, policy, folder, ranks)
     with ranks.together():
-        embed = Encoder(encoder, policy.device) if (encoder := config.ess_schedule.encoder) else token_counts
+        encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
+        embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]

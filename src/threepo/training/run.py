@@ -26,7 +26,7 @@ from threepo.ranks.sharding import load_sharded
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
-from threepo.training.optimizers import OPTIMIZERS, build_optimizer
+from threepo.training.optimizers import build_optimizer, optimizer_kind
 from threepo.training.schedules import ScheduleState, first_state
 
 Follower = Callable[[Mapping[str, Any]], object]
@@ -244,7 +244,7 @@ def build_or_restore(
     if path:
         restore_optimizer(path, optimizer)
         return policy, optimizer, state
-    OPTIMIZERS[settings.kind].begin(settings, optimizer, model)
+    optimizer_kind(settings).begin(settings, optimizer, model)
     schedules = first_state(config) if isinstance(config, TrainConfig) else ScheduleState()
     _warn_at_the_start(config, policy, optimizer)
     return policy, optimizer, replace(state, schedules=schedules)

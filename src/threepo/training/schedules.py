@@ -7,19 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from threepo.config import Correction, SamplingConfig, TrainConfig
+from threepo.config import SamplingConfig, TrainConfig
+from threepo.config.schedules import Moment
 from threepo.errors import UserError
 from threepo.methods.method import rollouts_are_filtered
-
-NO_NOISE = 1e30
-"""A factor of ess that leaves no noise in float32."""
-DEAD_ZONE = 1.1
-"""kl_steps leaves sigma as it is while the KL is within this factor of its target."""
-MOST_AT_ONCE = 2.0
-"""The controller changes ess by no more than this factor in one step."""
-
-
-FOLLOW_ENTROPY = ("entropy_switch", "entropy_ratio")
 
 
 @dataclass(frozen=True)
@@ -50,11 +41,12 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
     """
     entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
-    if math.isfinite(entropy) and (raised or config.ess_schedule.kind in FOLLOW_ENTROPY):
+    followed = config.ess_schedule.metric_read
+    if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
     least, most = (metrics.get(f"policy/self_certainty_{end}", math.nan) for end in ("min", "max"))
-    if config.ess_schedule.kind == "similarity" and math.isfinite(least) and math.isfinite(most):
+    if followed == "groups/similarity" and math.isfinite(least) and math.isfinite(most):
         least, most = min(least, state.lowest_certainty or least), max(most, state.highest_certainty)
         state = replace(state, lowest_certainty=least, highest_certainty=most)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
@@ -82,42 +74,20 @@ def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
 
 def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> float:
     """ess of the coming step, as a multiple of optimizer.ess; `state` has seen what the last step measured."""
-    settings = config.ess_schedule
-    progress, low = min(done / config.run.steps, 1.0), settings.floor
-    if settings.kind == "cosine":
-        return (1 - low) / 2 * math.cos(math.pi * progress) + (1 + low) / 2
-    if settings.kind == "linear":
-        return 1 - (1 - low) * progress
-    if settings.kind == "stages":  # as in QeRL's code: after one without noise, sigma falls from each to the next alike
-        stage = min(int(progress * settings.stages), settings.stages - 1)
-        share = settings.last ** ((stage - 1) / (settings.stages - 2))
-        return share**-2 if stage else NO_NOISE
-    by_kl = {"controller": f"correction/{settings.metric}", "kl_steps": "correction/kl"}
-    measured = "groups/similarity" if settings.kind == "similarity" else by_kl.get(settings.kind, "policy/entropy")
-    value = metrics.get(measured, math.nan)
-    if settings.kind == "constant" or not math.isfinite(value):
+    schedule = config.ess_schedule
+    value = metrics.get(schedule.metric_read, math.nan)
+    if schedule.metric_read and not math.isfinite(value):
         return state.ess_factor
-    if settings.kind == "controller":
-        # The KL between draws goes as 1 / ess, so ess times (KL / target) would meet the target; the exponent `gain`
-        # damps it. A kept share is first translated into the KL of a sequence that would give it (method.md 4).
-        target = settings.target
-        if settings.metric == "kept_share":
-            value, target = (_divergence(share, config.method.correction) for share in (value, target))
-        change = math.exp(settings.gain * math.log(max(value, 1e-12) / target))
-        return _within(config, state.ess_factor * min(max(change, 1 / MOST_AT_ONCE), MOST_AT_ONCE))
-    if settings.kind == "kl_steps":  # PSN's code, variant I
-        louder = (value < settings.target / DEAD_ZONE) - (value > settings.target * DEAD_ZONE)
-        return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
-    if settings.kind == "similarity":  # PSN's variant II
-        indicator = settings.weight * value + (1 - settings.weight) * certainty(state, metrics)
-        if not math.isfinite(indicator):
-            return state.ess_factor
-        louder = 1 if indicator > settings.target else -1
-        return _within(config, state.ess_factor * settings.ratio ** (-2 * louder))
-    if settings.kind == "entropy_switch":
-        return low if value <= settings.entropy_share * state.highest_entropy else 1.0
-    # The product of all steps' ratios, so that a bound that was met once leaves no trace.
-    return _within(config, value / state.first_entropy if state.first_entropy else 1.0)
+    now = Moment(
+        progress=min(done / config.run.steps, 1.0),
+        factor=state.ess_factor,
+        value=value,
+        certainty=certainty(state, metrics),
+        first_entropy=state.first_entropy,
+        highest_entropy=state.highest_entropy,
+        correction=config.method.correction,
+    )
+    return schedule.factor(now)
 
 
 def refuse_unmeasured(config: TrainConfig) -> None:
@@ -133,23 +103,9 @@ def refuse_unmeasured(config: TrainConfig) -> None:
             "is constant with method.draws = 1, where the gradient is taken at the draw that generated the rollouts; "
             "set method.draws = 2 or more"
         )
-    kind, metric = config.ess_schedule.kind, config.ess_schedule.metric
-    if why and kind in ("controller", "kl_steps"):
-        measured = f"steers by correction/{metric if kind == 'controller' else 'kl'}, which {why}"
-        raise UserError(f"ess_schedule.kind = {kind!r}: {measured}, or another ess_schedule.kind")
-
-
-def _divergence(kept: float, correction: Correction) -> float:
-    """The D at which a share `kept` of rho, log rho ~ N(-D, 2 D), is within the bounds; by bisection in [1e-3, 1e3]."""
-    first, last = (math.log(bound) if bound else -math.inf for bound in (correction.low, correction.high))
-    low, high = 1e-3, 1e3
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        scale = 2 * math.sqrt(middle)  # sqrt(2) standard deviations
-        share = 0.5 * (math.erf((last + middle) / scale) - math.erf((first + middle) / scale))
-        low, high = (middle, high) if share > kept else (low, middle)
-    return math.sqrt(low * high)
-
-
-def _within(config: TrainConfig, factor: float) -> float:
-    return min(max(factor, config.ess_schedule.lowest), config.ess_schedule.highest)
+    schedule = config.ess_schedule
+    if why and schedule.metric_read.startswith("correction/"):
+        raise UserError(
+            f"ess_schedule.kind = {schedule.kind!r}: steers by {schedule.metric_read}, which {why}, or another "
+            f"ess_schedule.kind"
+        )

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
-from threepo.methods.corrections import correct
 from threepo.models.packing import AnyRow, flatten, pack
 from threepo.models.policy import Policy
+from threepo.objectives.corrections import correct
 from threepo.objectives.policy_loss import selections
 from threepo.objectives.selection import TokenScores
 from threepo.posterior.noise import address_key, uniforms

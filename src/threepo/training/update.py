@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
-from threepo.methods.corrections import Corrected, correct
 from threepo.methods.method import split_batch
 from threepo.models.logprobs import TokenLogprobs
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
+from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.posterior.evolution import compare, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
@@ -174,16 +174,16 @@ class _Update:
         micro = flatten(rows, self.policy.device)
         of_entropy = any(term.of_entropy for term in policy_loss.terms_of(self.objective))
         scores = self.policy.logprobs(micro, self.batch.temperature, with_entropy_gradient=of_entropy)
-        inputs, corrected = self.inputs(draw, rows, micro.row_of, scores)
+        inputs = self.inputs(draw, rows, micro.row_of, scores)
         loss = (policy_loss.token_losses(inputs, self.objective) * inputs.weights).sum(dtype=torch.float64)
         statistics = policy_loss.statistics(inputs, self.objective)
-        self.record.add(rows, inputs, corrected, statistics, scores.self_certainty)
-        return loss, float((inputs.counted * inputs.weights).sum(dtype=torch.float64))
+        self.record.add(rows, inputs, statistics, scores.self_certainty)
+        return loss, float((inputs.correction.counted * inputs.weights).sum(dtype=torch.float64))
 
     def inputs(
         self, draw: Draw | None, rows: Sequence[CreditedRow], row_of: torch.Tensor, scores: TokenLogprobs
-    ) -> tuple[LossInputs, Corrected]:
-        """Inputs of the loss for the rows of a micro-batch, and their correction; `row_of` and scores are [K]."""
+    ) -> LossInputs:
+        """Inputs of the loss for the rows of a micro-batch; `row_of` and scores are [K]."""
         device = row_of.device
 
         def by_token(by_row: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -198,13 +198,11 @@ class _Update:
         by_row = [[row.advantage for row in rows], [self.row_weights[row.index] for row in rows]]
         advantages, weights = torch.tensor(by_row, device=device)[:, row_of]
         behaviour = torch.tensor([x for row in rows for x in row.completion.logprobs], device=device)
-        correction = self.batch.correction or Correction()
-        corrected = correct(old, behaviour, row_of, len(rows), correction)
-        everywhere = torch.ones_like(corrected.kept)
+        everywhere = torch.ones_like(row_of, dtype=torch.bool)
         choices = {"chosen": ~everywhere, "in_mask": everywhere}
         for name, chosen in self.choices.items():
             choices[name] = by_token(chosen[draw, row.index] for row in rows)
-        inputs = LossInputs(
+        return LossInputs(
             logprobs=scores.logprobs,
             old_logprobs=old,
             behaviour_logprobs=behaviour,
@@ -212,10 +210,8 @@ class _Update:
             entropy=scores.entropy,
             advantages=advantages * self.signal_factor,
             weights=weights,
-            correction_weights=corrected.weights,
-            counted=corrected.kept if correction.normalizer == "kept" else everywhere,
+            correction=correct(old, behaviour, row_of, len(rows), self.batch.correction or Correction()),
             row_of=row_of,
             rows=len(rows),
             **choices,
         )
-        return inputs, corrected

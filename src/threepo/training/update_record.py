@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 
 from threepo.config import Correction
-from threepo.methods.corrections import Corrected, effective_sample_share
-from threepo.objectives.inputs import LossInputs, sum_by_row
+from threepo.objectives.corrections import effective_sample_share, sum_by_row
+from threepo.objectives.inputs import LossInputs
 from threepo.ranks.group import Ranks
 from threepo.types import CreditedRow
 
@@ -55,24 +55,19 @@ class UpdateRecord:
     """Metrics of the comparison with an evolution strategy."""
 
     def add(
-        self,
-        rows: Sequence[CreditedRow],
-        inputs: LossInputs,
-        corrected: Corrected,
-        statistics: dict[str, float],
-        certainty: torch.Tensor,
+        self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float], certainty: torch.Tensor
     ) -> None:
         """Add the sums and rows of a micro-batch; `certainty`: self-certainties [K]."""
-        logprobs = inputs.old_logprobs
+        logprobs, correction = inputs.old_logprobs, inputs.correction
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - inputs.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, certainty, corrected.weights, corrected.kept)
+        by_token = (torch.ones_like(logprobs), logprobs, certainty, correction.weights, correction.kept)
         tokens, logprob, certain, weight, kept = (sum_by_row(x, inputs.row_of, len(rows)) for x in by_token)
-        means = (certain / tokens, corrected.rho, weight / tokens)
-        columns = (tokens.int(), logprob, *means, kept.int(), corrected.untouched)
+        means = (certain / tokens, correction.rho, weight / tokens)
+        columns = (tokens.int(), logprob, *means, kept.int(), correction.untouched)
         for row, values in zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from threepo.config import Correction
-from threepo.objectives.inputs import LOG_RATIO_BOUND, sum_by_row
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to plus and minus this before exponentiation."""
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectionEffect:
     """Effect of a correction on the rows of a micro-batch; nothing here carries a gradient."""
 
     weights: torch.Tensor
     """[K] factor of each token's loss; 0 where masked."""
     kept: torch.Tensor
     """[K] bool: not masked."""
+    counted: torch.Tensor
+    """[K] bool: the tokens whose number divides the loss."""
     rho: torch.Tensor
     """[R] sequence ratio exp(sum D), clamped; computed for every kind."""
     untouched: torch.Tensor
@@ -30,22 +34,23 @@ class Corrected:
 @torch.no_grad()
 def correct(
     logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, row_of: torch.Tensor, rows: int, settings: Correction
-) -> Corrected:
+) -> CorrectionEffect:
     """Correct tokens by their log-probs [K] at the gradient's weights and as the engine drew them.
 
     `row_of` [K] has the row of each token, 0 to `rows` - 1; every row has at least one.
     """
     d = logprobs.float() - behaviour_logprobs.float()
     log_rho = sum_by_row(d, row_of, rows)
+    rho = bounded_exp(log_rho).float()
     match settings.kind:
         case "none":
             ratio = torch.ones_like(d)
         case "token_tis" | "token_mis":
-            ratio = _exp(d)
+            ratio = bounded_exp(d)
         case "seq_tis" | "seq_mis":
-            ratio = _exp(log_rho)[row_of]
+            ratio = rho[row_of]
         case "geometric_mis":
-            ratio = _exp(log_rho / sum_by_row(torch.ones_like(d), row_of, rows))[row_of]
+            ratio = bounded_exp(log_rho / sum_by_row(torch.ones_like(d), row_of, rows)).float()[row_of]
     if settings.kind.endswith("mis"):
         kept = (ratio >= settings.low) & (ratio <= settings.high)
         weights = torch.where(kept, ratio if settings.weight == "ratio" else 1.0, 0.0)
@@ -54,11 +59,23 @@ def correct(
         kept = torch.ones_like(ratio, dtype=torch.bool)
         touched = (ratio > settings.high) & (settings.kind != "none")
         weights = torch.where(touched, settings.high, ratio)
-    return Corrected(weights, kept, _exp(log_rho), sum_by_row(touched, row_of, rows) == 0)
+    return CorrectionEffect(
+        weights=weights,
+        kept=kept,
+        counted=kept if settings.normalizer == "kept" else torch.ones_like(kept),
+        rho=rho,
+        untouched=sum_by_row(touched, row_of, rows) == 0,
+    )
 
 
-def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().float()
+def sum_by_row(values: torch.Tensor, row_of: torch.Tensor, rows: int) -> torch.Tensor:
+    """Sums [R] of values [K] over the tokens of each row, in float64."""
+    return torch.zeros(rows, dtype=torch.float64, device=values.device).index_add_(0, row_of, values.double())
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The ratio of log-ratios, which are clamped to LOG_RATIO_BOUND first."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def effective_sample_share(weights: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from threepo.config import Correction
 from threepo.errors import UserError
-from threepo.methods.corrections import Corrected, correct, effective_sample_share
+from threepo.objectives.corrections import CorrectionEffect, correct, effective_sample_share
 
 LOG = torch.tensor(
     [
@@ -22,12 +22,12 @@ LOG = torch.tensor(
 ROW_OF = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3])
 
 
-def apply(kind: str, **settings: object) -> Corrected:
+def apply(kind: str, **settings: object) -> CorrectionEffect:
     behaviour = torch.full_like(LOG, -1.5)
     return correct(behaviour + LOG, behaviour, ROW_OF, 4, Correction(kind=kind, **settings))
 
 
-def kept_rows(result: Corrected) -> list[bool]:
+def kept_rows(result: CorrectionEffect) -> list[bool]:
     return [bool(result.kept[row == ROW_OF].any()) for row in range(4)]
 
 

@@ -1,0 +1,117 @@
+"""[optimizer]: what trains. To add an optimizer, write its record here, name the record in `AnyOptimizer`, and write an
+`OptimizerKind` that makes it."""
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from threepo.config.records import NotNegative, Positive, PositiveOrInfinite, Settings, must
+from threepo.config.sources import LocalPath
+
+Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
+
+
+class OptimizerConfig(Settings, table="optimizer", by="kind"):
+    """[optimizer]: what training and plans ask of an optimizer's settings."""
+
+    kind: str
+
+    code: ClassVar[str] = ""
+    """Its `OptimizerKind`, as module:name; imported when it is used."""
+
+    def noise_scale(self, unit: str, size: float) -> float:
+        """noise_scale of a parameter whose noise has this size, in this unit of [noise]."""
+        return 0.0 if unit == "posterior" else size
+
+    def memory(self, gradient_draws: int) -> dict[str, int]:
+        """What it holds besides weights and gradients: by label, how many float32 tensors of the weights' size.
+
+        The gradient is taken at so many draws; 0: at the mean.
+        """
+        return {"the mean while perturbed": 1} if gradient_draws else {}
+
+
+class AdamWConfig(OptimizerConfig):
+    """A point estimate, without a posterior."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Positive = 1e-6
+    """Learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    epsilon: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay."""
+    max_grad_norm: NotNegative = 1.0
+    """Gradients are scaled down to this total norm; 0: never."""
+
+    code = "threepo.training.optimizers:ADAMW"
+
+    def memory(self, gradient_draws: int) -> dict[str, int]:
+        return {"AdamW's moments": 2} | super().memory(gradient_draws)
+
+
+class IVONConfig(OptimizerConfig):
+    """Learns a Gaussian over the weights: its mean, and a diagonal Hessian, with which sigma = 1 / sqrt(ess *
+    (hessian + weight_decay)) (method.md 1)."""
+
+    kind: Literal["ivon"] = "ivon"
+    lr: Positive = 1.0
+    """Learning rate; with rescale_lr it is multiplied by hess_init + weight_decay (paper: 50 in SFT, 1 in RL at 7B)."""
+    ess: Positive = 1e9
+    """Effective sample size, lambda: less is more noise. Keep sigma near 5 % of the weights' RMS (method.md 1.6)."""
+    hess_init: Positive = 1e-3
+    """Initial Hessian, h0, of every weight."""
+    betas: Betas = (0.9, 0.9999)
+    """Decay rates of momentum and Hessian."""
+    weight_decay: NotNegative = 1e-8
+    """Delta: precision of the prior, which is also the weight decay."""
+    clip_radius: PositiveOrInfinite = 1e-3
+    """Xi: every coordinate of the preconditioned step is clipped to [-xi, xi]; `inf` never clips."""
+    estimator: Literal["price", "gradsq"] = "price"
+    """Hessian estimate from noise times gradient (Price's theorem), or from squared gradients."""
+    debias: bool = True
+    """Divide the momentum by 1 - beta1^t."""
+    rescale_lr: bool = True
+    """Multiply lr by hess_init + weight_decay."""
+    noise_shape: Literal["learned", "isotropic"] = "learned"
+    """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
+    learn_hessian: bool = True
+    """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
+    load_hessian: LocalPath = ""
+    """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
+    load_momentum: bool = False
+    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
+
+    code = "threepo.training.optimizers:IVON_KIND"
+
+    def __post_init__(self) -> None:
+        fix = "name the folder to load from in optimizer.load_hessian"
+        self.check("load_momentum", self.load_hessian != "" or not self.load_momentum, fix)
+
+    def noise_scale(self, unit: str, size: float) -> float:
+        # Sigma of the initial Hessian is to be `size`, if that is no factor already.
+        root = math.sqrt(self.ess * (self.hess_init + self.weight_decay))
+        return size if unit == "posterior" else size * root
+
+    def memory(self, gradient_draws: int) -> dict[str, int]:
+        held = {"momentum and Hessian": 2} | super().memory(1)
+        return held | ({"running means over gradient draws": 2} if gradient_draws > 1 else {})
+
+
+class SGDConfig(OptimizerConfig):
+    """The plain step of an evolution strategy, learning rate times gradient: no state, no posterior."""
+
+    kind: Literal["sgd"] = "sgd"
+    lr: Positive = 5e-7
+    """Learning rate. An evolution strategy that adds alpha * mean(fitness * z) has lr = alpha * sigma (default: sigma =
+    1e-3 and alpha = sigma / 2)."""
+    max_grad_norm: NotNegative = 0.0
+    """Gradients are scaled down to this total norm; 0: never, as with an evolution strategy."""
+
+    code = "threepo.training.optimizers:SGD"
+
+
+AnyOptimizer = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]
