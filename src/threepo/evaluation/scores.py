@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Group
 
 from threepo.errors import UserError
-from threepo.evaluation.tables import TableRow, percent, table
+from threepo.evaluation.tables import percent, table
 from threepo.rewards.equality import number, split_unit
 from threepo.rewards.spelling import spelling
 
@@ -188,13 +188,6 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
 
-    def section(figures: str, rows: Mapping[str, str]) -> list[TableRow]:
-        """Figures of every set by the label of their row; `rows` names each in the summary."""
-        found = {name: scores[figures] if figures else scores for name, scores in columns.items()}
-        if not any(found.values()):
-            return []
-        return [{"": label, **{name: percent(f.get(key)) for name, f in found.items()}} for label, key in rows.items()]
-
     problems = {name: str(scores["problems"]) for name, scores in columns.items() if "problems" in scores}
     shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
     if not any(scores["error_share"] for scores in sets.values()):
@@ -202,14 +195,25 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
         lines.append(chosen_draws(selection))
-    sections = [
-        [{"": "problems", **problems}],
-        section("pass_at", {f"pass@{k}": k for k in ks}),
-        section("standard_errors_of_pass_at_1", {f"se {name}": name for name in StandardErrors.__annotations__}),
-        section("majority_at", {f"maj@{k}": k for k in ks[1:]}),
-        section("", shares),
+    labels = {
+        "pass_at": {f"pass@{k}": k for k in ks},
+        "standard_errors_of_pass_at_1": {f"se {name}": name for name in StandardErrors.__annotations__},
+        "majority_at": {f"maj@{k}": k for k in ks[1:]},
+    }
+    sections = [[{"": "problems", **problems}]]
+    for figures, rows in labels.items():
+        by_set = {name: scores[figures] for name, scores in columns.items()}
+        if any(by_set.values()):
+            sections.append(_section(by_set, rows))
+    return Group(*lines, table("", *sections, _section(columns, shares), columns=("", *columns)))
+
+
+def _section(columns: Mapping[str, Mapping[str, Any]], rows: Mapping[str, str]) -> list[dict[str, str]]:
+    """Rows in per cent: `columns` has the figures of each column, `rows` the figure of each label."""
+    return [
+        {"": label, **{name: percent(figures.get(key)) for name, figures in columns.items()}}
+        for label, key in rows.items()
     ]
-    return Group(*lines, table("", *(rows for rows in sections if rows), columns=("", *columns)))
 
 
 def chosen_draws(selection: Mapping[str, Any]) -> str:
