@@ -63,8 +63,8 @@ class Draw:
 
     @property
     def number(self) -> int:
-        """Purpose and index as the one number that the key of the noise, and a row of completions, have for both."""
-        assert 0 <= self.index < Purpose.EVALUATION, "an index beyond it would share noise with another purpose"
+        """Purpose and index as one number, for the key of the noise and the log of completions."""
+        assert 0 <= self.index < Purpose.EVALUATION, "a larger index would share noise with another purpose"
         return self.purpose + self.index
 
 
@@ -86,13 +86,13 @@ class Problem:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of its row in the source; reward functions get them by name."""
     location: str = field(default="", compare=False)
-    """Its source and row, for messages."""
+    """Source and row, for messages."""
     template: str = "{prompt}"
-    """What a policy reads for a prompt that is a text; `{prompt}` in it stands for the prompt."""
+    """Text that a policy reads for a prompt that is a text; `{prompt}` in it stands for the prompt."""
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return self.location or f"problem {self.id}"
 
     def templated(self, prompt_template: str) -> str:
@@ -116,13 +116,13 @@ class Verdict:
     answer: str | None
     """The answer read from the completion; None where there was none."""
     reward: float = math.nan
-    """What the policy is paid; by default 1.0 if correct and 0.0 otherwise."""
+    """Number that the policy earns; by default 1.0 if correct and 0.0 otherwise."""
     detail: str = ""
-    """The reason, if the verifier gives one: such as `time-out` or `runtime error` of a program."""
+    """Reason, if the verifier gives one, such as `time-out` or `runtime error` of a program."""
     format_ok: bool | None = None
     """Whether the completion has the layout that its prompt requires; None if it requires none."""
     parts: tuple[tuple[str, float], ...] = ()
-    """Of several reward functions, what each pays, by name; NaN where it could not judge."""
+    """With several reward functions, the reward of each, by name; NaN where it could not judge."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.reward):
@@ -142,19 +142,19 @@ def judge(given: str, correct: bool) -> Verdict:
 
 
 def exact_match(problem: Problem, completion: str) -> Verdict:
-    """Right if the final answer equals the reference answer, whatever the number of blanks between words."""
+    """The verdict: right if the final answer equals the reference answer, ignoring the number of blanks."""
     given = final_answer(completion)
     return judge(given, given.split() == problem.answer.split())
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to make: this prompt, under this draw, as this rollout of its prompt."""
+    """A completion to generate: this prompt, under this draw, as this rollout of its prompt."""
 
     problem: Problem
     prompt_tokens: tuple[int, ...]
     draw: Draw | None
-    """None: the mean weights."""
+    """Draw that generates it; None: the mean weights."""
     rollout: int
     """Position among the completions of its prompt in this step, over all draws; part of the row's random address."""
 

@@ -214,6 +214,11 @@ class NoiseConfig(Settings, table="noise"):
     has no noise. Keys add to those of a preset or an extended recipe: 0 takes one of them away."""
 
     @property
+    def structure(self) -> dict[str, int]:
+        """The setting that gives the noise of matrices its structure (posterior/noise_structures.py), if one does."""
+        return {"rank": self.rank} if self.rank else {}
+
+    @property
     def changed(self) -> str:
         """The name of the first setting that is not the default; `unit` if there is none."""
         default = NoiseConfig()

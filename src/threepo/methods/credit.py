@@ -16,14 +16,14 @@ from threepo.errors import UserError
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule by which a group is credited."""
+    """A credit rule."""
 
     advantages: Callable[[torch.Tensor, Advantage], torch.Tensor]
-    """Computes them from rewards [..., G]; groups of equal rewards need no care."""
+    """Computes advantages [..., G] from rewards [..., G]; groups of equal rewards need no care."""
     takes: Callable[[torch.Tensor], torch.Tensor] = torch.isfinite
-    """Which rewards it is defined for: bool of their shape."""
+    """Tells which rewards [..., G] the rule is defined for: bool."""
     needs: str = "finite rewards"
-    """The same in words."""
+    """The same in words, for an error."""
 
 
 def _centred(rewards: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,8 @@ def _pass_at_k(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
     """
     size, k = rewards.shape[-1], settings.k
     right = rewards.sum(dim=-1, keepdim=True).long()
-    # By the number of right completions: the share of all subsets, and of those with a certain wrong one, without any.
+    # By the number of right completions: the share of subsets that hold none of them, among all subsets and among the
+    # subsets with one given wrong completion.
     wrong = range(size, -1, -1)
     shares = [
         [math.comb(n, k) / math.comb(size, k) for n in wrong],
@@ -98,11 +99,11 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
 def unlikely_first(
     rewards: torch.Tensor, right: torch.Tensor, logprobs: torch.Tensor, settings: Advantage
 ) -> torch.Tensor:
-    """Rewards [..., G], cut for the right completions that are likely: r (1 - unlikeliness (G - rank) / G).
+    """Rewards [..., G], lowered for right completions that are likely: r (1 - unlikeliness (G - place) / G).
 
-    The rank is the number of completions of the group that are more probable, 0 for the most probable one (arXiv
+    The place is the number of completions of the group that are more probable, 0 for the most probable one (arXiv
     2506.02355). `right` is bool, `logprobs` the log-probs of whole completions; both [..., G].
     """
-    rank = (logprobs.unsqueeze(-2) > logprobs.unsqueeze(-1)).sum(dim=-1)
+    place = (logprobs.unsqueeze(-2) > logprobs.unsqueeze(-1)).sum(dim=-1)
     size = rewards.shape[-1]
-    return torch.where(right, rewards * (1 - settings.unlikeliness * (size - rank) / size), rewards)
+    return torch.where(right, rewards * (1 - settings.unlikeliness * (size - place) / size), rewards)

@@ -16,17 +16,17 @@ from threepo.types import Batch, Completion, CreditedRow, Draw, Group, Problem, 
 
 
 def rollout_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
-    """The weights that generate this step's rollouts; [None] is the mean."""
+    """Draws that generate this step's rollouts; [None] is the mean."""
     if method.antithetic:
         return [Draw(seed, step, index // 2, sign=-1 if index % 2 else 1) for index in range(method.draws)]
     return [Draw(seed, step, index) for index in range(method.draws)] or [None]
 
 
 def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
-    """The weights where this step's gradients are taken; [None] is the mean.
+    """Draws at which this step's gradients are taken; [None] is the mean.
 
-    Fresh draws have addresses that no generator of this step has. Except with one generator: then it is the first of
-    them, so that C3PO with one draw is B3PO (paper section 5.3).
+    Fresh draws have addresses that no generator of this step has. With one generator, the first of
+    them is that generator, so that C3PO with one draw is B3PO (paper section 5.3).
     """
     if method.gradient_at == "evolution":
         return []
@@ -85,7 +85,7 @@ def flat_groups(method: Method, group: Group) -> list[bool]:
 
 
 def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
-    """Worth of each draw among the draws of the step: its mean reward, standardised by [method.advantage]."""
+    """Fitness of each draw of the step: its mean reward, standardised by [method.advantage]."""
     rewards: dict[Draw, list[float]] = {}
     for completion in (completion for group in groups for completion in group.completions):
         assert completion.draw, "only draws have a fitness"

@@ -1,4 +1,4 @@
-"""Warnings about runs that go on without learning: what was seen for several steps in a row, and what to do about it.
+"""Warnings about runs that go on without learning: what happened for several steps in a row, and what to do about it.
 
 Each warning comes once per run. The counts are part of the train state, so a resumed run warns as if never stopped.
 """
@@ -14,7 +14,7 @@ from threepo.training.update_record import UpdateRecord
 FAILED_STEPS = 5
 """Steps in a row in which the verifier always failed, or every completion was cut, before there is a warning."""
 CONSTANT_STEPS = 20
-"""The same for rewards that are all equal, which hard problems can cause for a few steps."""
+"""Steps in a row with equal rewards, or with no chosen token; hard problems can cause a few of these."""
 
 _FAILED = (
     "the verifier has failed on every completion{1}, so no reward means anything: reward.function = {0!r} returns None,"
@@ -57,7 +57,7 @@ def watch(
     A streak is the number of steps in a row in which something happened. It stays as it is in a step that says nothing
     about it, and after its warning.
     """
-    completions = [completion for group in rollouts.generated for completion in group.completions]
+    completions = rollouts.completions
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     failed = all(verdict.status == "error" for verdict in verdicts)
     constant = len({verdict.reward for verdict in verdicts}) == 1

@@ -40,7 +40,7 @@ _STATE_FILE, CONTENTS = "train_state.json", "files.json"
 _OLDER = "delete the checkpoint to resume from an older one"
 
 Files = Mapping[str, Weights]
-"""Tensors by their names, by the file that holds them."""
+"""For each file, the tensors that it holds, by name."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
 
-    `more`: what else it has to hold.
+    `more`: other files of tensors that it has to hold.
     """
     names = [name for name, _, _ in named_in_groups(optimizer.param_groups)]
     tensors = {
         f"{key}/{names[index]}": value.detach()
         for index, entry in optimizer.state_dict()["state"].items()
         for key, value in entry.items()
-        if key != "hessian"  # that is the posterior's, and has a file of its own
+        if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
     files = {OPTIMIZER_FILE: tensors, **more}
     posterior = Posterior.of(optimizer, gather=False)
@@ -113,7 +113,7 @@ def save_checkpoint(
 
 
 def _content(file: Path) -> str:
-    """The size of a file of tensors, or a digest of a smaller one."""
+    """The size of a file of tensors, or the digest of any other file."""
     if file.suffix == ".safetensors":
         return f"{file.stat().st_size} bytes"
     return hashlib.sha256(file.read_bytes()).hexdigest()
@@ -125,7 +125,7 @@ def _saved_state(path: Path) -> _SavedState:
 
 
 def load_train_state(path: Path) -> TrainState:
-    """The train state of a checkpoint; `UserError` if a file of it is not the one that was saved."""
+    """The train state of a checkpoint; `UserError` if any of its files has changed since it was saved."""
     listed = Annotated[dict[str, str], must(lambda found: _STATE_FILE in found, f"must have {_STATE_FILE}")]
     for name, then in read_json_as(path / CONTENTS, listed, _OLDER).items():
         if not (path / name).is_file() or _content(path / name) != then:
@@ -172,7 +172,7 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
         group["skipped_steps"] = counts.skipped_steps
         if "step" in group:
             group["step"] = counts.optimizer_steps
-    # That of the last step, for an evaluation that is made up before the next; none without noise.
+    # The ess of the last step, for an evaluation that still has to be made before the next step; none without noise.
     ess = {name: saved.ess for saved in saved_groups(path) for name in saved.parameters}
     for name, _, group in named_in_groups(optimizer.param_groups):
         group["ess"] = ess.get(name, group["ess"])

@@ -30,7 +30,7 @@ FORMAT = 4
 ROWS_AT_ONCE = 128
 """Rows that are tokenised together."""
 Part = Literal["source", "eval"]
-"""Conversations to train on, or held-out ones."""
+"""Which setting names the conversations: those to train on, or the held-out ones."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PreparedConversations:
     """Tokenised conversations on disk."""
 
     source: str
-    """Their name in messages."""
+    """Name of their source, for messages."""
     table: Any
-    """A memory-mapped `datasets.Dataset` (see `_columns`); slices of a column are far faster than its iterator."""
+    """A memory-mapped `datasets.Dataset` (see `_tokenized`); slices of a column are far faster than its iterator."""
 
     @cached_property
     def kept(self) -> list[int]:
@@ -68,7 +68,7 @@ class PreparedConversations:
         }
 
     def batch(self, numbers: Iterable[int]) -> list[Row]:
-        """The rows of one step: conversations by their numbers among those that are kept."""
+        """The rows of one step; `numbers` count the conversations that are kept."""
         columns = self.table[[self.kept[number] for number in numbers]]
         rows = zip(columns["tokens"], columns["loss_ranges"], strict=True)
         return [
@@ -94,7 +94,7 @@ def read_template(path: str) -> str:
 
 
 def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str) -> PreparedConversations:
-    """The tokens of `settings.source` or `settings.eval`: from the cache, or made now and cached.
+    """The tokenised conversations of `settings.source` or `settings.eval`, from the cache if it has them.
 
     `file` is where a resumed run had them; it is used if it still exists. `UserError` if the settings refuse a row of
     the source, or if no row is left.
@@ -114,7 +114,7 @@ def prepare(policy: Policy, settings: ConversationConfig, part: Part, file: str)
 
 
 def _tokenized(policy: Policy, settings: ConversationConfig, part: Part) -> str:
-    """The file of the tokens, which is written unless the cache has it."""
+    """Path of the file of the tokens, which is written unless the cache has it."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 

@@ -23,10 +23,10 @@ FILE = "reference.safetensors"
 
 
 class Reference:
-    """Weights of another time for a policy's model, as far as it is trained, float32 and sharded as its own are."""
+    """Earlier weights of a policy's trained parameters, in float32 and sharded as the parameters are."""
 
     def __init__(self, policy: Policy, reset_every: int = 0, weights: Weights | None = None) -> None:
-        """`reset_every`: steps; 0: never. `weights` are not copied; None: a copy of the model's present ones."""
+        """`reset_every` is in steps; 0: never. `weights` are not copied; None: a copy of the model's own."""
         self._model, self._reset_every = policy.model, reset_every
         own = self._own = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         given = weights or {name: p.detach().clone() for name, p in own.items()}
@@ -34,9 +34,9 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the reference's weights for the body, and bitwise its own again afterwards.
+        """Give the model the reference's weights for the body, and bitwise its own again afterwards.
 
-        They change places, a parameter at a time, so this takes no memory.
+        The two change places, a parameter at a time, so this takes no memory.
         """
         self._swap()
         try:
@@ -55,18 +55,18 @@ class Reference:
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """Before training step `step`: if a reset is due, the model's present weights become the reference."""
+        """If a reset is due before training step `step`, make the model's present weights the reference."""
         if step and self._reset_every and step % self._reset_every == 0:
             for name, p in self._own.items():
                 local(self.weights[name]).copy_(local(p.detach()))
 
     def saved(self) -> Files:
-        """Tensors that a checkpoint must hold: none, if they can be read from model.path again."""
+        """Tensors that a checkpoint must hold; none if they can be read from model.path again."""
         return {FILE: self.weights} if self._reset_every else {}
 
 
 def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, ranks: Ranks) -> Reference | None:
-    """The reference of a new run with this policy, or as the newest checkpoint of a resumed one left it, if any."""
+    """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
     every = config.objective.reference_reset_every
     if not config.objective.reference_kl:
         return None

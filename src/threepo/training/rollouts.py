@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from threepo.config import TrainConfig
 from threepo.data.source import ProblemSource
-from threepo.types import Group, Problem
+from threepo.types import Completion, Group, Problem
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Groups that a step generated."""
+    """All groups that a step has generated."""
 
     groups: Sequence[Group]
     """The groups to learn from."""
@@ -25,14 +25,19 @@ class Rollouts:
 
     @property
     def generated(self) -> Sequence[Group]:
-        """All groups, those to learn from first."""
+        """All groups, the ones to learn from first."""
         return (*self.groups, *self.discarded)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The completions of all groups, the ones to learn from first."""
+        return [completion for group in self.generated for completion in group.completions]
 
 
 def until_full(
     config: TrainConfig, source: ProblemSource, drawn: int, answer: Callable[[Sequence[Problem]], Sequence[Group]]
 ) -> Rollouts:
-    """Groups with spread for a whole batch: those without are replaced by `answer`s to the source's next problems.
+    """Fill a batch with groups that have spread; `answer` makes the groups of the source's next problems.
 
     Ends after sampling.dynamic_rounds rounds, or once every problem of a finite source was tried. Groups without spread
     then fill the batch, the first ones first.

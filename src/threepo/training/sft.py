@@ -36,17 +36,17 @@ from threepo.types import Draw, Purpose, Row
 
 @dataclass(frozen=True)
 class Material:
-    """Texts that a run imitates, and for how long."""
+    """The texts that a run imitates, and its number of steps."""
 
     rows: Callable[[int], Sequence[Row]]
     """The rows of an optimizer step; the same for every resumed run."""
     steps: int
     heldout: Sequence[Row] = ()
-    """To measure the loss on; none: it is not measured."""
+    """Rows to measure the loss on; none: it is not measured."""
     eval_every: int = 0
-    """Steps between those measurements; 0: only at the end."""
+    """Steps between these measurements; 0: only at the end."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """conversations.json; empty for demonstrations."""
+    """Contents of conversations.json; empty for demonstrations."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class FineTuning(TrainingRun[SFTConfig]):
     material: Material
 
     def evaluate(self) -> None:
-        """The loss of held-out conversations: every so many steps, and at the end."""
+        """Measure the loss of held-out conversations if due: every `eval_every` steps and at the end."""
         material = self.material
         if material.heldout and self.state.step:
             self.add_evaluation(material.eval_every, material.steps, "sft/eval_loss", self._heldout_loss)
@@ -92,7 +92,7 @@ def fine_tune(run: FineTuning) -> None:
 
 
 def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]:
-    """Demonstrations as rows: prompt tokens, then completion tokens with the end-of-sequence token."""
+    """Turn demonstrations into rows: prompt tokens, then completion tokens with the end-of-sequence token."""
     rows = []
     for index, (problem, completion) in enumerate(demonstrations):
         tokens = (*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], policy.tokenizer.eos_token_id)
@@ -144,7 +144,7 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = 
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:
-    """The conversations of a recipe; a resumed run must use those that it began with."""
+    """The conversations of a recipe; a resumed run must use the ones that it began with."""
     settings = config.conversations
     assert settings is not None, "a recipe has demonstrations or conversations"
     saved = read_material(resumed.path, CONVERSATIONS) if resumed else {}
