@@ -14,7 +14,7 @@ from threepo.models.packing import AnyRow, flatten, pack
 from threepo.models.policy import Policy
 from threepo.objectives.corrections import correct
 from threepo.objectives.policy_loss import selections
-from threepo.objectives.selection import TokenScores
+from threepo.objectives.selection import ChoiceInputs
 from threepo.posterior.noise import address_key, uniforms
 from threepo.ranks.dealing import deal_rows
 from threepo.ranks.group import Ranks
@@ -80,7 +80,7 @@ def choose_tokens(
         uniforms([address_key("threepo-choice", batch.seed, batch.step, row.index)], 0, length)[0]
         for row, length in zip(rows, lengths, strict=True)
     ]
-    tokens = TokenScores(
+    tokens = ChoiceInputs(
         logprobs=logprobs,
         entropy=torch.cat([scores[key].entropy for key in keys]),
         advantages=torch.tensor([row.advantage for row in rows])[row_of],

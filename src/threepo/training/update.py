@@ -19,6 +19,7 @@ from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
 from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
+from threepo.objectives.token_losses import terms_of
 from threepo.posterior.evolution import compare, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.group import ALONE, Ranks
@@ -101,9 +102,9 @@ class _Update:
         """One optimizer step from the rows of a mini-batch."""
         batch, record = self.batch, self.record
         if batch.normalize == "step":
-            sums = self.observe(parts)
+            sums = self.take_gradients(parts)
         else:
-            sums = [pair for draw, rows in parts.items() for pair in self.observe({draw: rows})]
+            sums = [pair for draw, rows in parts.items() for pair in self.take_gradients({draw: rows})]
         loss = math.fsum(loss for loss, _ in sums)
         count = math.fsum(count for _, count in sums)
         record.loss += loss
@@ -120,8 +121,8 @@ class _Update:
             record.minimised.append(sum(means) / len(means))
             self.optimizer.step()
 
-    def observe(self, parts: Parts) -> list[tuple[float, float]]:
-        """Let the optimizer observe the gradients of parts that share a divisor.
+    def take_gradients(self, parts: Parts) -> list[tuple[float, float]]:
+        """Take the gradients of parts that share a divisor, for the optimizer to observe.
 
         Returns the summed loss of each part, and the number to divide it by.
         """
@@ -172,7 +173,7 @@ class _Update:
     def forward(self, draw: Draw | None, rows: Sequence[CreditedRow]) -> tuple[torch.Tensor, float]:
         """The summed loss of rows that go through the model together, and the sum of weights of counted tokens."""
         micro = flatten(rows, self.policy.device)
-        of_entropy = any(term.of_entropy for term in policy_loss.terms_of(self.objective))
+        of_entropy = any(term.of_entropy for term in terms_of(self.objective))
         scores = self.policy.logprobs(micro, self.batch.temperature, with_entropy_gradient=of_entropy)
         inputs = self.inputs(draw, rows, micro.row_of, scores)
         loss = (policy_loss.token_losses(inputs, self.objective) * inputs.weights).sum(dtype=torch.float64)

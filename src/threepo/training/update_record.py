@@ -11,6 +11,7 @@ from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
 from threepo.objectives.inputs import LossInputs
 from threepo.ranks.group import Ranks
+from threepo.training.metrics import mean
 from threepo.types import CreditedRow
 
 
@@ -85,12 +86,12 @@ class UpdateRecord:
         if not self.rows:
             return {}
         certainties = [row.self_certainty for row in self.rows]
-        metrics = {"policy/loss": _mean(self.minimised) if self.minimised else 0.0, **self.evolution}
+        metrics = {"policy/loss": mean(self.minimised) if self.minimised else 0.0, **self.evolution}
         metrics |= {f"policy/{name}": total / self.tokens for name, total in self.policy.items()}
         if self.chose:
-            metrics["policy/no_choice_share"] = 1 - _mean(self.chose)
+            metrics["policy/no_choice_share"] = 1 - mean(self.chose)
         metrics |= {
-            "policy/self_certainty": _mean(certainties),
+            "policy/self_certainty": mean(certainties),
             "policy/self_certainty_min": min(certainties),
             "policy/self_certainty_max": max(certainties),
         }
@@ -100,9 +101,9 @@ class UpdateRecord:
         rows = self.rows
         metrics = {
             "correction/kl": self.kl / self.tokens,
-            "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
+            "correction/kept_share": mean([row.kept_tokens > 0 for row in rows]),
             "correction/kept_token_share": sum(row.kept_tokens for row in rows) / self.tokens,
-            "correction/untouched_share": _mean([row.untouched for row in rows]),
+            "correction/untouched_share": mean([row.untouched for row in rows]),
             "correction/effective_sample_share": effective_sample_share(torch.tensor([row.weight for row in rows])),
         }
         rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
@@ -114,9 +115,5 @@ class UpdateRecord:
         for i, (first, end) in enumerate(pairwise(cuts), start=1):
             if first < end:
                 kept = [row.kept_tokens > 0 for row in ordered[first:end]]
-                metrics[f"correction/kept_share_length_q{i}"] = _mean(kept)
+                metrics[f"correction/kept_share_length_q{i}"] = mean(kept)
         return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
