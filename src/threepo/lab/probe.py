@@ -120,16 +120,17 @@ class Probe:
         return measured | (self.distances(source, completions, draws[count:]) if condition.is_noisy else {})
 
     def posterior(self, condition: Condition) -> Posterior:
-        """The noise of a condition around the model's weights, of the recipe's rank."""
-        rank, named = self.config.noise.rank, self.policy.model.named_parameters()
+        """The noise of a condition around the model's weights, of the structure that the recipe sets."""
+        noise, named = self.config.noise, self.policy.model.named_parameters()
         if condition.place != POSTERIOR:
-            return Posterior.around(named, replace(condition.noise(), rank=rank))
+            own = condition.noise()
+            return Posterior.around(named, replace(noise, unit=own.unit, size=own.size, where=own.where))
         if learned := prior(self.config):
-            groups = (replace(group, ess=condition.size, noise_rank=rank) for group in learned.groups)
+            groups = (replace(group, ess=condition.size, noise_structure=noise.structure) for group in learned.groups)
             return replace(learned, groups=tuple(groups))
         ivon = self.config.optimizer if isinstance(self.config.optimizer, IVONConfig) else IVONConfig()
         sigma = 1 / math.sqrt(condition.size * (ivon.hess_init + ivon.weight_decay))
-        return Posterior.around(named, NoiseConfig(unit="absolute", size=sigma, rank=rank))
+        return Posterior.around(named, replace(noise, unit="absolute", size=sigma, where=NoiseConfig().where))
 
     def complete(
         self, questions: Questions, source: FixedWeights, draws: Sequence[Draw | None], each: int, step: int

@@ -10,7 +10,6 @@ import torch
 
 from threepo.errors import UserError
 from threepo.models.adapters import inner_layers
-from threepo.posterior.noise import LowRank, factors, noise_address
 from threepo.posterior.shards import device_of
 from threepo.rollout.memory import Layout
 from threepo.types import Draw
@@ -34,22 +33,21 @@ def write_adapters(source: Any, draw: Draw | None, tensors: Mapping[str, torch.T
         tensor.zero_()
     for entry in source.noisy() if draw else ():
         assert draw
-        name, scalars = entry.name.removesuffix(".weight"), entry.scalars
-        a, b = (tensors.get(_called(name, side)) for side in "AB")
-        address = noise_address(draw, entry.name, entry.p.shape, entry.rank)
-        if a is None or b is None or not isinstance(address, LowRank) or address.rank != len(a):
-            raise UserError(
-                f"engine.vllm.draw_rank: the noise of {entry.name} is no adapter of this rank beside a linear layer; "
-                f'set noise.rank to the same, and noise.where = {{all = 0, "*_proj.weight" = 1}} or other layers'
-            )
+        scalars = entry.scalars
         if not scalars.fixed_root:
             raise UserError(
                 "engine.vllm.draw_rank: a learned sigma is no adapter; set optimizer.noise_shape='isotropic'"
             )
-        u, v = factors(address, device_of(entry.p))
-        sigma = scalars.noise_scale / scalars.fixed_root * draw.sign
-        a.copy_(v.T)
-        b.copy_(u * (sigma * address.rank**-0.5))
+        name = entry.name.removesuffix(".weight")
+        a, b = (tensors.get(_called(name, side)) for side in "AB")
+        factors = entry.noise(draw).factors(scalars.noise_scale / scalars.fixed_root, device_of(entry.p))
+        if a is None or b is None or factors is None or factors[1].shape[0] != a.shape[0]:
+            raise UserError(
+                f"engine.vllm.draw_rank: the noise of {entry.name} is no adapter of this rank beside a linear layer; "
+                f'set noise.rank to the same, and noise.where = {{all = 0, "*_proj.weight" = 1}} or other layers'
+            )
+        b.copy_(factors[0])
+        a.copy_(factors[1])
 
 
 def merged(means: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
