@@ -38,7 +38,7 @@ from threepo.config.method import C3PO, GRPO
 from threepo.config.recipes import load
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import Policy
-from threepo.posterior import ivon, perturbation, point
+from threepo.posterior import ivon, perturbation, point_optimizers
 from threepo.ranks.launch import join_world
 from threepo.ranks.world import ALONE, World
 from threepo.training import rlvr
@@ -60,7 +60,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "gradients summed and cut": [(_fsdp_param_group, "foreach_reduce")],
     "objects exchanged, and waiting": [(World, "gather")],
     "prompts encoded (on every rank)": [(Policy, "encode_prompt")],
-    "optimizer step": [(ivon.IVON, "step"), (point.PointAdamW, "step")],
+    "optimizer step": [(ivon.IVON, "step"), (point_optimizers.PointAdamW, "step")],
 }
 """Functions whose time is counted, by what they are for."""
 ALL_ELSE = "all else: decoding, forward and backward passes, noise"

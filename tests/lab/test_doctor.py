@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,15 +69,19 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
 def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: here the kernels get a noise that is not the address's."""
     from threepo.posterior import kernels
+    from threepo.posterior.noise_structures import Noise
 
     whole = kernels.run
-    monkeypatch.setattr(kernels, "run", lambda some: whole([one._replace(key=(1, 2)) for one in some]))
-    assert doctor.noise().state == "broken"
+    monkeypatch.setattr(kernels, "run", lambda some: whole([replace(one, noise=Noise((1, 2))) for one in some]))
+    with pytest.raises(doctor.Trouble, match="other bits than torch's") as trouble:
+        doctor.noise()
+    assert trouble.value.state == "broken"
 
 
 def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = "nowhere-to-be-found>=1; extra == 'tracker'"
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
-    found = doctor.extra("tracker")
-    assert found == ("absent", "nowhere-to-be-found is missing: pip install '.[tracker]' in a clone", "")
-    assert doctor.packages().found.endswith("is not >=900")
+    with pytest.raises(doctor.Trouble, match=r"^nowhere-to-be-found is missing: pip install '.\[tracker\]' in"):
+        doctor.extra("tracker")
+    with pytest.raises(doctor.Trouble, match="is not >=900$"):
+        doctor.packages()

@@ -13,7 +13,7 @@ from threepo.config import AdamWConfig, IVONConfig, NoiseConfig, SGDConfig
 from threepo.models.policy import Policy
 from threepo.posterior.evolution import compare, evolve, gradients
 from threepo.posterior.ivon import IVON
-from threepo.posterior.perturbation import Noisy
+from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.point_optimizers import PointSGD
 from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw
@@ -23,7 +23,7 @@ DRAWS = [Draw(0, 4, i) for i in range(3)]
 FITNESS = {DRAWS[0]: 1.2, DRAWS[1]: -0.7, DRAWS[2]: -0.5}
 
 
-def expected(entry: Noisy, fitness: dict[Draw, float], sigma: float | torch.Tensor) -> torch.Tensor:
+def expected(entry: NoisyParameter, fitness: dict[Draw, float], sigma: float | torch.Tensor) -> torch.Tensor:
     """From the definition, in float64."""
     total = torch.zeros(entry.p.shape, dtype=torch.float64)
     for draw, value in fitness.items():

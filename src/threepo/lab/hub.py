@@ -20,7 +20,7 @@ from threepo.config.records import shown
 from threepo.config.sources import is_file, is_local, split_source
 from threepo.errors import ThreepoWarning, UserError
 from threepo.files import atomic_folder, read_json
-from threepo.lab.figures import curves
+from threepo.lab.curves import curves
 from threepo.lab.report import RunReport, read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR
@@ -28,20 +28,10 @@ from threepo.run_folder import CONFIG, SUMMARY, model_folder
 from threepo.training.checkpoint import CONTENTS, OPTIMIZER_FILE
 
 CARD, CURVES = "README.md", "curves.png"
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "reference.safetensors", "train_state.json")
-SHOWN = (
-    "model",
-    "data",
-    "conversations",
-    "demonstrations",
-    "reward",
-    "method",
-    "optimizer",
-    "noise",
-    "sampling",
-    "run",
-)
-"""Tables of the configuration that the card has."""
+OF_THE_MACHINE = ("engine", "parallel")
+"""Tables of the configuration that the card does not show."""
 INTERVAL = 1.96
 """Standard errors on each side of a 95 % interval."""
 
@@ -58,7 +48,7 @@ def push(run: Path, repo: str, evaluations: Sequence[Path] = (), public: bool = 
         api = HfApi()
         address = api.create_repo(repo, private=not public, exist_ok=True)
         api.create_commit(repo, operations, commit_message=f"threepo {version('threepo')}: {run.name}")
-    except Exception as error:  # that of an HTTP library, which changes with the version of the hub's
+    except Exception as error:  # of an HTTP library, which differs between versions of huggingface_hub
         reason = " ".join(str(error).split())[:300]
         fix = "check the name, the token's rights and the connection; --dry-run FOLDER needs none of them"
         raise UserError(f"push {repo}: {type(error).__name__}: {reason}; {fix}") from error
@@ -90,70 +80,72 @@ def contents(run: Path, repo: str, evaluations: Sequence[Path] = ()) -> list[tup
         warnings.warn(f"push {run}: the base model of these adapters is the folder {base}: {fix}", ThreepoWarning, 2)
     image = io.BytesIO()
     curves([report]).savefig(image, format="png", dpi=110)
-    scores = [(folder, read_json(_summary(folder))) for folder in evaluations]
+    scores = [_evaluation_summary(folder) for folder in evaluations]
     text = card(report, repo, {path.name for path in files}, scores)
     return [*((path.name, path) for path in files), (CURVES, image.getvalue()), (CARD, text.encode())]
 
 
-def _summary(folder: Path) -> Path:
-    if not (folder / SUMMARY).is_file() or "benchmarks" not in read_json(folder / SUMMARY):
+def _evaluation_summary(folder: Path) -> dict[str, Any]:
+    summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else {}
+    if "benchmarks" not in summary:
         raise UserError(f"--evaluations {folder}: holds no finished evaluation; name what `threepo eval` wrote")
-    return folder / SUMMARY
+    return dict(summary)
 
 
-def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[tuple[Path, Mapping[str, Any]]]) -> str:
+def card(report: RunReport, repo: str, files: set[str], evaluations: Sequence[Mapping[str, Any]]) -> str:
     """The model card: metadata that the hub reads, then what the run was, what it did, and how to use it."""
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
-    config, has_adapters = report.config, ADAPTERS in files
+    config, summary = report.config, report.summary()
     method = config["method"]["name"] if "method" in config else "supervised fine-tuning"
     base = base_model(report.path)
     metadata = ModelCardData(
         base_model=base,
         datasets=[name for name in map(hub_name, sources(config)) if name] or None,
-        library_name="peft" if has_adapters else "transformers",
+        library_name="peft" if ADAPTERS in files else "transformers",
         pipeline_tag="text-generation",
         tags=["threepo", "rlvr" if "method" in config else "sft", method.replace(" ", "-")],
     )
-    summary = report.summary()
-    name = repo.rpartition("/")[2]
-    parts = [f"---\n{metadata.to_yaml()}\n---", f"# {name}"]
-    kind = "Low-rank adapters for" if has_adapters else "Trained from"
-    parts.append(
-        f"{kind} {f'`{base}`' if base else 'a model that is not on the hub'}, with {method}: {summary['steps']} steps "
-        f"on {', '.join(f'`{public(name)}`' for name in sources(config))}, by threepo {version('threepo')}."
+    shown_tables = {name: table for name, table in config.items() if name not in OF_THE_MACHINE}
+    written = ModelCard.from_template(
+        metadata,
+        template_path=str(TEMPLATE),
+        repo=repo,
+        adapters=ADAPTERS in files,
+        base=base,
+        method=method,
+        steps=summary["steps"],
+        sources=", ".join(f"`{public(name)}`" for name in sources(config)),
+        version=version("threepo"),
+        curves=CURVES,
+        results=_results(summary),
+        evaluations=[_evaluation(one) for one in evaluations],
+        posterior=POSTERIOR if POSTERIOR in files else "",
+        settings={key: _cell(value) for key, value in _flat(shown_tables)},
     )
-    parts += ["## Training", f"![Training curves]({CURVES})", _table("measured", dict(_results(summary)))]
-    if evaluations:
-        parts.append("## Evaluation")
-        parts += ["\n\n".join(_evaluation(scores)) for _, scores in evaluations]
-    if POSTERIOR in files:
-        parts += ["## The posterior", _how_to_draw(repo)]
-    settings = {f"{table}.{key}": value for table in SHOWN for key, value in _flat(config.get(table) or {})}
-    table = _table("setting", {key: _cell(value) for key, value in settings.items()})
-    parts += ["## Settings", "<details><summary>All settings of the run</summary>", table, "</details>"]
-    return "\n\n".join(parts) + "\n"
+    return f"{str(written).rstrip()}\n"
 
 
-def _results(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The numbers of a run's summary in words."""
+def _results(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers of a run's summary, by what they are."""
+    found = {}
     for at in ("before", "after"):
         if (score := summary.get(f"pass_at_1_{at}")) is not None:
-            yield f"held-out pass@1 {at} training", percent(score, summary.get(f"se_{at}"))
+            found[f"held-out pass@1 {at} training"] = percent(score, summary.get(f"se_{at}"))
     for key in ("reward_first", "reward_last", "loss_first", "loss_last", "eval_loss", "steps", "rollouts"):
-        if (value := summary.get(key)) is not None:
+        if key in summary and summary[key] is not None:
             what, _, at = key.partition("_")
-            yield f"{what} of the {at} step" if at in ("first", "last") else key.replace("_", " "), f"{value:.4g}"
+            name = f"{what} of the {at} step" if at in ("first", "last") else key.replace("_", " ")
+            found[name] = f"{summary[key]:.4g}"
+    return found
 
 
-def _evaluation(summary: Mapping[str, Any]) -> Iterator[str]:
-    samples = summary["config"]["eval"]["samples"]
-    rows = {
+def _evaluation(summary: Mapping[str, Any]) -> dict[str, Any]:
+    scores = {
         public(label): percent(scores["pass_at"]["1"], scores["standard_errors_of_pass_at_1"]["between"])
         for label, scores in summary["benchmarks"].items()
     }
-    yield f"pass@1 of `{public(summary['model'])}`, {samples} completions a problem, with 95 % intervals over problems:"
-    yield _table("problems", rows)
+    return {"model": public(summary["model"]), "samples": summary["config"]["eval"]["samples"], "scores": scores}
 
 
 def percent(value: float, error: float | None) -> str:
@@ -164,21 +156,13 @@ def percent(value: float, error: float | None) -> str:
     return f"{100 * value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
-def _how_to_draw(repo: str) -> str:
-    return (
-        f"`{POSTERIOR}` holds a Gaussian over the weights, whose mean is this model. To write models drawn from it:\n\n"
-        f"```console\nhf download {repo} --local-dir model\nthreepo sample model --draws 4 --output drawn\n```"
-    )
-
-
 def base_model(run: Path) -> str | None:
     """The hub id of the model that a run began with, through runs that it began with; None: it is not on the hub."""
     path = read_json(run / CONFIG)["model"]["path"]
-    if is_local(path):
-        return (
-            base_model(Path(path)) if (Path(path) / CONFIG).is_file() and (Path(path) / "run.lock").exists() else None
-        )
-    return path if path.count("/") == 1 else None
+    if not is_local(path):
+        return path if path.count("/") == 1 else None
+    is_run = (Path(path) / CONFIG).is_file() and (Path(path) / "run.lock").exists()
+    return base_model(Path(path)) if is_run else None
 
 
 def sources(config: Mapping[str, Any]) -> list[str]:
@@ -215,7 +199,3 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{inner}", found) for inner, found in _flat(value))
         elif value not in ("", [], None) and key != "folder":
             yield key, value
-
-
-def _table(title: str, rows: Mapping[str, str]) -> str:
-    return "\n".join([f"| {title} | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows.items())])

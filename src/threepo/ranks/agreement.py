@@ -2,7 +2,7 @@
 
 Gradients are sums over ranks, whatever each of them computed. So a rank that runs another recipe, or whose copy of
 the weights has changed, would spoil the run without a word. Here the ranks compare what must be equal, and end together
-with one line that says what differs and on which rank (`Ranks.agree`). A process on its own compares nothing.
+with one line that says what differs and on which rank (`World.agree`). A process on its own compares nothing.
 
 What cannot be seen: a shard that was wrong when it was loaded. Only one rank holds it; but the first rank alone reads
 the files, and hands the shards on.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
 from threepo.files import atomic_folder, disk_errors
-from threepo.posterior.shards import by_region, local
+from threepo.posterior.shards import held_parts, local
 from threepo.ranks.world import World
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
@@ -63,7 +63,7 @@ def save_tensors(
             if _another_writes(tensor, world):
                 continue
             flat = local(tensor.detach()).cpu().contiguous().view(-1)
-            for region, (held,) in by_region(tensor, [flat]):
+            for region, held in held_parts(tensor, flat):
                 for i in range(0, len(held), region.row):
                     at = region.start + i // region.row * region.stride
                     file.seek(start + begins[name] + at * tensor.dtype.itemsize)

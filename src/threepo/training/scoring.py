@@ -14,7 +14,7 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives.corrections import correct
 from threepo.objectives.policy_loss import selections
-from threepo.objectives.selection import TokenScores
+from threepo.objectives.selection import ChoiceInputs
 from threepo.posterior.noise import address_key, uniforms
 from threepo.ranks.dealing import deal_bundles
 from threepo.ranks.world import World
@@ -22,6 +22,8 @@ from threepo.types import Batch, CreditedRow, Draw
 
 Key = tuple[Draw | None, int]
 """Key of a row in an update: (gradient draw, row index)."""
+Parts = Mapping[Draw | None, Sequence[CreditedRow]]
+"""Rows by gradient draw, as in `Batch.parts`."""
 
 
 class RowScores(NamedTuple):
@@ -51,10 +53,7 @@ def score_rows(
 
 
 def choose_tokens(
-    parts: Mapping[Draw | None, Sequence[CreditedRow]],
-    scores: Mapping[Key, RowScores],
-    batch: Batch,
-    objective: ObjectiveConfig,
+    parts: Parts, scores: Mapping[Key, RowScores], batch: Batch, objective: ObjectiveConfig
 ) -> dict[str, dict[Key, torch.Tensor]]:
     """The choices of tokens that the objective makes among all tokens of `parts`, by field of `LossInputs`: bool."""
     selects = selections(objective)
@@ -72,7 +71,7 @@ def choose_tokens(
         uniforms([address_key("threepo-choice", batch.seed, batch.step, row.index)], 0, length)[0]
         for row, length in zip(rows, lengths, strict=True)
     ]
-    tokens = TokenScores(
+    tokens = ChoiceInputs(
         logprobs=logprobs,
         entropy=torch.cat([scores[key].entropy for key in keys]),
         advantages=torch.tensor([row.advantage for row in rows])[row_of],
