@@ -19,7 +19,7 @@ from threepo.objectives import policy_loss
 from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.objectives.token_losses import terms_of
-from threepo.posterior.evolution import compare, evolve
+from threepo.posterior.evolution import evolution_metrics, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.ranks.dealing import deal_bundles
 from threepo.ranks.world import ALONE, World
@@ -107,7 +107,7 @@ class _Update:
         record.loss += loss
         record.normalizer += count
         if batch.fitness and count:
-            record.evolution = compare(self.optimizer, batch.fitness)
+            record.evolution = evolution_metrics(self.optimizer, batch.fitness)
         if not count or not policy_loss.teaches((row for rows in parts.values() for row in rows), self.objective):
             self.optimizer.discard()  # nothing to learn from: every row was masked or dropped
         elif batch.normalize == "step":
