@@ -12,7 +12,7 @@ from typing import Any
 
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
-from threepo.ranks.group import joined, started
+from threepo.ranks.launch import join_world, ranks_started
 
 
 def train(options: argparse.Namespace) -> None:
@@ -43,22 +43,21 @@ def train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from threepo.lab.plan import plan
 
-        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or started().size)
-        for label, lines in found.items() if started().first else ():
+        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
+        for label, lines in found.items():
             print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    with joined(config.parallel.timeout_s) as ranks:
+    with join_world(config.parallel.timeout_s) as world:
         from threepo import api
 
         folder = None
         if options.resume:
-            config, folder = api.reopen(options.resume, config, steps, ranks)
+            config, folder = api.reopen(options.resume, config, steps, world)
         train: Any = api.train if options.kind == "train" else api.fine_tune
-        path = train(config, folder, ranks)
-        if ranks.first:
-            print(api.closing_words(path))
+        path = train(config, folder, world)
+        world.on_first(lambda: print(api.closing_words(path)))
 
 
 _WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
@@ -103,11 +102,10 @@ def evaluate(options: argparse.Namespace) -> None:
     from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
-    with joined(config.parallel.timeout_s) as ranks:
-        summary = evaluate(config, folder, ranks=ranks)
-        if ranks.first:
-            Console().print(evaluation_table(summary))
-            print(f"every completion and the settings: {folder}")
+    with join_world(config.parallel.timeout_s) as world:
+        summary = evaluate(config, folder, world=world)
+    Console().print(evaluation_table(summary))
+    print(f"every completion and the settings: {folder}")
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -165,11 +163,11 @@ def report(options: argparse.Namespace) -> None:
     baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
     if baseline is None:
         raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
-    for table in tables({run.name: run for run in runs}):
+    for table in tables(runs):
         Console().print(table)
     if options.output is None:
         return
-    from threepo.lab.figures import plot
+    from threepo.lab.curves import plot
 
     if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
         plot(runs, options.output)
@@ -220,11 +218,11 @@ def study(options: argparse.Namespace) -> None:
 
         run_study(study)
     from threepo.lab.study_summary import summarise
-    from threepo.lab.study_view import tables, write_results
+    from threepo.lab.study_view import shown_tables, write_results
 
     summary = summarise(study)
     write_results(study, summary)
-    for table in tables(summary):
+    for table in shown_tables(summary):
         Console().print(table)
     for entry in summary["left_out"]:
         print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")

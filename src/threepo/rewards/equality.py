@@ -10,7 +10,7 @@ is in docs/rewards.md.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from threepo.rewards.quantities import OTHER_UNIT, number, plain_words, same_quantity, split_unit
 from threepo.rewards.spelling import DECIMAL, NAME, bare
@@ -87,7 +87,7 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
     return compare(given, reference) if same is None else same
 
 
-def _values(given: Answer, reference: Answer) -> tuple[str, str] | bool | None:
+def _values(given: Answer, reference: Answer) -> tuple[str, str] | Literal[False] | None:
     """What is to be compared where one or both are equations: the sides that say something.
 
     False if they speak of different things; None to compare them whole.
