@@ -209,9 +209,10 @@ class RowNoise(StructuredNoise):
             after("STRUCTURES: dict[str, type[StructuredNoise]] = {", '"by_row": RowNoise, '),
         ],
         "config/method.py": [
+            after("NOISE_STRUCTURES = (", '"by_row", '),
             before(
                 "    rank: Annotated[int, must(", '    by_row: CountOrZero = 0\n    """1: a row has one number."""\n'
-            )
+            ),
         ],
     },
     "an ess schedule": {

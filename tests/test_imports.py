@@ -99,7 +99,7 @@ def test_the_rule_itself_can_fail() -> None:
 @pytest.mark.parametrize(
     ("package", "only"),
     [
-        ("vllm", "rollout/vllm_server.py plugins/vllm.py"),
+        ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
         ("trl", "plugins/trl.py"),
         ("verl", "plugins/verl.py"),
         ("ray", "plugins/verl.py lab/study_ray.py"),

@@ -92,10 +92,10 @@ class Run:
 
     def plot(self) -> "Figure":
         """The training curves; `.savefig("curves.png")` writes them."""
-        from threepo.lab import figures
+        from threepo.lab.curves import curves
         from threepo.lab.report import read_run
 
-        return figures.curves([read_run(self.folder)])
+        return curves([read_run(self.folder)])
 
     def policy(self, device: str = "cpu") -> tuple[Any, Any]:
         """The trained model (float32, `PreTrainedModel`, at the posterior's mean) and its tokenizer."""

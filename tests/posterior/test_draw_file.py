@@ -17,7 +17,7 @@ from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import ALONE
-from threepo.rollout.contents import parameter_names
+from threepo.rollout.payloads import parameter_names
 from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw
 

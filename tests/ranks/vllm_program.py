@@ -40,7 +40,7 @@ def swapped(engine: Any, *arguments: Any) -> None:
     paths: list[Any] = [None, None]
     dist.all_gather_object(paths, engine._shared[0].path)
     (replica,) = engine._replicas
-    replica.call("share", 0, engine._contents.layout, paths[1 - int(RANK)])
+    replica.call("share", 0, engine._payload.layout, paths[1 - int(RANK)])
     LOAD(engine, *arguments)
 
 

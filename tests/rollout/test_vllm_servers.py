@@ -40,7 +40,7 @@ from threepo.ranks import vllm_servers
 from threepo.ranks.group import ALONE
 from threepo.ranks.vllm_servers import VLLMServers
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.probe import expected_logprobs
+from threepo.rollout.weight_check import expected_logprobs
 from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw
 

@@ -195,6 +195,10 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 
+NOISE_STRUCTURES = ("rank",)
+"""Settings of [noise] that each stand for a class of posterior/noise_structures.py; 0: without it."""
+
+
 class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
@@ -216,9 +220,8 @@ class NoiseConfig(Settings, table="noise"):
 
     @property
     def structure(self) -> dict[str, int]:
-        """The setting that gives the noise of matrices its structure (posterior/noise_structures.py), if one does."""
-        of_all = ("unit", "size", "where")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_all and getattr(self, f.name)}
+        """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
+        return {name: getattr(self, name) for name in NOISE_STRUCTURES if getattr(self, name)}
 
     @property
     def changed(self) -> str:

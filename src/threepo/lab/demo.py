@@ -16,7 +16,7 @@ from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.config.records import build
 from threepo.files import read_json, write_json
-from threepo.lab.figures import plot
+from threepo.lab.curves import plot
 from threepo.lab.probe_config import load_probing
 from threepo.lab.report import RunReport, read_run, tables
 from threepo.run_folder import CONFIG, SUMMARY, RunFolder
@@ -95,7 +95,7 @@ def demonstrate(
     for picture, runs in acts.items():
         plot(runs, folder / picture)
         console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
-        for table in tables({run.name: run for run in runs}):
+        for table in tables(runs):
             console.print(table)
     told = conclusion(asked, *second)
     summary = {"seconds": demonstration.seconds, **_figures(first)}

@@ -7,7 +7,7 @@ it, since a server answers an update only when it has done with the file.
 
 Servers are dealt to the ranks, which drive them. With more servers than draws, several share a draw and split its
 requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as
-rollout/probe.py says. Not yet run on a GPU.
+rollout/weight_check.py says. Not yet run on a GPU.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.ranks.files import save_sharded
 from threepo.ranks.group import Ranks
-from threepo.rollout.contents import parameter_names
-from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
-from threepo.rollout.vllm_server import Decoded
+from threepo.rollout.payloads import parameter_names
+from threepo.rollout.vllm_replica import Generated, decoding_parameters
+from threepo.rollout.weight_check import TOLERANCE, check_logprobs, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
 _NAME = "threepo-push-{}.safetensors"
@@ -66,7 +66,7 @@ class VLLMServers:
                 _remove_weights(self._folder)  # of a run that was killed
         self._end = weakref.finalize(self, _close, self._folder, held)
         self._longest = min(length for some in ranks.gather(lengths) for length in some)
-        self._probe = probe_tokens(policy, self._longest - 1)
+        self._probe = fixed_prompt(policy, self._longest - 1)
         _allow_connections(len(self._driven()) * self._together)
 
     def prepare(self, draws: int, tokens: int) -> None:
@@ -100,18 +100,11 @@ class VLLMServers:
             serving = self._serving(index)
             for k, row in enumerate(rows):  # neighbours stay together: they share a prompt
                 servers[row] = serving[k * len(serving) // len(rows)]
-        parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature else 1.0,
-            "top_k": sampling.top_k if sampling.temperature else 0,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(self._policy.stop_tokens),
-            "ignore_eos": True,  # only the policy's stop tokens end a row
-        }
+        parameters = decoding_parameters(sampling, self._policy.stop_tokens)
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
         asked = [parameters | {"seed": key[0] >> 1} for key in keys]
 
-        def complete(mine: list[int]) -> list[Decoded]:
+        def complete(mine: list[int]) -> list[Generated]:
             rows = [[row for row in mine if servers[row] == i] for i in self._driven()]
             work = zip(self._driven(), rows, strict=True)
             found = _side_by_side(self._complete(i, own, requests, asked) for i, own in work)
@@ -119,7 +112,7 @@ class VLLMServers:
             return [decoded[row] for row in mine]
 
         decoded = self._ranks.deal([server % self._ranks.size for server in servers], complete)
-        return [completed(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
+        return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:
         """Delete the weights; the servers go on."""
@@ -127,15 +120,15 @@ class VLLMServers:
 
     async def _complete(
         self, i: int, rows: Sequence[int], requests: Sequence[Request], asked: Sequence[dict[str, Any]]
-    ) -> dict[int, Decoded]:
+    ) -> dict[int, Generated]:
         """Let server number i complete rows of the requests, draw by draw."""
         limit = asyncio.Semaphore(self._together)
 
-        async def one(row: int) -> Decoded:
+        async def one(row: int) -> Generated:
             async with limit:
                 return await self._servers[i].complete(requests[row].prompt_tokens, asked[row])
 
-        decoded: dict[int, Decoded] = {}
+        decoded: dict[int, Generated] = {}
         for index, draw in enumerate(self._draws):
             if own := [row for row in rows if requests[row].draw == draw]:
                 await self._ready(i, index)
@@ -149,7 +142,7 @@ class VLLMServers:
         if server.version != version:
             measured = await server.tell(self._path, draw, version, self._probe)
             what = f"{draw or 'the mean'} at step {self._step} on {server.url}"
-            check_probe(self._expected[index], measured, self._tolerance, what)
+            check_logprobs(self._expected[index], measured, self._tolerance, what)
 
     def _references(self, posterior: WeightSource) -> list[torch.Tensor]:
         """The probe's log-probs under each draw, by the trainer's model. The draws are dealt to the ranks."""

@@ -22,6 +22,8 @@ from threepo.types import Batch, CreditedRow, Draw
 
 Key = tuple[Draw | None, int]
 """Key of a row in an update: (gradient draw, row index)."""
+Parts = Mapping[Draw | None, Sequence[CreditedRow]]
+"""Rows by gradient draw, as in `Batch.parts`."""
 
 
 class RowScores(NamedTuple):
@@ -59,10 +61,7 @@ def score_rows(
 
 
 def choose_tokens(
-    parts: Mapping[Draw | None, Sequence[CreditedRow]],
-    scores: Mapping[Key, RowScores],
-    batch: Batch,
-    objective: ObjectiveConfig,
+    parts: Parts, scores: Mapping[Key, RowScores], batch: Batch, objective: ObjectiveConfig
 ) -> dict[str, dict[Key, torch.Tensor]]:
     """The choices of tokens that the objective makes among all tokens of `parts`, by field of `LossInputs`: bool."""
     selects = selections(objective)

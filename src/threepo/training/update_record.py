@@ -55,17 +55,15 @@ class UpdateRecord:
     evolution: dict[str, float] = field(default_factory=dict)
     """Metrics of the comparison with an evolution strategy."""
 
-    def add(
-        self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float], certainty: torch.Tensor
-    ) -> None:
-        """Add the sums and rows of a micro-batch; `certainty`: self-certainties [K]."""
+    def add(self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float]) -> None:
+        """Add the sums and rows of a micro-batch; `statistics` are those of `policy_loss.statistics`."""
         logprobs, correction = inputs.old_logprobs, inputs.correction
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - inputs.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, certainty, correction.weights, correction.kept)
+        by_token = (torch.ones_like(logprobs), logprobs, inputs.self_certainty, correction.weights, correction.kept)
         tokens, logprob, certain, weight, kept = (sum_by_row(x, inputs.row_of, len(rows)) for x in by_token)
         means = (certain / tokens, correction.rho, weight / tokens)
         columns = (tokens.int(), logprob, *means, kept.int(), correction.untouched)
