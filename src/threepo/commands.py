@@ -259,13 +259,13 @@ def push(options: argparse.Namespace) -> None:
 
 
 def show_data(options: argparse.Namespace) -> None:
-    from threepo.lab.show import listing, shown_problem
+    from threepo.lab.show import list_sources, show_problem
 
     if options.source is None:
-        print(listing())
+        print(list_sources())
         return
     split: Any = "heldout" if options.heldout else "train"
-    print(shown_problem(options.source, options.settings, split, options.index, options.model))
+    print(show_problem(options.source, options.settings, split, options.index, options.model))
 
 
 def demo(options: argparse.Namespace) -> None:
