@@ -128,7 +128,7 @@ def outcome(fault: str, folder: Path, common: list[str], ranks: Ranks) -> dict[s
     config, resumed = load(TrainConfig, "", settings), None
     if fault == "another run":
         name = ("nothing", "the-last-update")[ranks.rank]
-        config, resumed = api.reopen(folder / name, config, None, ranks)
+        resumed = api.reopen(folder / name, config, ranks)
     with ExitStack() as opened:
         if fault in FAULTS and ranks.rank == 1:
             opened.enter_context(FAULTS[fault]())

@@ -77,7 +77,7 @@ if __name__ == "__main__":
         fail_after(*FAILING[sys.argv[2]])
     with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
-            with patch("threepo.commands.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process
+            with patch("threepo.api.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process
                 status = main(command)
             if status:
                 os._exit(status)

@@ -64,7 +64,7 @@ if __name__ == "__main__":
             os.chdir(folder)
             with (
                 patch("threepo.cli._PATIENCE", 0),  # nobody waits for torchrun here
-                patch("threepo.commands.joined", lambda _: nullcontext(ranks)),  # ranks meet once in a process
+                patch("threepo.api.joined", lambda _: nullcontext(ranks)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
                 patch.object(VLLMEngine, "load", FAULTS[fault]),
             ):
