@@ -23,6 +23,7 @@ import torch
 from threepo import IVON
 from threepo.posterior import kernels, native
 from threepo.posterior.noise import noise_key
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.types import Draw
 
@@ -127,7 +128,7 @@ def floor_parts(size: int, device: str) -> dict[str, Step]:
     """The steps from which the floor is computed."""
     source, target = torch.randn(size, device=device), torch.ones(size, device=device)
     hessian, unit = torch.ones(size, device=device), Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
-    draw = Perturb(target, target, hessian, noise_key(Draw(0, 0, 0), "w"), unit)
+    draw = Perturb(target, target, hessian, Noise(noise_key(Draw(0, 0, 0), "w")), unit)
     return {"copy": lambda: target.copy_(source), "draw": lambda: kernels.run([draw])}
 
 

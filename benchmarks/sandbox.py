@@ -37,7 +37,7 @@ def kinds(cases: int) -> Iterator[tuple[str, str, dict[str, object]]]:
 
 def graded(backend: str, workers: int, program: str, tests: dict[str, object]) -> Work:
     """Grade the program repeatedly; exit if a verdict is not right."""
-    sandbox = SandboxConfig(backend=backend, workers=workers)  # type: ignore[arg-type]
+    sandbox = SandboxConfig(backend=backend, workers=workers)
     grader = CodeGrader(RewardConfig(function="code", sandbox=sandbox))
     pair = (f"```python\n{program}```", parse_tests(tests))
 

@@ -8,7 +8,7 @@ A test fails when a page is not what this would write.
 import argparse
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from threepo import config
 from threepo.cli import build_parser
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import load
-from threepo.config.records import BASES, RECORDS, shown
+from threepo.config.records import BASES, RECORDS, Named, OneOf, shown
 from threepo.lab.probe_config import ProbeConfig
 from threepo.lab.study_config import StudyTables
 
@@ -54,11 +54,18 @@ BAR = "\\|"
 TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
+def table_of(hint: Any) -> Mapping[str, Any]:
+    """The names of which a field takes one; empty if it takes others."""
+    tables = [each.table for each in getattr(hint, "__metadata__", ()) if isinstance(each, OneOf)]
+    return tables[0] if tables else {}
+
+
 def type_name(hint: Any) -> str:
     """A field's type in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return type_name(arguments[0])
+        named = [f'`"{name}"`' for name in table_of(hint)]
+        return " or ".join(named) or type_name(arguments[0])
     if origin is typing.Literal:
         return " or ".join(f"`{value!r}`" for value in arguments).replace("'", '"')
     if origin is tuple:
@@ -127,7 +134,10 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
     same = {f.name for f in shared if default_of(f) == getattr(record, f.name)} | {base._by if base else ""}
     listed = [f for f in fields(record) if not is_dataclass(hints[f.name]) and f.name not in same]
     for f in listed:
-        text = help_of(record, f.name)
+        items = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is tuple else ()
+        table_of_names = table_of(items[0] if items else hints[f.name])
+        named = [f"`{name}`: {row.says}." for name, row in table_of_names.items() if isinstance(row, Named)]
+        text = " ".join([help_of(record, f.name), *named])
         kind, default = type_name(hints[f.name]), "" if base else defaults(table, f.name)
         if f.name == record._by and not base:
             kind = " or ".join(f'`"{name}"`' for name in RECORDS[table])

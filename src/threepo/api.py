@@ -30,7 +30,7 @@ from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
-from threepo.ranks.group import ALONE, Ranks, joined
+from threepo.ranks.world import ALONE, World
 from threepo.run_folder import (
     CONFIG,
     SUMMARY,
@@ -51,23 +51,22 @@ __all__ += ["resume", "sample", "start", "train"]
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
-def start(config: Config, callbacks: Sequence[Follower] = (), inputs: SavedInputs | None = None) -> Path:
-    """Begin a run, and train to its end together with all ranks that torchrun started. Returns the run folder.
+def start(
+    config: Config, world: World = ALONE, callbacks: Sequence[Follower] = (), inputs: SavedInputs | None = None
+) -> Path:
+    """Begin a run, and train to its end. Returns the run folder.
 
-    `inputs`: objects to write into the folder first, from which the run reads them.
+    `inputs`: objects to write into the folder first, from which the run reads them. All ranks of `world` must call
+    this and the functions below together.
     """
-    with joined(config.parallel.timeout_s) as ranks:
-        with ranks.together():
-            if ranks.first:
-                refuse_taken(Path(config.run.folder), config)
-        with inputs.written(ranks) if inputs else contextlib.nullcontext():
-            return train(config, None, ranks, callbacks)
+    world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
+    with inputs.written(world) if inputs else contextlib.nullcontext():
+        return train(config, None, world, callbacks)
 
 
-def resume(run: Path, config: Config, callbacks: Sequence[Follower] = ()) -> Path:
+def resume(run: Path, config: Config, world: World = ALONE, callbacks: Sequence[Follower] = ()) -> Path:
     """Go on with a run to its end; `load_resumed` reads its configuration. Returns the run folder."""
-    with joined(config.parallel.timeout_s) as ranks:
-        return train(config, reopen(run, config, ranks), ranks, callbacks)
+    return train(config, reopen(run, config, world), world, callbacks)
 
 
 def complete(config: Config) -> Path:
@@ -80,18 +79,15 @@ def complete(config: Config) -> Path:
     return start(config)
 
 
-def reopen(run: Path, config: Config, ranks: Ranks = ALONE) -> RunFolder:
+def reopen(run: Path, config: Config, world: World = ALONE) -> RunFolder:
     """The open folder of the run to resume, which gets the length that `config` has."""
-    folder: RunFolder = FollowedFolder(run)
-    with ranks.together():
-        if ranks.first:
-            folder = RunFolder(run)
-            folder.extend(config.run.steps)
+    folder = world.only_first(lambda: RunFolder(run), others=FollowedFolder(run))
+    world.on_first(lambda: folder.extend(config.run.steps))
     return folder
 
 
 def train(
-    config: Config, resumed: RunFolder | None = None, ranks: Ranks = ALONE, callbacks: Sequence[Follower] = ()
+    config: Config, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
 ) -> Path:
     """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
 
@@ -99,23 +95,25 @@ def train(
     """
     began = time.monotonic()
     if isinstance(config, SFTConfig):
-        fine_tuning = sft.assemble(config, resumed, ranks)
+        fine_tuning = sft.assemble(config, resumed, world)
         with fine_tuning.folder:
             return _finish(fine_tuning, sft.fine_tune, began, resumed is not None, callbacks)
-    run = rlvr.assemble(config, resumed, ranks)
+    run = rlvr.assemble(config, resumed, world)
     with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
         return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
 def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower]) -> Path:
     path = Path(run.folder.path)
-    if not run.ranks.first:
-        loop(run)
-        return path
     for row in read_metrics(path):
         if row["step"] < run.state.step:  # made by earlier processes
             began -= sum(row.get(part) or 0.0 for part in ("time/step", "time/eval", "time/log"))
-    trackers = Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed)
+    trackers = run.world.only_first(
+        lambda: Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed), others=None
+    )
+    if trackers is None:
+        loop(run)
+        return path
     run.followers = (trackers.log, *callbacks)
     summary = None
     try:

@@ -8,20 +8,17 @@ import argparse
 import os
 import signal
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
 from typing import Any
 
 import threepo
 from threepo.commands import COMMANDS
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.lab.commands import LAB_COMMANDS
-from threepo.ranks.group import AgreedError, RankError, end_neighbours, started
+from threepo.ranks import launch
+from threepo.ranks.world import RankError
 
-_PATIENCE = 15.0
-"""Seconds in which the first rank can say what all have to say; it may take so long to end its engine."""
 _format_warning = warnings.formatwarning
 
 
@@ -32,13 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    ranks = started()
     failure: type[Exception] | None = None
     neighbours: Sequence[int] = ()
     try:
-        if ranks.size > 1 and not options.command.on_ranks:
-            raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
-        with nullcontext() if ranks.first else _silence():
+        if not options.command.on_ranks:
+            launch.refuse_several(
+                "torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it"
+            )
+        with launch.one_voice():
             options.command.action(options)
         sys.stdout.flush()
         return 0
@@ -52,28 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    if ranks.first:
-        print(f"threepo: {message}", file=sys.stderr, flush=True)
-    else:
-        _follow(ranks.rank, message, failure)
-    if neighbours:
-        end_neighbours(neighbours)
+    launch.report_end(message, failure, neighbours)
     return status
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Within the body, what is printed goes nowhere: the first rank prints the same."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-def _follow(rank: int, message: str, failure: type[Exception] | None) -> None:
-    """End a rank other than the first, which mostly says the same; torchrun ends all when one has ended."""
-    if not (failure and issubclass(failure, RankError)):
-        time.sleep(_PATIENCE if failure else 1.0)
-    if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
-        print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
 def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:

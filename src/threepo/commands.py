@@ -13,7 +13,7 @@ from typing import Any
 
 from threepo.errors import UserError
 from threepo.files import write_json
-from threepo.ranks.group import joined, started
+from threepo.ranks.launch import join_world, ranks_started
 
 Action = Callable[[argparse.Namespace], None]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -133,17 +133,16 @@ def train(options: argparse.Namespace) -> None:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
     with without_collector():
         from threepo import api
-    path = api.resume(options.resume, config) if options.resume else api.start(config)
-    if started().first:
-        print(api.closing_words(path))
+    with join_world(config.parallel.timeout_s) as world:
+        path = api.resume(options.resume, config, world) if options.resume else api.start(config, world)
+        world.on_first(lambda: print(api.closing_words(path)))
 
 
 def _print_plan(config: Any, options: argparse.Namespace) -> None:
     from threepo.lab.plan import plan
 
-    ranks = started()
-    found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks.size)
-    for label, lines in found.items() if ranks.first else ():
+    found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
+    for label, lines in found.items():
         print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
 
 
@@ -181,11 +180,10 @@ def evaluate(options: argparse.Namespace) -> None:
         from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
-    with joined(config.parallel.timeout_s) as ranks:
-        summary = api.evaluate(config, folder, ranks=ranks)
-        if ranks.first:
-            Console().print(evaluation_table(summary))
-            print(f"every completion and the settings: {folder}")
+    with join_world(config.parallel.timeout_s) as world:
+        summary = api.evaluate(config, folder, world=world)
+    Console().print(evaluation_table(summary))
+    print(f"every completion and the settings: {folder}")
 
 
 def _compare(options: argparse.Namespace) -> None:

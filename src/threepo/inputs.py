@@ -16,7 +16,7 @@ from typing import Any
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION
 from threepo.files import atomic_file, atomic_folder
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.run_folder import CONFIG, INPUTS
 
 
@@ -74,17 +74,15 @@ class SavedInputs:
         return str(path)
 
     @contextmanager
-    def written(self, ranks: Ranks) -> Iterator[None]:
+    def written(self, world: World) -> Iterator[None]:
         """Write the files for the body; delete them again if a `UserError` ends it before its run has begun."""
         with _without_progress_bars():
-            with ranks.together():
-                if ranks.first:
-                    self._write()
+            world.on_first(self._write)
             try:
                 yield
-            except UserError:
-                if ranks.first:
-                    self._delete_unused()
+            except UserError as error:
+                if world.all_know(error):
+                    world.on_first(self._delete_unused)
                 raise
 
     def _write(self) -> None:

@@ -23,7 +23,7 @@ from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
 from threepo.inputs import SavedInputs, path_of
 from threepo.progress import CALLBACK
-from threepo.ranks.group import joined
+from threepo.ranks.launch import join_world
 from threepo.rewards.user_function import FROM_PYTHON, functions_from_python
 from threepo.run_folder import (
     COMPLETIONS,
@@ -92,10 +92,10 @@ class Run:
 
     def plot(self) -> "Figure":
         """The training curves; `.savefig("curves.png")` writes them."""
-        from threepo.lab import figures
+        from threepo.lab.curves import curves
         from threepo.lab.report import read_run
 
-        return figures.curves([read_run(self.folder)])
+        return curves([read_run(self.folder)])
 
     def policy(self, device: str = "cpu") -> tuple[Any, Any]:
         """The trained model (float32, `PreTrainedModel`, at the posterior's mean) and its tokenizer."""
@@ -220,8 +220,8 @@ def evaluate(
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = path_of("folder", folder) if folder else default_folder(config)
-    with functions_from_python(functions), joined(config.parallel.timeout_s) as ranks, inputs.written(ranks):
-        return api.evaluate(config, output, ranks=ranks)
+    with functions_from_python(functions), join_world(config.parallel.timeout_s) as world, inputs.written(world):
+        return api.evaluate(config, output, world=world)
 
 
 def _new_config(
@@ -254,22 +254,22 @@ def _to_resume(
 def _start(config: Config, inputs: SavedInputs, callbacks: Sequence[Any]) -> Run:
     from threepo import api
 
-    with _until_a_callback_stops(callbacks):
-        api.start(config, callbacks, inputs)
+    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
+        api.start(config, world, callbacks, inputs)
     return Run(config.run.folder)
 
 
 def _resume(run: Run, config: Config, callbacks: Sequence[Any]) -> Run:
     from threepo import api
 
-    with _until_a_callback_stops(callbacks):
-        api.resume(run.folder, config, callbacks)
+    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
+        api.resume(run.folder, config, world, callbacks)
     return run
 
 
 @contextmanager
-def _until_a_callback_stops(callbacks: Any) -> Iterator[None]:
-    """For the body, which trains with these callbacks: a stop that one of them asked for is no error."""
+def _stopped_by(callbacks: Any) -> Iterator[None]:
+    """End the body, which trains with these callbacks, without an error if one of them stops it."""
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
     try:

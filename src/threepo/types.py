@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 THINK, THINK_END = "<think>", "</think>"
 VerdictStatus = Literal["right", "wrong", "no_answer", "error"]
-VerifierName = Literal["math", "code"]
-"""Verifiers of `rewards` that a data source can ask for."""
 
 
 class Purpose(IntEnum):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,10 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
 def test_kernels_with_other_bits_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: here the kernels get a noise that is not the address's."""
     from threepo.posterior import kernels
+    from threepo.posterior.noise_structures import Noise
 
     whole = kernels.run
-    monkeypatch.setattr(kernels, "run", lambda some: whole([one._replace(key=(1, 2)) for one in some]))
+    monkeypatch.setattr(kernels, "run", lambda some: whole([replace(one, noise=Noise((1, 2))) for one in some]))
     with pytest.raises(doctor.Trouble, match="other bits than torch's") as trouble:
         doctor.noise()
     assert trouble.value.state == "broken"

@@ -188,7 +188,7 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(*exploration_tables(explore(first, [second])))
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
-    for beginning in ("rescued 1.0 ", "lost 1.0 ", "rescued - lost 0.0 ", "incorrect, won % 66.7 "):
+    for beginning in ("rescued 1.0 ", "lost 1.0 ", "rescued - lost 0.0 ", "incorrect 66.7 "):
         assert any(line.startswith(beginning) for line in lines), beginning
     assert "won/lost/tied 2/1/1 2/0/0 0/1/1" in lines
     assert "b.jsonl against" in lines[0]
@@ -437,10 +437,10 @@ def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
     less, everything = exploration_panels(explore(first, [first])), exploration_panels(comparison)
     palette = {str(first): "#000000", "a.jsonl": "#ff0000", "b.jsonl": "#0000ff"}
     unknown = ["win_rates", "second_draw", "entropy"]
-    assert [panel.name for panel in less if panel not in with_data(less, palette)] == unknown
+    assert [panel.name for panel in less if panel not in with_data(less)] == unknown
     assert less[4].title == "pass@k, training rollouts, last third"
     assert everything[4].title == "pass@k, held-out problems"
     for panel in everything:
         axis = Figure().subplots()
-        assert draw_panel(panel, axis, palette)
+        draw_panel(panel, axis, palette)
         assert sum(len(line.get_xdata()) > 0 for line in axis.lines) >= 2, panel.name

@@ -109,7 +109,7 @@ def test_a_page_holds_every_completion_and_links_to_its_pictures(report: Path) -
     assert groups[0]["draws"] == ["mean weights"]
     assert "<b>$x" not in page
     pictures = re.findall(r'href="(figures/\w+\.png)"', page)
-    assert {f"figures/{name}.png" for name in ("reward", "rescued", "seconds", "by_draws")} < set(pictures)
+    assert {f"figures/{name}.png" for name in ("reward", "rescued", "seconds")} < set(pictures)
     for picture in pictures:
         assert (report.parent / picture).read_bytes().startswith(b"\x89PNG")
     assert "Without data in these runs: Token entropy (nats)" in re.sub(r"Held-out[^;]*; ", "", page)

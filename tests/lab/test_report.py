@@ -10,8 +10,9 @@ from rich.console import Console
 
 from threepo.cli import main
 from threepo.errors import UserError
-from threepo.lab.figures import colours, diagnostics, draw_panel, learning, plot, with_data
-from threepo.lab.report import RunReport, read_run, read_runs, tables
+from threepo.lab.curves import cost, learning, plot
+from threepo.lab.figures import Curve, Panel, colours, draw_panel, with_data
+from threepo.lab.report import read_run, read_runs, tables
 
 
 def write_run(path: Path, rows: list[dict]) -> Path:
@@ -82,7 +83,7 @@ def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:
     assert only_before.summary()["pass_at_1_after"] is None
     empty = read_run(write_run(tmp_path / "c", []))
     console = Console(record=True, width=120)
-    console.print(*tables({r.name: r for r in (run, only_before, empty)}))
+    console.print(*tables([run, only_before, empty]))
     text = console.export_text()
     assert "25.0 % ± 2.0" in text
     assert text.count(" - ") >= 5
@@ -91,7 +92,7 @@ def test_what_was_not_measured_is_said_to_be_missing(tmp_path: Path) -> None:
 def test_without_any_evaluation_the_table_shows_rewards(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [step(1), step(5)]))
     console = Console(record=True, width=120)
-    console.print(*tables({"a": run}))
+    console.print(*tables([run]))
     text = console.export_text()
     assert "reward last" in text
     assert " 0.1 " in text
@@ -112,7 +113,7 @@ def test_runs_of_fine_tuning_have_a_table_of_their_own(tmp_path: Path) -> None:
     tuned = read_run(written_fine_tuning(tmp_path / "sft"))
     learnt = read_run(write_run(tmp_path / "rl", [step(1)]))
     console = Console(record=True, width=120)
-    for table in tables({"sft": tuned, "rl": learnt}):
+    for table in tables([tuned, learnt]):
         console.print(table)
     text = console.export_text()
     assert "loss first" in text
@@ -130,14 +131,13 @@ def test_every_curve_is_inside_its_panel_and_no_panel_is_empty(tmp_path: Path) -
     rows = [step(i, **{"reward/mean": reward}) for i, reward in enumerate([14.0, -0.9, 3.0])]
     rows[2] |= evaluated(0.75)
     runs = [read_run(write_run(tmp_path / name, rows)) for name in ("a", "b")]
-    axes = {panel.name: Figure().subplots() for panel in learning(runs)}
-    found = [panel.name for panel in learning(runs) if draw_panel(panel, axes[panel.name], colours(["a", "b"]))]
-    assert found == ["reward", "pass_at_1", "zero_advantage", "entropy"]
+    axes = {panel.name: drawn(panel) for panel in with_data(learning(runs))}
+    assert list(axes) == ["reward", "pass_at_1", "zero_advantage", "entropy"]
     low, high = axes["reward"].get_ylim()
     assert low < -0.9
     assert high > 14
     assert axes["zero_advantage"].get_ylim() == (-0.02, 1.02)
-    tuned = with_data(learning([read_run(written_fine_tuning(tmp_path / "sft"))]), colours(["sft"]))
+    tuned = with_data(learning([read_run(written_fine_tuning(tmp_path / "sft"))]))
     assert [panel.name for panel in tuned] == ["sft_loss", "sft_eval_loss"]
 
 
@@ -146,45 +146,38 @@ def test_the_only_step_of_a_run_is_a_dot(tmp_path: Path) -> None:
         read_run(write_run(tmp_path / str(n), [step(i, **{"time/step": 1.0}) for i in range(n)])) for n in (1, 2)
     )
     for run, marker in ((one, "o"), (two, "None")):
-        axis = Figure().subplots()
-        assert draw_panel(learning([run])[0], axis, colours([run.name]))
-        assert {line.get_marker() for line in axis.lines} == {marker}
-        assert {line.get_marker() for line in panel([run], "seconds")[1].lines} == {marker}
+        assert {line.get_marker() for line in drawn(learning([run])[0]).lines} == {marker}
+        assert {line.get_marker() for line in drawn(cost([run])[1]).lines} == {marker}
 
 
-def panel(runs: list[RunReport], name: str) -> tuple[bool, Any]:
-    """Whether a panel has data, and the axes that it is drawn on."""
+def drawn(panel: Panel) -> Any:
+    """The axes that a panel with data is drawn on."""
     axis = Figure().subplots()
-    found = next(p for panels in diagnostics(runs).values() for p in panels if p.name == name)
-    return draw_panel(found, axis, colours([run.name for run in runs])), axis
+    draw_panel(panel, axis, colours(list(dict.fromkeys(curve.name for curve in panel.curves))))
+    return axis
 
 
-def test_panels_of_cost_and_settings_by_hand(tmp_path: Path) -> None:
-    """Totals of two steps; a dot for each of three runs against its draws: 0 draws 0.5, 4 draws 0.6 and 0.8."""
-    cost = {"compute/flops": 10.0, "time/rollout": 2.0, "time/tokens_per_second": 50.0, "time/eval": 0.5}
-    rows = [{"step": -1, **evaluated(0.25)}, step(0, **cost), step(1, **cost)]
-    runs = []
-    for name, draws, reached in (("a", 0, 0.5), ("b", 4, 0.6), ("c", 4, 0.8)):
-        run = read_run(write_run(tmp_path / name, [*rows[:2], rows[2] | evaluated(reached)]))
-        run.config["method"]["draws"] = draws
-        runs.append(run)
+def test_panels_of_cost_by_hand(tmp_path: Path) -> None:
+    """Totals of two steps."""
+    spent = {"compute/flops": 10.0, "time/rollout": 2.0, "time/tokens_per_second": 50.0, "time/eval": 0.5}
+    run = read_run(write_run(tmp_path / "a", [{"step": -1, **evaluated(0.25)}, step(0, **spent), step(1, **spent)]))
+    panels = {panel.name: panel for panel in cost([run])}
     for name, x, y in (
         ("seconds", [1, 2], [1.5, 4.0]),
         ("tokens", [1, 2], [100, 200]),
         ("reward_by_flops", [10, 20], [0, 0.1]),
     ):
-        has_data, axis = panel(runs[:1], name)
-        assert has_data
-        assert list(axis.lines[0].get_xdata()) == x
-        assert list(axis.lines[0].get_ydata()) == pytest.approx(y)
-    has_data, axis = panel(runs, "by_draws")
-    assert has_data
-    dots = [line for line in axis.lines if line.get_marker() == "o"]
-    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in dots] == [(0, 0.5), (4, 0.6), (4, 0.8)]
-    assert all(len(line.get_xdata()) == 1 for line in axis.lines), "no line joins runs that may be of different methods"
-    assert axis.get_ylim()[0] == 0
-    assert not panel(runs, "by_ess")[0], "no run has noise of another size"
-    assert not panel(runs[1:], "by_draws")[0], "these do not differ in it"
+        line = drawn(panels[name]).lines[0]
+        assert list(line.get_xdata()) == x
+        assert list(line.get_ydata()) == pytest.approx(y)
+
+
+def test_bands_of_few_seeds_do_not_flatten_the_lines() -> None:
+    """A line from 0 to 1 with a band from -10 to 1.2: half of the line's height is shown beyond it at most."""
+    wide = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-10.0, 0.0], high=[10.0, 1.2])]))
+    assert wide.get_ylim() == (-0.5, 1.5)
+    narrow = drawn(Panel("a", "a", "", [Curve("a", [1, 2], [0.0, 1.0], low=[-0.1, 0.0], high=[0.1, 1.2])]))
+    assert -0.5 < narrow.get_ylim()[0] < -0.1
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])

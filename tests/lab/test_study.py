@@ -29,7 +29,7 @@ from threepo.lab.study import (
 )
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
 from threepo.lab.study_summary import summarise
-from threepo.lab.study_view import markdown, tables, write_results
+from threepo.lab.study_view import markdown, shown_tables, write_results
 
 SETTINGS = [*RLVR[:-2], "eval.problems=4", "eval.samples=2"]
 SETTINGS.remove("run.threads=1")
@@ -351,7 +351,7 @@ def test_the_figures_of_a_study_by_hand(tmp_path: Path) -> None:
     assert "| c3po | 3 | 3 of 4 | -0.125 [" in page
     assert "| c3po | optimizer.ess=1e8 | 0.300, 0.300 |" in page
     assert (study.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert [table.row_count for table in tables(summary)] == [2]
+    assert [table.row_count for table in shown_tables(summary)] == [2]
 
 
 def test_a_run_without_a_number_is_left_out_and_its_pair_too(tmp_path: Path) -> None:

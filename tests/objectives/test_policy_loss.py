@@ -23,16 +23,14 @@ from threepo.errors import UserError
 from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.objectives.policy_loss import (
-    ADDED,
     divisor,
-    kl_to_reference,
     row_weights,
     scored_first,
     split_by_gradient,
     statistics,
     token_losses,
 )
-from threepo.objectives.token_losses import token_loss
+from threepo.objectives.token_losses import ENTROPY_BONUS, REFERENCE_PENALTY, kl_to_reference, token_loss
 from threepo.types import CreditedRow
 
 
@@ -49,6 +47,7 @@ def inputs_of(ratios: list[float], advantage: float, **fields: Any) -> LossInput
         old_logprobs=torch.zeros_like(logprobs),
         behaviour_logprobs=torch.zeros_like(logprobs),
         entropy=torch.full_like(logprobs, 0.7),
+        self_certainty=torch.zeros_like(logprobs),
         advantages=torch.full_like(logprobs, advantage),
         weights=torch.ones_like(logprobs),
         correction=replace(effect, weights=weights, counted=counted),
@@ -223,7 +222,8 @@ def test_the_mean_of_that_estimate_is_the_kl() -> None:
     assert float((policy * kl_to_reference(inputs)).sum()) == pytest.approx(expected)
 
 
-TERMS = {name: token_loss(record) for name, record in RECORDS["objective"].items()} | ADDED
+POLICY_LOSSES = {name: token_loss(record) for name, record in RECORDS["objective"].items()}
+TERMS = {**POLICY_LOSSES, "entropy bonus": ENTROPY_BONUS, "reference penalty": REFERENCE_PENALTY}
 
 
 @pytest.mark.parametrize("name", list(TERMS))

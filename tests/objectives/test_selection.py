@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from threepo.config import ClipCovConfig, KLCovConfig, PPOConfig
 from threepo.objectives.selection import (
     ENTROPY_STEP,
-    TokenScores,
+    ChoiceInputs,
     highest_entropy,
     largest_covariance,
     random_in_bounds,
 )
 
 
-def scores(count: int, **fields: list[float]) -> TokenScores:
+def scores(count: int, **fields: list[float]) -> ChoiceInputs:
     """Tokens that are all kept, with these scores; the others are 0."""
     values = {
         "logprobs": [0.0] * count,
@@ -24,7 +24,7 @@ def scores(count: int, **fields: list[float]) -> TokenScores:
         "uniforms": [0.0] * count,
     }
     tensors = {name: torch.tensor(fields.get(name, default)) for name, default in values.items()}
-    return TokenScores(**tensors, kept=torch.tensor(fields.get("kept", [1.0] * count)).bool())
+    return ChoiceInputs(**tensors, kept=torch.tensor(fields.get("kept", [1.0] * count)).bool())
 
 
 def test_the_covariance_is_centred_on_the_tokens_that_are_kept() -> None:

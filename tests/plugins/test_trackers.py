@@ -18,8 +18,10 @@ import pytest
 
 from runs import resume, sft_config, train_config
 from threepo import api
+from threepo.config import TRACKERS
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.plugins.trackers import TRACKERS, Trackers
+from threepo.plugins import trackers
+from threepo.plugins.trackers import Trackers
 from threepo.run_folder import SUMMARY, read_metrics
 
 Points = dict[str, list[tuple[int, float]]]
@@ -189,7 +191,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = Dead(kind)
-    monkeypatch.setitem(TRACKERS, "mlflow", lambda *_: dead)  # type: ignore[arg-type]
+    monkeypatch.setattr(trackers, "MLflow", lambda *_: dead)  # type: ignore[arg-type]
     monkeypatch.setattr("threepo.training.run.find_spec", lambda _: True)
     with pytest.warns(ThreepoWarning) as said:
         api.train(train_config(tmp_path / "run", "run.steps=3", 'run.trackers=["mlflow", "tensorboard"]'))

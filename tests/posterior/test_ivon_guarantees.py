@@ -20,6 +20,7 @@ from threepo.posterior.gaussian import Posterior
 from threepo.posterior.groups import NOISE_SCALES, RANGES
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.types import Draw
 
@@ -138,7 +139,7 @@ def test_an_interrupt_while_the_mean_comes_back_waits_until_it_is_back(monkeypat
 def test_a_state_that_is_not_float32_is_refused() -> None:
     with pytest.raises(RuntimeError, match="state is float32, this is torch.bfloat16"):
         hessian, scalars = torch.ones(4).bfloat16(), Scalars(0.0, 1.0, 0.0, 1.0)
-        kernels.run([Perturb(torch.ones(4), torch.ones(4), hessian, noise_key(DRAW, "w"), scalars)])
+        kernels.run([Perturb(torch.ones(4), torch.ones(4), hessian, Noise(noise_key(DRAW, "w")), scalars)])
 
 
 def test_copies_and_pickles_go_on_like_the_original() -> None:

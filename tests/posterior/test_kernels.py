@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from threepo.posterior import kernels, native, torch_kernels
-from threepo.posterior.noise import BLOCK, Key, noise_key
+from threepo.posterior.noise import BLOCK, noise_key
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import HESSIAN_RANGE, WHOLE, AddNoiseTimes, Perturb, Region, Scalars, Update
 from threepo.posterior.shards import _box
 from threepo.types import Draw
 
 DRAW = Draw(3, 5, 1)
-KEY = noise_key(DRAW, "w")
+NOISE = Noise(noise_key(DRAW, "w"))
 SIZES = st.one_of(st.integers(1, 3 * BLOCK), st.just(3 * 65536 + 17))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -42,6 +43,8 @@ def in_blocks(size: int, region: Region, most: int) -> int:
 
 CASES = st.tuples(SIZES, REGIONS).map(lambda case: (in_blocks(*case, most=1024), case[1]))
 
+SIGNS = st.sampled_from([1, -1])
+
 needs_native = pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no compiled kernels here")
 
 
@@ -55,10 +58,10 @@ def sigma(ess: float, weight_decay: float, noise_scale: float, isotropic: float 
     return Scalars(weight_decay, ess, root, noise_scale)
 
 
-def noise(kernels: ModuleType, size: int, key: Key = KEY, region: Region = WHOLE) -> torch.Tensor:
+def noise(kernels: ModuleType, size: int, made: Noise = NOISE, region: Region = WHOLE) -> torch.Tensor:
     """What these kernels add to a mean of 0 with a sigma of 1."""
     z = torch.zeros(size)
-    kernels.run([Perturb(z, z, torch.ones(size), key, sigma(1.0, 0.0, 1.0), region)])
+    kernels.run([Perturb(z, z, torch.ones(size), made, sigma(1.0, 0.0, 1.0), region)])
     return z
 
 
@@ -88,10 +91,12 @@ SCALARS = st.builds(
 
 
 @needs_native
-@given(case=CASES)
-def test_compiled_noise_is_the_noise_that_torch_defines(case: tuple[int, Region]) -> None:
+@given(case=CASES, sign=SIGNS)
+def test_compiled_noise_is_the_noise_that_torch_defines(case: tuple[int, Region], sign: int) -> None:
     size, region = case
-    assert torch.equal(noise(native, size, KEY, region), noise(torch_kernels, size, KEY, region))
+    made = Noise(NOISE.key, sign)
+    assert torch.equal(noise(native, size, made, region), noise(torch_kernels, size, made, region))
+    assert torch.equal(noise(torch_kernels, size, made, region), sign * noise(torch_kernels, size, NOISE, region))
 
 
 @needs_native
@@ -103,20 +108,21 @@ def test_compiled_perturb_is_the_torch_one(
     torch.manual_seed(size)
     mean, h = torch.randn(size).to(dtype), torch.rand(size) + 1e-4
     ours, defined = torch.empty(size, dtype=out_dtype), torch.empty(size, dtype=out_dtype)
-    native.run([Perturb(ours, mean, h, KEY, scalars, region)])
-    torch_kernels.run([Perturb(defined, mean, h, KEY, scalars, region)])
+    native.run([Perturb(ours, mean, h, NOISE, scalars, region)])
+    torch_kernels.run([Perturb(defined, mean, h, NOISE, scalars, region)])
     assert torch.equal(ours, defined)
 
 
 @needs_native
-@given(case=CASES, dtype=DTYPES)
-def test_compiled_accumulation_is_the_torch_one(case: tuple[int, Region], dtype: torch.dtype) -> None:
+@given(case=CASES, dtype=DTYPES, sign=SIGNS)
+def test_compiled_accumulation_is_the_torch_one(case: tuple[int, Region], dtype: torch.dtype, sign: int) -> None:
     size, region = case
     torch.manual_seed(size)
     grad, total = torch.randn(size).to(dtype), torch.randn(size)
     ours, defined = total.clone(), total.clone()
-    native.run([AddNoiseTimes(ours, grad, KEY, region)])
-    torch_kernels.run([AddNoiseTimes(defined, grad, KEY, region)])
+    made = Noise(NOISE.key, sign)
+    native.run([AddNoiseTimes(ours, grad, made, region)])
+    torch_kernels.run([AddNoiseTimes(defined, grad, made, region)])
     assert torch.equal(ours, defined)
 
 
@@ -129,6 +135,7 @@ def test_compiled_accumulation_is_the_torch_one(case: tuple[int, Region], dtype:
     estimator=st.sampled_from(["price", "gradsq", "none"]),
     scalars=SCALARS,
     grad_size=st.sampled_from([1e-6, 1.0, 1e30]),
+    sign=SIGNS,
 )
 def test_compiled_update_is_the_torch_one(
     case: tuple[int, Region],
@@ -138,6 +145,7 @@ def test_compiled_update_is_the_torch_one(
     estimator: str,
     scalars: Scalars,
     grad_size: float,
+    sign: int,
 ) -> None:
     size, region = case
     torch.manual_seed(size)
@@ -147,7 +155,8 @@ def test_compiled_update_is_the_torch_one(
     for module in (native, torch_kernels):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = torch.empty(size, dtype=torch.bfloat16) if copied else None
-        update = Update(own[0], copy, own[1], own[2], grad, second, KEY, step(estimator, scalars), region)
+        made = Noise(NOISE.key, sign)
+        update = Update(own[0], copy, own[1], own[2], grad, second, made, step(estimator, scalars), region)
         (clipped,) = module.run([update])
         results.append([*own, clipped, *([copy] if copied else [])])
     for ours, defined in zip(*results, strict=True):
@@ -164,10 +173,10 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     results = []
     for module in (native, torch_kernels):
         m, hessian, momentum, total = mean.clone(), h.clone(), g.clone(), g.clone()
-        module.run([Perturb(m, m, hessian, KEY, sigma(10.0, 0.1, 1.0), Region(300))])
-        module.run([AddNoiseTimes(total, grad, KEY, Region(300))])
+        module.run([Perturb(m, m, hessian, NOISE, sigma(10.0, 0.1, 1.0), Region(300))])
+        module.run([AddNoiseTimes(total, grad, NOISE, Region(300))])
         scalars = step("price", sigma(10.0, 0.1, 1.0))
-        (clipped,) = module.run([Update(m, None, hessian, momentum, grad, None, KEY, scalars, Region(300))])
+        (clipped,) = module.run([Update(m, None, hessian, momentum, grad, None, NOISE, scalars, Region(300))])
         results.append((m, hessian, momentum, total, clipped))
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
@@ -177,7 +186,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 def test_every_dtype_adds_in_wide_and_rounds_once(dtype: torch.dtype) -> None:
     mean, h = torch.randn(2000).to(dtype), torch.full((2000,), 0.25)
     out = torch.empty_like(mean)
-    kernels.run([Perturb(out, mean, h, KEY, sigma(100.0, 0.0, 1.0))])
+    kernels.run([Perturb(out, mean, h, NOISE, sigma(100.0, 0.0, 1.0))])
     wide = mean if dtype == torch.float64 else mean.float()
     assert torch.equal(out, (wide + normal(DRAW, "w", 0, 2000) * 0.2).to(dtype))
 
@@ -197,8 +206,8 @@ def test_noise_goes_by_the_logical_index_not_by_the_memory(strided: torch.Tensor
     results = []
     for mean in (strided.clone(memory_format=torch.preserve_format), dense.clone()):
         hessian, momentum = h.clone(), g.clone()
-        kernels.run([Perturb(mean, mean, hessian, KEY, scalars)])
-        kernels.run([Update(mean, None, hessian, momentum, grad, None, KEY, scalars)])
+        kernels.run([Perturb(mean, mean, hessian, NOISE, scalars)])
+        kernels.run([Update(mean, None, hessian, momentum, grad, None, NOISE, scalars)])
         results.append((mean, hessian, momentum))
     for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
@@ -221,21 +230,21 @@ def test_the_hessian_stays_positive_and_everything_finite_for_any_gradient(
     factors = {"estimate_factor": ess if estimator == "gradsq" else 1.0, "momentum_factor": 1.0, "grad_weight": 0.1}
     scalars = step(estimator, sigma(ess, delta, 1.0), **weights, **factors)
     for _ in range(3):
-        kernels.run([Update(mean, None, hessian, momentum, torch.full((BLOCK,), grad), None, KEY, scalars)])
+        kernels.run([Update(mean, None, hessian, momentum, torch.full((BLOCK,), grad), None, NOISE, scalars)])
         assert hessian.min() >= HESSIAN_RANGE[0] * 0.99
         assert all(bool(tensor.isfinite().all()) for tensor in (mean, hessian, momentum))
-        kernels.run([Perturb(torch.empty(BLOCK), mean, hessian, KEY, scalars)])
+        kernels.run([Perturb(torch.empty(BLOCK), mean, hessian, NOISE, scalars)])
 
 
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
     mean = torch.zeros(10)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.run([Perturb(mean, mean, torch.ones(9), KEY, sigma(1.0, 0.0, 1.0))])
+        kernels.run([Perturb(mean, mean, torch.ones(9), NOISE, sigma(1.0, 0.0, 1.0))])
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.run([AddNoiseTimes(torch.zeros(11), torch.ones(10), KEY)])
+        kernels.run([AddNoiseTimes(torch.zeros(11), torch.ones(10), NOISE)])
     scalars = step("price", sigma(1.0, 0.0, 1.0))
     with pytest.raises(RuntimeError, match="shapes differ"):
-        kernels.run([Update(mean, None, torch.ones(10), torch.zeros(10), torch.ones(5), None, KEY, scalars)])
+        kernels.run([Update(mean, None, torch.ones(10), torch.zeros(10), torch.ones(5), None, NOISE, scalars)])
     assert mean.eq(0).all()
 
 
@@ -243,7 +252,7 @@ def test_autograd_notices_what_the_kernels_write() -> None:
     p = torch.nn.Parameter(torch.ones(5000))
     loss = (p**2).sum()
     with torch.no_grad():
-        kernels.run([Perturb(p, p, torch.ones(5000), KEY, sigma(1.0, 0.0, 1.0))])
+        kernels.run([Perturb(p, p, torch.ones(5000), NOISE, sigma(1.0, 0.0, 1.0))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -253,7 +262,7 @@ def test_noise_of_rows_is_that_of_their_elements_in_the_whole(size: int, region:
     start, row, stride = region
     elements = torch.tensor([start + i // row * stride + i % row for i in range(size)])
     whole = noise(torch_kernels, int(elements[-1]) + 1)
-    assert torch.equal(noise(torch_kernels, size, KEY, region), whole[elements])
+    assert torch.equal(noise(torch_kernels, size, NOISE, region), whole[elements])
 
 
 @given(st.data())
@@ -286,9 +295,11 @@ def test_many_operations_in_one_call_are_what_each_is_alone(threads: int) -> Non
             tensors = (torch.randn(size), None, torch.rand(size) + 0.1, torch.randn(size), torch.randn(size), None)
             scalars = step("price", sigma(10.0, 0.1, 1.0), clip_radius=0.5 + index)
             region = Region(index, 100, 128) if index % 2 else Region(index)
-            updates.append(Update(*tensors, noise_key(DRAW, str(index)), scalars, region))
+            updates.append(Update(*tensors, Noise(noise_key(DRAW, str(index))), scalars, region))
         clipped = native.run(updates) if together else [torch_kernels.run([update])[0] for update in updates]
-        results.append([tensor for update in updates for tensor in (update.mean, *update[2:4])] + clipped)
+        results.append(
+            [tensor for update in updates for tensor in (update.mean, update.hessian, update.momentum)] + clipped
+        )
     for ours, defined in zip(*results, strict=True):
         assert torch.equal(ours, defined)
 
@@ -299,10 +310,10 @@ def test_one_call_takes_tensors_of_different_backends() -> None:
     dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.bfloat16]
     means = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     means[0] = torch.zeros(3, 7).t()
-    keys = [noise_key(DRAW, str(mean.shape)) for mean in means]
+    noises = [Noise(noise_key(DRAW, str(mean.shape))) for mean in means]
     kernels.run(
-        Perturb(mean, mean, torch.ones(mean.shape), key, sigma(1.0, 0.0, 1.0))
-        for mean, key in zip(means, keys, strict=True)
+        Perturb(mean, mean, torch.ones(mean.shape), noise, sigma(1.0, 0.0, 1.0))
+        for mean, noise in zip(means, noises, strict=True)
     )
     for mean in means:
         z = normal(DRAW, str(mean.shape), 0, mean.numel()).view(mean.shape)

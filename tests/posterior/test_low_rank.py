@@ -16,9 +16,9 @@ from threepo.posterior import kernels
 from threepo.posterior.evolution import evolve
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
-from threepo.posterior.noise import LowRank, noise_address, noise_chunks
+from threepo.posterior.noise_structures import LowRankNoise, noise_of
 from threepo.posterior.operations import AddNoiseTimes, Perturb, Region, Scalars, Update
-from threepo.posterior.perturbation import GroupSettings, sigma_scalars
+from threepo.posterior.perturbation import NoiseGroup, sigma_scalars
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
 from threepo.types import Draw
 
@@ -29,7 +29,7 @@ UNIT = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=1.0)
 def noise(rows: int, columns: int, rank: int, draw: Draw = DRAW) -> torch.Tensor:
     """What a draw adds to a matrix "w" at a sigma of 1."""
     z = torch.zeros(rows, columns)
-    kernels.run([Perturb(z, z, z, noise_address(draw, "w", z.shape, rank), UNIT)])
+    kernels.run([Perturb(z, z, z, noise_of(draw, "w", z.shape, {"rank": rank}), UNIT)])
     return z
 
 
@@ -43,29 +43,30 @@ def test_it_is_the_product_of_two_factors_of_full_noise(rows: int, columns: int,
 
 def test_vectors_have_full_noise() -> None:
     for shape in (torch.Size([9]), torch.Size([2, 3, 4])):
-        assert noise_address(DRAW, "w", shape, 2) == noise_address(DRAW, "w", shape, 0)
-    assert isinstance(noise_address(DRAW, "w", torch.Size([2, 3]), 2), LowRank)
+        assert noise_of(DRAW, "w", shape, {"rank": 2}) == noise_of(DRAW, "w", shape, {})
+    assert isinstance(noise_of(DRAW, "w", torch.Size([2, 3]), {"rank": 2}), LowRankNoise)
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 4), st.data())
 def test_an_element_is_the_same_in_every_slice(rows: int, columns: int, rank: int, data: st.DataObject) -> None:
-    address, whole = noise_address(DRAW, "w", torch.Size([rows, columns]), rank), noise(rows, columns, rank).view(-1)
+    whole = noise(rows, columns, rank).view(-1)
+    made = noise_of(DRAW, "w", torch.Size([rows, columns]), {"rank": rank})
     start = data.draw(st.integers(0, rows * columns - 1))
     stop = data.draw(st.integers(start + 1, rows * columns))
-    for offset, z in noise_chunks(address, start, stop, torch.device("cpu")):
+    for offset, z in made.numbers(start, stop, torch.device("cpu")):
         assert torch.equal(z, whole[start + offset : start + offset + len(z)])
 
 
 def test_shards_by_rows_and_by_columns_have_the_noise_of_the_whole() -> None:
     whole = noise(6, 10, 2)
-    address = noise_address(DRAW, "w", whole.shape, 2)
+    made = noise_of(DRAW, "w", whole.shape, {"rank": 2})
     for shape, region, expected in [
         ((2, 10), Region(20), whole[2:4]),
         ((6, 3), Region(4, 3, 10), whole[:, 4:7]),
     ]:
         z, sums = torch.zeros(shape), torch.zeros(shape)
-        kernels.torch_kernels.run([Perturb(z, z, z, address, UNIT, region)])
-        kernels.torch_kernels.run([AddNoiseTimes(sums, torch.full(shape, 2.0), address, region)])
+        kernels.torch_kernels.run([Perturb(z, z, z, made, UNIT, region)])
+        kernels.torch_kernels.run([AddNoiseTimes(sums, torch.full(shape, 2.0), made, region)])
         assert torch.equal(z, expected)
         assert torch.equal(sums, 2 * expected)
 
@@ -85,17 +86,17 @@ def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
 def test_a_step_has_the_bits_of_the_definition(estimator: str) -> None:
     """Whose noise is made in torch, and whose rest may not be."""
     torch.manual_seed(0)
-    settings = sigma_scalars(vars(GroupSettings(1e4, 0.0, 1.0, 1e-2, ("w",), "isotropic", 2)))
+    settings = sigma_scalars(vars(NoiseGroup(1e4, 0.0, 1.0, 1e-2, ("w",), "isotropic")))
     scalars = settings._replace(
         beta1=0.9, grad_weight=0.1, beta2=0.99, estimate_weight=0.01, retraction_weight=5e-5, estimate_factor=1.0,
         momentum_factor=1.0, clip_radius=1.0, step_size=0.1, estimator=estimator,
     )  # fmt: skip
-    address = noise_address(DRAW, "w", torch.Size([6, 5]), 2)
+    made = noise_of(DRAW, "w", torch.Size([6, 5]), {"rank": 2})
     found = []
     for module in (kernels, kernels.torch_kernels):
         generator = torch.Generator().manual_seed(1)
         mean, hessian, momentum, grad = (torch.randn(6, 5, generator=generator) for _ in range(4))
-        module.run([Update(mean, None, hessian.square_(), momentum, grad, None, address, scalars)])  # type: ignore[attr-defined]
+        module.run([Update(mean, None, hessian.square_(), momentum, grad, None, made, scalars)])  # type: ignore[attr-defined]
         found.append((mean, hessian, momentum))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -108,7 +109,7 @@ def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
     hessian = root @ root.T / 12 + torch.eye(12)
     w = torch.nn.Parameter(torch.zeros(3, 4))
     settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.999), "noise_shape": "isotropic"}
-    optimizer = IVON([("w", w)], noise_rank=rank, **settings)  # type: ignore[arg-type]
+    optimizer = IVON([("w", w)], noise_structure={"rank": rank}, **settings)  # type: ignore[arg-type]
     late = []
     for step in range(6000):
         draw = optimizer.next_draw()
@@ -133,7 +134,7 @@ def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, sign: Literal[1, -1]
     """In the model, beside it, from a file and around any model; the mean comes back."""
     draw, net = Draw(0, 0, 2, sign=sign), model()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_rank=2)
+    optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_structure={"rank": 2})
     with optimizer.perturbed(draw):
         inside = {name: p.detach().clone() for name, p in net.named_parameters()}
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
@@ -149,18 +150,18 @@ def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, sign: Literal[1, -1]
 def test_noise_of_a_given_size_has_the_rank_too() -> None:
     net = model()
     around = Posterior.around(net.named_parameters(), NoiseConfig(unit="absolute", size=0.1, rank=1))
-    adamw = PointAdamW(net.named_parameters(), noise_scale=0.1, noise_rank=1, lr=1e-3)
+    adamw = PointAdamW(net.named_parameters(), noise_scale=0.1, noise_structure={"rank": 1}, lr=1e-3)
     for source in (FixedWeights(net, around), adamw):
         z = (dict(source.weights(DRAW))["0.weight"] - net[0].weight).detach() / 0.1  # type: ignore[index, operator]
-        address = noise_address(DRAW, "0.weight", z.shape, 1)
+        made = noise_of(DRAW, "0.weight", z.shape, {"rank": 1})
         expected = torch.zeros_like(z)
-        kernels.run([Perturb(expected, expected, expected, address, UNIT)])
+        kernels.run([Perturb(expected, expected, expected, made, UNIT)])
         torch.testing.assert_close(z, expected, rtol=0, atol=1e-5)
 
 
 def test_evolution_steps_along_the_noise_of_low_rank() -> None:
     w = torch.nn.Parameter(torch.zeros(4, 3))
-    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_rank=1)
+    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure={"rank": 1})
     draws = [Draw(0, 0, 0), Draw(0, 0, 1)]
     evolve(optimizer, dict(zip(draws, (1.0, -1.0), strict=True)))
     expected = (noise(4, 3, 1, draws[0]) - noise(4, 3, 1, draws[1])) / 2 / 0.5
@@ -171,5 +172,5 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     full = Posterior.of(IVON(model().named_parameters()))
     with pytest.raises(UserError, match="noise.rank = 2: the posterior has its own rank; remove it"):
         full.scaled(NoiseConfig(size=0.5, rank=2))
-    with pytest.raises(UserError, match="noise_rank = -1: must be 0"):
-        IVON(model().named_parameters(), noise_rank=-1)
+    with pytest.raises(UserError, match="noise_structure = {'rank': -1}: must be {} or one of"):
+        IVON(model().named_parameters(), noise_structure={"rank": -1})

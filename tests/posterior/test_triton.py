@@ -33,11 +33,11 @@ def test_interpreted_kernels_compute_the_torch_ones_bits() -> None:
 F32 = "fp32"
 SCALARS = (F32,) * 4
 ROWS = {"row": "i32", "stride": "i32", "rows": "constexpr"}
-ADDRESS = {"start": "i32", "count": "i32", **ROWS, "first": "i64", "second": "i64"}
+ADDRESS = {"start": "i32", "count": "i32", **ROWS, "first": "i64", "second": "i64", "sign": F32}
 SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
     "_perturb": (
         {"tensors": ("*bf16", "*fp32", "*fp32"), **ADDRESS, "scalars": SCALARS, "isotropic": "constexpr"},
-        {(5,): False, (9,): False},
+        {(5,): False, (10,): False},
     ),
     "_add_noise_times": ({"total": "*fp32", "grad": "*fp16", **ADDRESS}, {(6,): True}),
     "_update": (
@@ -49,7 +49,7 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
             "step": (F32,) * 12,
             **dict.fromkeys(("estimator", "isotropic"), "constexpr"),
         },
-        {(0, 5): None, (6,): True, (11,): "price", (12,): False},
+        {(0, 5): None, (6,): True, (12,): "price", (13,): False},
     ),
 }
 

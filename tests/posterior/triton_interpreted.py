@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posterior.test_kernels import KEY, SCALARS, in_blocks, noise, regions, sigma, step
+from posterior.test_kernels import NOISE, SCALARS, SIGNS, in_blocks, noise, regions, sigma, step
 from threepo.posterior import torch_kernels, triton_kernels
 from threepo.posterior.noise import _GOLDEN, _MIX1, _MIX2, BLOCK, Key
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Perturb, Region, Scalars, Update
 
 # Lanes beyond the end of a tensor divide nothing by nothing, and NumPy says so.
@@ -28,10 +29,12 @@ def assert_same_bits(ours: torch.Tensor, defined: torch.Tensor) -> None:
 
 
 @some
-@given(case=CASES)
-def test_noise(case: tuple[int, Region]) -> None:
+@given(case=CASES, sign=SIGNS)
+def test_noise(case: tuple[int, Region], sign: int) -> None:
     size, region = case
-    ours, defined = (noise(kernels, size, KEY, region) for kernels in (triton_kernels, torch_kernels))
+    ours, defined = (
+        noise(kernels, size, Noise(NOISE.key, sign), region) for kernels in (triton_kernels, torch_kernels)
+    )
     assert_same_bits(ours, defined)
 
 
@@ -55,8 +58,9 @@ def key_for(bits: int) -> Key:
 @pytest.mark.parametrize("low", [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 def test_the_ends_of_the_noise_s_range(sign: int, high: int, low: int) -> None:
     key = key_for(sign | high << 32 | low)
-    ours, defined = (noise(kernels, BLOCK, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
-    assert_same_bits(ours, defined)
+    for factor in (-1, 1):
+        ours, defined = (noise(ks, BLOCK, Noise(key, factor), Region(0)) for ks in (triton_kernels, torch_kernels))
+        assert_same_bits(ours, defined)
     radius = defined[0].hypot(defined[BLOCK // 2])
     if high == 0 and sign == 0:
         assert radius > 6.5  # u is below 2^-30: the key is the one that was wanted
@@ -68,12 +72,12 @@ def test_counters_start_where_the_key_says() -> None:
     block, bits = 2**31 + 7, 1 << 63
     first, second = key_for(bits)
     key = ((first - block * (BLOCK // 2) * _GOLDEN) % 2**64, second)
-    assert noise(triton_kernels, BLOCK, key, Region(block * BLOCK))[0] == 0
+    assert noise(triton_kernels, BLOCK, Noise(key), Region(block * BLOCK))[0] == 0
 
 
 @pytest.mark.parametrize("key", [(0, 0), (1, 1), (16, 2**31), (2**32 - 1, 2**63), (2**64 - 1, 2**64 - 2**31)])
 def test_keys_of_any_width(key: Key) -> None:
-    ours, defined = (noise(kernels, 100, key, Region(0)) for kernels in (triton_kernels, torch_kernels))
+    ours, defined = (noise(kernels, 100, Noise(key), Region(0)) for kernels in (triton_kernels, torch_kernels))
     assert_same_bits(ours, defined)
 
 
@@ -84,11 +88,11 @@ def test_perturb(case: tuple[int, Region], dtype: torch.dtype, out_dtype: torch.
     torch.manual_seed(size)
     mean, h = torch.randn(size).to(dtype), torch.rand(size) + 1e-4
     ours, defined = torch.empty(size, dtype=out_dtype), torch.empty(size, dtype=out_dtype)
-    triton_kernels.run([Perturb(ours, mean, h, KEY, scalars, region)])
-    torch_kernels.run([Perturb(defined, mean, h, KEY, scalars, region)])
+    triton_kernels.run([Perturb(ours, mean, h, NOISE, scalars, region)])
+    torch_kernels.run([Perturb(defined, mean, h, NOISE, scalars, region)])
     assert_same_bits(ours, defined)
     if dtype == out_dtype:
-        triton_kernels.run([Perturb(mean, mean, h, KEY, scalars, region)])
+        triton_kernels.run([Perturb(mean, mean, h, NOISE, scalars, region)])
         assert_same_bits(mean, defined)
 
 
@@ -104,8 +108,8 @@ def test_rounding_of_all_kinds_of_numbers(dtype: torch.dtype, out_dtype: torch.d
     mean = mean[mean.isfinite()]
     ours, defined = torch.empty(len(mean), dtype=out_dtype), torch.empty(len(mean), dtype=out_dtype)
     still = sigma(1.0, 1.0, 0.0)
-    triton_kernels.run([Perturb(ours, mean, torch.ones(len(mean)), KEY, still, Region(0))])
-    torch_kernels.run([Perturb(defined, mean, torch.ones(len(mean)), KEY, still, Region(0))])
+    triton_kernels.run([Perturb(ours, mean, torch.ones(len(mean)), NOISE, still, Region(0))])
+    torch_kernels.run([Perturb(defined, mean, torch.ones(len(mean)), NOISE, still, Region(0))])
     assert_same_bits(ours, defined)
 
 
@@ -116,8 +120,8 @@ def test_accumulation(case: tuple[int, Region], dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     grad, total = torch.randn(size).to(dtype), torch.randn(size)
     ours, defined = total.clone(), total.clone()
-    triton_kernels.run([AddNoiseTimes(ours, grad, KEY, region)])
-    torch_kernels.run([AddNoiseTimes(defined, grad, KEY, region)])
+    triton_kernels.run([AddNoiseTimes(ours, grad, NOISE, region)])
+    torch_kernels.run([AddNoiseTimes(defined, grad, NOISE, region)])
     assert_same_bits(ours, defined)
 
 
@@ -152,7 +156,7 @@ def test_update(
     for module in (triton_kernels, torch_kernels):
         own = [tensor.clone() for tensor in (mean, h, g)]
         copy = None if copy_dtype is None else torch.empty(size, dtype=copy_dtype)
-        update = Update(own[0], copy, own[1], own[2], grad, second, KEY, step(estimator, scalars), region)
+        update = Update(own[0], copy, own[1], own[2], grad, second, NOISE, step(estimator, scalars), region)
         (clipped,) = module.run([update])
         results.append([*own, clipped, *([] if copy is None else [copy])])
     for ours, defined in zip(*results, strict=True):
@@ -162,7 +166,7 @@ def test_update(
 def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
     whole, h = torch.full((5000,), 7.0), torch.ones(5000)
     part = slice(1001, 3333)
-    triton_kernels.run([Perturb(whole[part], whole[part], h[part], KEY, sigma(1.0, 0.0, 1.0), Region(1001))])
+    triton_kernels.run([Perturb(whole[part], whole[part], h[part], NOISE, sigma(1.0, 0.0, 1.0), Region(1001))])
     assert whole[:1001].eq(7).all()
     assert whole[3333:].eq(7).all()
     assert not whole[part].eq(7).any()
@@ -170,7 +174,7 @@ def test_a_view_in_the_middle_of_a_tensor_is_all_that_is_written() -> None:
 
 def test_nothing_to_do_is_no_error() -> None:
     empty = torch.empty(0)
-    triton_kernels.run([AddNoiseTimes(empty, empty, KEY, Region(5))])
+    triton_kernels.run([AddNoiseTimes(empty, empty, NOISE, Region(5))])
     scalars = step("none", sigma(1.0, 0.0, 1.0))
     nothing = Update(empty, None, empty, empty, empty, None, None, scalars, Region(5))
     assert triton_kernels.run([nothing]) == [0]

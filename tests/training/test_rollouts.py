@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import threepo.methods.credit
 from factories import completion
 from runs import outcome, train_config
 from threepo import api
@@ -17,7 +18,6 @@ from threepo.config import Advantage, DataConfig, IVONConfig, Method, ModelConfi
 from threepo.config.method import M3PO
 from threepo.data.finite import FiniteProblems
 from threepo.errors import UserError
-from threepo.methods.credit import RULES
 from threepo.methods.method import credit
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training.checkpoint import load_train_state
@@ -177,8 +177,8 @@ def test_advantages_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPa
         seen.append(len(rewards))
         return grpo.advantages(rewards, settings)
 
-    grpo = RULES["grpo"]
-    monkeypatch.setitem(RULES, "grpo", replace(grpo, advantages=counted))
+    grpo = threepo.methods.credit.GRPO
+    monkeypatch.setattr(threepo.methods.credit, "GRPO", replace(grpo, advantages=counted))
     settings = ["reward.function=first_letter:reward", "model.tiny.tied=false", "method.rollouts_per_prompt=2"]
     api.train(train_config(folder / "run", *settings, "run.steps=3", "sampling.dynamic_rounds=3"))
     rows = read_metrics(folder / "run")

@@ -20,8 +20,7 @@ from threepo.config import (
     ObjectiveConfig,
     PPOConfig,
 )
-from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, GRPO, M3PO
-from threepo.methods.credit import RULES
+from threepo.config.method import B3PO, C3PO, C3PO_REPLAY, CREDIT_RULES, GRPO, M3PO
 from threepo.methods.method import training_batch
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
@@ -103,7 +102,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy: Policy, metho
     assert distance(others, grads) < 1e-3
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "grpo"])
+@pytest.mark.parametrize("rule", [rule for rule in CREDIT_RULES if rule != "grpo"])
 def test_every_credit_rule_changes_the_gradient(policy: Policy, rule: str) -> None:
     _, other, _ = gradient_of(policy, replace(GRPO, advantage=Advantage(rule=rule)))
     _, grpo, _ = gradient_of(policy, GRPO)

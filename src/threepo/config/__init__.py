@@ -35,7 +35,9 @@ from threepo.config.optimizers import SGDConfig as SGDConfig
 from threepo.config.records import (
     Count,
     CountOrZero,
+    Named,
     NotNegative,
+    OneOf,
     ParallelOrZero,
     Positive,
     PositiveShare,
@@ -58,6 +60,14 @@ from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
 from threepo.config.sources import LocalPath
 from threepo.errors import UserError
 
+TRACKERS = {
+    "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder"),
+    "wandb": Named("threepo.plugins.trackers:WeightsAndBiases", "W&B"),
+    "trackio": Named("threepo.plugins.trackers:Trackio", "trackio"),
+    "mlflow": Named("threepo.plugins.trackers:MLflow", "MLflow"),
+}
+"""To add a tracker, write a class with the methods of `Tracker` and a line here."""
+
 
 class RunConfig(Settings, table="run"):
     """[run]: how long, where, and how often to evaluate and save."""
@@ -74,7 +84,7 @@ class RunConfig(Settings, table="run"):
     """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
     threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Also send the metrics to these; each needs the extra of its name (docs/trackers.md)."""
 
 

@@ -5,7 +5,28 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveOrInfinite, Settings, Share, must
+from threepo.config.optimizers import OPTIMIZERS
+from threepo.config.records import (
+    Count,
+    CountOrZero,
+    Named,
+    NotNegative,
+    OneOf,
+    Positive,
+    PositiveOrInfinite,
+    Settings,
+    Share,
+    must,
+)
+
+CREDIT_RULES = {
+    "grpo": Named("threepo.methods.credit:GRPO", "rewards minus their mean, over their standard deviation"),
+    "dr_grpo": Named("threepo.methods.credit:DR_GRPO", "rewards minus their mean"),
+    "rloo": Named("threepo.methods.credit:RLOO", "rewards minus the mean of the others"),
+    "maxrl": Named("threepo.methods.credit:MAXRL", "rewards minus their mean, over their mean"),
+    "pass_at_k": Named("threepo.methods.credit:PASS_AT_K", "what a completion adds to pass@k"),
+}
+"""To add a credit rule, write a `Rule` in methods/credit.py and a line here."""
 
 
 class Advantage(Settings, table="method.advantage"):
@@ -16,9 +37,8 @@ class Advantage(Settings, table="method.advantage"):
         'rloo'
     """
 
-    rule: Literal["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"] = "grpo"
-    """`grpo`: rewards minus their mean, over their standard deviation. `dr_grpo`: minus their mean. `rloo`: minus the
-    mean of the others. `maxrl`: minus their mean, over their mean. `pass_at_k`: what a completion adds to pass@k."""
+    rule: Annotated[str, OneOf(CREDIT_RULES)] = "grpo"
+    """How the rewards of a group become advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """grpo: delta degrees of freedom of the deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
     epsilon: Positive = 1e-6
@@ -99,7 +119,7 @@ class Method(Settings, table="method"):
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
-    optimizer: Literal["adamw", "ivon", "sgd"] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """What trains: always the same as optimizer.kind. A recipe sets either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
@@ -175,6 +195,10 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 
+NOISE_STRUCTURES = ("rank",)
+"""Settings of [noise] that each stand for a class of posterior/noise_structures.py; 0: without it."""
+
+
 class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
@@ -193,6 +217,11 @@ class NoiseConfig(Settings, table="noise"):
     """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
     of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
     has no noise. Keys add to those of a preset or an extended recipe: 0 takes one of them away."""
+
+    @property
+    def structure(self) -> dict[str, int]:
+        """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
+        return {name: getattr(self, name) for name in NOISE_STRUCTURES if getattr(self, name)}
 
     @property
     def changed(self) -> str:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from pkgutil import resolve_name
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -58,11 +59,24 @@ def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
 without_nul = must(lambda text: "\0" not in text, "must not contain the character NUL; no file can have it in its name")
 
 
+class Named(NamedTuple):
+    """What a setting can name: a row of its table."""
+
+    code: str
+    """Where it is, as module:name; imported when it is used."""
+    says: str
+    """What it is, for docs/configuration.md."""
+
+    def load(self) -> Any:
+        """Import it."""
+        return resolve_name(self.code)
+
+
 @dataclasses.dataclass(frozen=True)
 class OneOf:
     """Annotates a text that must be a key of `table`, as a `Literal` of its keys would be."""
 
-    table: Mapping[str, str]
+    table: Mapping[str, Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.literal_schema(list(self.table))

@@ -1,17 +1,28 @@
 """Settings of rewards, and of the sandbox in which programs of the policy run."""
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
-from threepo.config.records import Mebibytes, ParallelOrZero, Seconds, Settings
+from threepo.config.records import Mebibytes, Named, OneOf, ParallelOrZero, Seconds, Settings
+
+SANDBOXES = {
+    "bubblewrap": Named(
+        "threepo.rewards.sandbox.bubblewrap:Bubblewrap", "on this machine, confined by Linux namespaces and limits"
+    ),
+    "sandbox_fusion": Named("threepo.rewards.sandbox.server:ServerSandbox", "a SandboxFusion server at `url`"),
+    "unconfined": Named(
+        "threepo.rewards.sandbox.local:LocalSandbox",
+        "ordinary processes with your rights; a program of the policy can then do what you can",
+    ),
+}
+"""To add a sandbox, write a class with the methods of `Sandbox` and a line here."""
 
 
 class SandboxConfig(Settings, table="reward.sandbox"):
     """[reward.sandbox]: where programs run whose reward is passing tests (docs/rewards.md)."""
 
-    backend: Literal["bubblewrap", "sandbox_fusion", "unconfined"] = "bubblewrap"
-    """`bubblewrap`: on this machine, confined by Linux namespaces and limits. `sandbox_fusion`: a SandboxFusion server
-    at `url`. `unconfined`: ordinary processes with your rights; a program of the policy can then do what you can."""
+    backend: Annotated[str, OneOf(SANDBOXES)] = "bubblewrap"
+    """What runs the programs."""
     url: str = ""
     """Address of the SandboxFusion server, such as http://localhost:8080."""
     timeout_s: Seconds = 10.0

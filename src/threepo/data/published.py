@@ -14,7 +14,7 @@ from typing import Any
 from threepo.config.sources import split_source
 from threepo.data.prompts import CODE, CODE_STDIN, MATH_TRAINING
 from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, open_rows
-from threepo.types import Problem, VerifierName
+from threepo.types import Problem
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PublishedSet:
     """
     heldout: str | None = None
     """The hub's split with held-out problems, if there is one."""
-    verifier: VerifierName | None = None
+    verifier: str | None = None
     """The verifier of problems, which determines the text around them too (`TEMPLATES`); None: conversations."""
 
     def rows(self, copy: str, split: str) -> Rows:
@@ -145,7 +145,7 @@ def _llama_nemotron(row: Row, generator: str) -> Messages | str:
     return chat_messages([*messages, {"role": "assistant", "content": output}], "messages")
 
 
-TEMPLATES: dict[VerifierName | None, str] = {"math": MATH_TRAINING, "code": CODE}
+TEMPLATES: dict[str | None, str] = {"math": MATH_TRAINING, "code": CODE}
 """The text around the problems of a verifier; `{prompt}` stands for the problem."""
 _code = partial(PublishedSet, verifier="code")
 _math = partial(PublishedSet, verifier="math")

@@ -15,7 +15,7 @@ from threepo.data.rows import BrokenRow, Messages, Row, Rows, chat_messages, ope
 from threepo.data.task import Endless, ProceduralProblems, Split
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
-from threepo.types import OwnReward, Problem, Verdict, VerifierName
+from threepo.types import OwnReward, Problem, Verdict
 
 ProblemSource = FiniteProblems | Endless
 """Problems by training step (`batch`), a fixed set to evaluate on (`first`), and those to check first (`known`)."""
@@ -26,7 +26,7 @@ class ProblemSet:
     """Problems, with the verifier that comes with them."""
 
     problems: ProblemSource
-    verifier: Callable[[Problem, str], Verdict] | OwnReward | VerifierName | None
+    verifier: Callable[[Problem, str], Verdict] | OwnReward | str | None
     """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
     source: str
     """Where the problems come from."""

@@ -19,8 +19,9 @@ from rich.console import Group
 from threepo.config.records import differences
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION, completions_file
-from threepo.evaluation.scores import figures, ks_up_to, pass_at_k, percent
+from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import PROBLEM_RESAMPLES, bootstrap_interval, sign_flip_p
+from threepo.evaluation.tables import TableRow, number, percent, table, with_interval
 from threepo.files import finite, read_json
 from threepo.run_folder import SUMMARY
 
@@ -36,7 +37,7 @@ class ScoreDifference:
     """second - first; of several sets, the unweighted mean of theirs."""
     error: float
     """Standard error of the difference, from the spread over problems, as a sample of all problems."""
-    interval: tuple[float, float]
+    interval: list[float]
     """95 % interval of the difference under resampling of problems."""
     p: float
     """Two-sided p-value of the sign-flip test: the signs of the problems' differences are random."""
@@ -58,8 +59,8 @@ def compare_scores(sets: Sequence[Sequence[np.ndarray]], seed: int = 0) -> Score
         second=float(np.mean([second.mean() for _, second in sets])),
         difference=mean.value,
         error=math.sqrt(sum(variances)) / len(sets),
-        interval=(mean.low, mean.high),
-        p=sign_flip_p(np.concatenate([d / len(d) for d in differences]), seed),
+        interval=[mean.low, mean.high],
+        p=sign_flip_p(np.concatenate([d / len(d) for d in differences]).tolist(), seed),
         wins=int((every > 0).sum()),
         losses=int((every < 0).sum()),
         ties=int((every == 0).sum()),
@@ -154,19 +155,25 @@ def _at_every_k(sets: Sequence[tuple[list[int], list[int]]], samples: int) -> di
 def comparison_table(comparison: Mapping[str, Any]) -> Group:
     """A table of what `compare_evaluations` returns: pass@1 and pass@K of every set of problems."""
     samples = comparison["samples"]
-    table = figures("set", "k", "A", "B", "B - A", "se", "95 %", "p", "won/lost/tied")
-    rows = dict(comparison["benchmarks"])
-    rows |= {"average": comparison["average"]} if len(rows) > 1 else {}
+    sets = dict(comparison["benchmarks"])
+    sets |= {"average": comparison["average"]} if len(sets) > 1 else {}
+    sections = []
     for k in dict.fromkeys(("1", str(samples))):
-        for name, row in rows.items():
-            values = row["pass_at"][k]
-            low, high = values["interval"]
-            table.add_row(
-                *(name, k, percent(values["first"]), percent(values["second"])),
-                *(f"{100 * values['difference']:+.1f}", percent(values["error"])),
-                *(f"{100 * low:+.1f}..{100 * high:+.1f}", f"{values['p']:.2g}"),
-                f"{values['wins']}/{values['losses']}/{values['ties']}",
-            )
-        table.add_section()
+        results = {name: scores["pass_at"][k] for name, scores in sets.items()}
+        sections.append([_table_row(name, k, result) for name, result in results.items()])
     names = (f"{letter} = {comparison[key]}" for letter, key in (("A", "first"), ("B", "second")))
-    return Group(*names, f"pass@k in per cent, {samples} completions a problem, paired by problem", table)
+    title = f"pass@k in per cent, {samples} completions a problem, paired by problem"
+    return Group(*names, title, table("", *sections))
+
+
+def _table_row(name: str, k: str, result: Mapping[str, Any]) -> TableRow:
+    return {
+        "set": name,
+        "k": k,
+        "A": percent(result["first"]),
+        "B": percent(result["second"]),
+        "B - A, 95 %": with_interval(result["difference"], result["interval"], "+.1f", 100),
+        "se": percent(result["error"]),
+        "p": number(result["p"], ".2g"),
+        "won/lost/tied": f"{result['wins']}/{result['losses']}/{result['ties']}",
+    }

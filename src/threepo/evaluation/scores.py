@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Group
-from rich.table import Column, Table
 
 from threepo.errors import UserError
+from threepo.evaluation.tables import percent, table
 from threepo.rewards.equality import number, split_unit
 from threepo.rewards.spelling import spelling
 
@@ -187,26 +187,33 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
         columns |= sets | ({"average, mean": mean["average"]} if "average" in columns else {})
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
+
+    problems = {name: str(scores["problems"]) for name, scores in columns.items() if "problems" in scores}
     shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
-    sections = [
-        ("pass_at", {f"pass@{k}": k for k in ks}),
-        ("standard_errors_of_pass_at_1", {f"se {name}": name for name in StandardErrors.__annotations__}),
-        ("majority_at", {f"maj@{k}": k for k in ks[1:]}),
-    ]
-    table = figures("", *columns)
-    table.add_row("problems", *(str(column.get("problems", "")) for column in columns.values()), end_section=True)
-    for section, rows in sections:
-        if any(column[section] for column in columns.values()):
-            for label, key in rows.items():
-                table.add_row(label, *(percent(column[section].get(key)) for column in columns.values()))
-            table.add_section()
-    for label, name in shares.items():
-        if name != "error_share" or any(column.get(name) for column in sets.values()):
-            table.add_row(label, *(percent(column.get(name)) for column in columns.values()))
+    if not any(scores["error_share"] for scores in sets.values()):
+        del shares["verifier failed"]
     lines = [f"{summary['model']}: pass@k and maj@k in per cent, {samples} completions a problem"]
     if selection := summary.get("selection"):
         lines.append(chosen_draws(selection))
-    return Group(*lines, table)
+    labels = {
+        "pass_at": {f"pass@{k}": k for k in ks},
+        "standard_errors_of_pass_at_1": {f"se {name}": name for name in StandardErrors.__annotations__},
+        "majority_at": {f"maj@{k}": k for k in ks[1:]},
+    }
+    sections = [[{"": "problems", **problems}]]
+    for figures, rows in labels.items():
+        by_set = {name: scores[figures] for name, scores in columns.items()}
+        if any(by_set.values()):
+            sections.append(_section(by_set, rows))
+    return Group(*lines, table("", *sections, _section(columns, shares), columns=("", *columns)))
+
+
+def _section(columns: Mapping[str, Mapping[str, Any]], rows: Mapping[str, str]) -> list[dict[str, str]]:
+    """Rows in per cent: `columns` has the figures of each column, `rows` the figure of each label."""
+    return [
+        {"": label, **{name: percent(figures.get(key)) for name, figures in columns.items()}}
+        for label, key in rows.items()
+    ]
 
 
 def chosen_draws(selection: Mapping[str, Any]) -> str:
@@ -217,13 +224,3 @@ def chosen_draws(selection: Mapping[str, Any]) -> str:
         f"draws {', '.join(map(str, best))}: the best {len(best)} of {len(scores)} on {selection['problems']} problems "
         f"of {selection['source']}, with {of_best} right there (all draws: {of_all})"
     )
-
-
-def figures(first: str, *others: str) -> Table:
-    """An empty table: a column of names, and columns of numbers."""
-    return Table(first, *(Column(name, justify="right") for name in others))
-
-
-def percent(value: float | None) -> str:
-    """A share as the tables have it."""
-    return "" if value is None else f"{100 * value:.1f}"

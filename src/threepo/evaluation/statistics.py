@@ -60,7 +60,7 @@ def bootstrap_interval(samples: Sequence[Sequence[float]], method: str, resample
     """
 
     def mean_of_means(*drawn: np.ndarray, axis: int) -> np.ndarray:
-        return np.mean([sample.mean(axis) for sample in drawn], axis=0)
+        return np.asarray(np.mean([sample.mean(axis) for sample in drawn], axis=0))
 
     value = float(np.mean([np.mean(sample) for sample in samples]))
     if min(map(len, samples)) < 2:
@@ -90,7 +90,7 @@ def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
     generator = np.random.default_rng(seed)
 
     def distance(flipped: np.ndarray, axis: int) -> np.ndarray:
-        return np.abs(flipped.sum(axis)).round(9)  # sums in another order may differ in their last bits
+        return np.asarray(np.abs(flipped.sum(axis)).round(9))  # sums in another order may differ in their last bits
 
     if len(d) <= EXACT_UP_TO:
         test = scipy.stats.permutation_test(

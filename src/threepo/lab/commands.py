@@ -85,12 +85,12 @@ def report(options: argparse.Namespace) -> None:
     baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
     if baseline is None:
         raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
-    for table in tables({run.name: run for run in runs}):
+    for table in tables(runs):
         Console().print(table)
     if options.output is None:
         return
     if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
-        from threepo.lab.figures import plot
+        from threepo.lab.curves import plot
 
         plot(runs, options.output)
         return
@@ -168,11 +168,11 @@ def study(options: argparse.Namespace) -> None:
 
         run_study(study)
     from threepo.lab.study_summary import summarise
-    from threepo.lab.study_view import tables, write_results
+    from threepo.lab.study_view import shown_tables, write_results
 
     summary = summarise(study)
     write_results(study, summary)
-    for table in tables(summary):
+    for table in shown_tables(summary):
         Console().print(table)
     for entry in summary["left_out"]:
         print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")

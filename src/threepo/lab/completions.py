@@ -234,4 +234,4 @@ def text_distances(texts: Sequence[np.ndarray]) -> np.ndarray:
     vocabulary, tokens = np.unique(np.concatenate(texts), return_inverse=True)
     parts = np.split(tokens, np.cumsum([len(text) for text in texts])[:-1])
     counts = np.stack([np.bincount(part, minlength=len(vocabulary)) for part in parts])
-    return np.nan_to_num(scipy.spatial.distance.cdist(counts, counts, "cosine"), nan=1.0)
+    return np.asarray(np.nan_to_num(scipy.spatial.distance.cdist(counts, counts, "cosine"), nan=1.0))

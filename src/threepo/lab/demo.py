@@ -15,7 +15,7 @@ from threepo.api import complete, probe
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.files import read_json, write_json
-from threepo.lab.figures import plot
+from threepo.lab.curves import plot
 from threepo.lab.probe_config import load_probing
 from threepo.lab.report import RunReport, read_run, tables
 from threepo.run_folder import SUMMARY
@@ -88,7 +88,7 @@ def demonstrate(
     for picture, runs in acts.items():
         plot(runs, folder / picture)
         console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
-        for table in tables({run.name: run for run in runs}):
+        for table in tables(runs):
             console.print(table)
     told = conclusion(asked, *second)
     summary = {"seconds": demonstration.seconds, **_figures(first)}

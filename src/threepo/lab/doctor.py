@@ -135,6 +135,7 @@ def compare_noise(device: str) -> None:
 
     from threepo.posterior import kernels, torch_kernels
     from threepo.posterior.noise import noise_key
+    from threepo.posterior.noise_structures import Noise
     from threepo.posterior.operations import Perturb, Scalars
     from threepo.types import Draw
 
@@ -142,7 +143,7 @@ def compare_noise(device: str) -> None:
     for where, run in ((device, kernels.run), ("cpu", torch_kernels.run)):
         mean, hessian = torch.ones(3000, device=where), torch.full((3000,), 0.3, device=where)
         scalars = Scalars(weight_decay=1e-3, ess=7.0, fixed_root=0.0, noise_scale=0.9)
-        run([Perturb(mean, mean, hessian, noise_key(Draw(1, 2, 3), "doctor"), scalars)])
+        run([Perturb(mean, mean, hessian, Noise(noise_key(Draw(1, 2, 3), "doctor")), scalars)])
         results.append(mean.cpu())
     if not torch.equal(*results):
         what = "compiled noise has other bits than torch's: runs would not be reproducible"
@@ -218,7 +219,7 @@ CHECKS = (
     Check("packages", packages, INSTALL, needed=True),
     Check("devices", devices, TORCH, needed=True),
     Check("kernel: noise and IVON", noise, COMPILER, needed=True),
-    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.native"), COMPILER),
+    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.decode_attention"), COMPILER),
     Check("kernel: products of rollouts", partial(kernel, "threepo.rollout.stacked_linear"), COMPILER),
     Check("kernel: noise on a GPU", gpu_noise, "install Triton 3.6 or newer: pip install 'triton>=3.6'"),
     Check("several ranks", several_ranks, TORCH),

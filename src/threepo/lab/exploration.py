@@ -20,6 +20,7 @@ from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
 from threepo.lab.completions import Group, Groups, pair_means, read_completions
+from threepo.lab.report import series
 from threepo.run_folder import read_metrics
 
 MOST_K = 256
@@ -29,6 +30,8 @@ HELDOUT_NAMES = {"rescued": "gained", "rescued_minus_lost": "gained_minus_lost"}
 BAD = ("no_answer", "incorrect", "wrong_answer")
 """What a run should produce less of: completions without an answer; all that are not right; those with an answer that
 is not right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
+SECOND = ("text_distance", "two_answers", "one_right")
+"""What a second completion may add to a first one."""
 PHASES = ("all", "early", "late")
 Terms = dict[str, float]
 """Figures of one pair of groups; NaN where they are not known."""
@@ -171,7 +174,7 @@ def _second_draw(run: Group) -> Terms:
         other = np.not_equal.outer(np.array(answers, dtype=object), np.array(answers, dtype=object)).astype(bool)
         means["two_answers"] = pair_means(other & have[:, None] & have, run.draws)
     terms: Terms = {}
-    for name in ("text_distance", "two_answers", "one_right"):
+    for name in SECOND:
         same, other_draw = (means[name].same_draw, means[name].other_draw) if name in means else (math.nan, math.nan)
         terms[f"second/{name}/same_draw"], terms[f"second/{name}/other_draw"] = same, other_draw
     return terms
@@ -214,7 +217,7 @@ def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[st
     return curves
 
 
-def _entropy(run: Path) -> dict[str, list[float]]:
+def _entropy(run: Path) -> dict[str, Sequence[float]]:
     """Token entropy by step, of a run of threepo that logged it."""
-    rows = [row for row in read_metrics(run) if row.get("policy/entropy") is not None] if run.is_dir() else []
-    return {"step": [row["step"] for row in rows], "nats": [row["policy/entropy"] for row in rows]}
+    done, entropy = series(read_metrics(run), "policy/entropy") if run.is_dir() else ([], [])
+    return {"step": [number - 1 for number in done], "nats": entropy}

@@ -1,47 +1,54 @@
-"""The figures of training runs: a list of panels, each drawn alone, or several in one picture.
+"""Figures of the laboratory: panels of curves with intervals, each drawn alone or several in one picture.
 
-A panel knows no theme: whoever draws it says which colour each run has.
+A panel is data. Whoever draws it says which colour each curve has.
 """
 
 import io
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
-from threepo.errors import UserError
 from threepo.files import atomic_file
-from threepo.lab.report import RunReport
 
-FORMATS = (".png", ".pdf", ".svg")
-SMOOTHING = 5
-"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
-SMOOTHED = f"Means over {SMOOTHING} steps."
-LINE_AT_ZERO = 1
-"""Depth of lines that mark a value, below all data."""
-SHARES = ("eval/pass_at_1", "groups/zero_advantage_share", "correction/kept_share")
-"""Metrics with an axis from 0 to 1."""
+SHARE = {"ylim": (-0.02, 1.02)}
+"""Axes of a panel whose values lie between 0 and 1."""
 COLOURS = "1f6fb4 c8500a 1a8a3e b3246b 6a4bc4 8a6a00 00808a 8c3b2e 5b6470 4d7300"
 DARK_COLOURS = "6cb4f5 ff9a5c 5fd38a f58abf b09bff e0c04c 4fd6df e08a78 b4bcc8 a8d44a"
-"""Of up to ten runs, on a light and on a dark ground; those of more are spread over all hues."""
+"""Colours of up to ten runs on a light and on a dark ground; more runs have colours spread over all hues."""
 STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 """Names of runs are text, dollar signs and all."""
 POINTS = 72
 """Units of an SVG's coordinates in an inch."""
-Runs = Sequence[RunReport]
-Colours = Mapping[str, str]
-"""Of each run, by its name."""
+Palette = Mapping[str, str]
+"""Colour by the name of a curve."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Estimates of whatever has a name and a colour, such as a run; with intervals if `low` and `high` are given."""
+
+    name: str
+    """Its key in the palette; several curves may have the same."""
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    bars: bool = False
+    """Estimates are dots, and intervals bars instead of a band."""
+    label: str = ""
+    """Text at the end of the curve."""
+    style: Mapping[str, Any] = field(default_factory=dict)
+    """matplotlib's properties of a line."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,18 @@ class Panel:
     title: str
     note: str
     """What it shows, in a sentence for its reader."""
-    draw: Callable[[Axes, Colours], None]
-    """Draws the data; nothing above `LINE_AT_ZERO` if there is none."""
+    curves: Sequence[Curve]
+    xlabel: str = "training steps"
+    level: float | None = None
+    """Value with a horizontal line, such as zero."""
+    ticks: Mapping[float, str] = field(default_factory=dict)
+    """Labels of the horizontal axis, if they are not its numbers."""
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    """matplotlib's properties of axes, such as limits and scales."""
 
 
 def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
-    """A colour for each run, as #rrggbb; no two are the same."""
+    """A colour for each name, as #rrggbb; no two are the same."""
     chosen = [f"#{colour}" for colour in (DARK_COLOURS if dark else COLOURS).split()]
     if len(names) > len(chosen):
         tone = (0.5, 0.95) if dark else (0.85, 0.55)  # saturation and value that stand out from the ground
@@ -67,191 +80,64 @@ def colours(names: Sequence[str], *, dark: bool = False) -> dict[str, str]:
     return dict(zip(names, chosen[: len(names)], strict=True))
 
 
-def _curve(metric: str, runs: Runs, axis: Axes, colours: Colours, *, against: str = "") -> None:
-    """A metric of each run by training step, or by the total of another metric up to that step."""
-    for run in runs:
-        rows = [row for row in run.rows if row.get(metric) is not None and (not against or row.get(against))]
-        y = [row[metric] for row in rows]
-        x = list(accumulate(row[against] for row in rows)) if against else [row["step"] + 1 for row in rows]
-        style: dict[str, Any] = {"color": colours[run.name]}
-        if not rows:
-            continue
-        if metric == "eval/pass_at_1":
-            bars = [row.get("eval/se_between") or 0.0 for row in rows]
-            axis.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=3, **style)
-        elif metric == "sft/eval_loss":
-            axis.plot(x, y, marker="o", markersize=4, **style)
-        else:
-            axis.plot(x, y, alpha=0.25, linewidth=1, **style)
-            axis.plot(x, smooth(y), linewidth=1.8, **style)
-    axis.set_xlabel({"": "training steps", "compute/flops": "operations so far (FLOPs)"}.get(against, against))
-    if metric in SHARES:
-        axis.set_ylim(-0.02, 1.02)
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Means over the last `SMOOTHING` values."""
-    return [statistics.fmean(values[max(0, i - SMOOTHING + 1) : i + 1]) for i in range(len(values))]
-
-
-def _total(metric: Callable[[Mapping[str, Any]], float | None], runs: Runs, axis: Axes, colours: Colours) -> None:
-    """The sum of a figure over the steps so far."""
-    for run in runs:
-        rows = [(row["step"] + 1, value) for row in run.rows if row["step"] >= 0 and (value := metric(row)) is not None]
-        if rows:
-            axis.plot([step for step, _ in rows], list(accumulate(v for _, v in rows)), color=colours[run.name])
-    axis.set_xlabel("training steps")
-
-
-def seconds(row: Mapping[str, Any]) -> float | None:
-    """Wall-clock time of a step, its evaluation and its logging."""
-    return sum(row.get(f"time/{part}") or 0.0 for part in ("step", "eval", "log")) if "time/step" in row else None
-
-
-def tokens(row: Mapping[str, Any]) -> float | None:
-    """Tokens that the rollouts of a step have."""
-    return row["time/tokens_per_second"] * row["time/rollout"] if row.get("time/tokens_per_second") else None
-
-
-def _band(stem: str, runs: Runs, axis: Axes, colours: Colours) -> None:
-    """Median of a figure, and its 5 % and 95 % quantiles as a band."""
-    for run in runs:
-        rows = [row for row in run.rows if row.get(f"{stem}_p50") is not None]
-        x = [row["step"] + 1 for row in rows]
-        low, middle, high = ([row[f"{stem}_p{q}"] for row in rows] for q in ("05", "50", "95"))
-        if rows:
-            axis.plot(x, middle, color=colours[run.name], linewidth=1.8)
-            axis.fill_between(x, low, high, color=colours[run.name], alpha=0.15, linewidth=0)
-    axis.axhline(1, color="black", linewidth=0.8, zorder=LINE_AT_ZERO)
-    axis.set(yscale="log", xlabel="training steps")
-    axis.yaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
-    bottom, top = axis.get_ylim()
-    if top < 10 * bottom:  # too short for the ticks of a logarithmic axis
-        axis.yaxis.set(major_locator=MaxNLocator(6), minor_locator=NullLocator(), major_formatter="{x:g}")
-
-
-def ess(run: RunReport) -> float | None:
-    """Effective sample size of the posterior, lambda, at the end; None without noise."""
-    return next((row["posterior/ess"] for row in reversed(run.rows) if row.get("posterior/ess")), None)
-
-
-def draws(run: RunReport) -> float | None:
-    """Draws of the weights that generate a step's rollouts, N; 0: the mean weights do. None: no rollouts."""
-    return run.config["method"].get("draws") if "method" in run.config else None
-
-
-def _final(runs: Runs) -> tuple[str, dict[str, float], dict[str, float]]:
-    """Final score of each run with its standard error: pass@1 if all have it, else the last tenth's reward."""
-    summaries = {run.name: run.summary() for run in runs if "method" in run.config}
-    if summaries and all(found["pass_at_1_after"] is not None for found in summaries.values()):
-        after = {name: found["pass_at_1_after"] for name, found in summaries.items()}
-        return "held-out pass@1", after, {name: found["se_after"] or 0.0 for name, found in summaries.items()}
-    rewards = {run.name: [row["reward/mean"] for row in run.rows if row.get("reward/mean") is not None] for run in runs}
-    means = {name: statistics.fmean(r[-max(1, len(r) // 10) :]) for name, r in rewards.items() if r}
-    return "reward, last tenth of steps", means, dict.fromkeys(means, 0.0)
-
-
-def _reached(
-    x_of: Callable[[RunReport], float | None], scale: str, label: str, runs: Runs, axis: Axes, colours: Colours
-) -> None:
-    """Plots the final score of runs against one of their settings; runs without it are dashed lines."""
-    what, reached, errors = _final(runs)
-    settings = {run.name: x_of(run) for run in runs if run.name in reached}
-    if len({x for x in settings.values() if x is not None}) < 2:
-        return
-    axis.set_xscale(scale)
-    for name, x in settings.items():
-        if x is None:
-            axis.axhline(reached[name], color=colours[name], linestyle="--", linewidth=1.3)
-        else:
-            axis.errorbar([x], [reached[name]], yerr=errors[name], color=colours[name], marker="o", capsize=3)
-    axis.set(xlabel=label, ylabel=what)
-    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # a cropped axis makes small differences look large
-    ticks = sorted({x for x in settings.values() if x is not None})
-    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axis.xaxis.set_minor_locator(NullLocator())
-
-
-def learning(runs: Runs) -> list[Panel]:
-    """Panels of learning curves: all of a picture, and the first of a page."""
-    silent = "All completions of such a prompt earn the same, so it teaches nothing."
-    settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
-    listed = (
-        ("reward", "Reward (training rollouts)", "reward/mean", SMOOTHED),
-        ("pass_at_1", "Held-out pass@1 ± one standard error", "eval/pass_at_1", ""),
-        ("zero_advantage", "Share of prompts without any advantage", "groups/zero_advantage_share", silent),
-        ("entropy", "Token entropy (nats)", "policy/entropy", settled),
-        ("sft_loss", "Cross-entropy of the targets (nats)", "sft/loss", SMOOTHED),
-        ("sft_eval_loss", "Held-out cross-entropy (nats)", "sft/eval_loss", ""),
-    )
-    return [Panel(name, title, note, partial(_curve, metric, runs)) for name, title, metric, note in listed]
-
-
-def diagnostics(runs: Runs) -> dict[str, list[Panel]]:
-    """Panels beyond the curves, under their headings."""
-    dots = "A dot is a run; bars: one standard error; dashed: runs without noise. Runs may differ in more than this."
-    rho = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
-    listed: dict[str, list[tuple[str, str, str, Any]]] = {
-        "Settings": [
-            ("by_ess", "Reached, by size of the posterior", dots, partial(_reached, ess, "log", "lambda (ess)")),
-            ("by_draws", "Reached, by number of draws", dots, partial(_reached, draws, "linear", "draws, N")),
-        ],
-        "Noise": [
-            (
-                "kept",
-                "Completions kept by the correction",
-                f"Share of which at least one token counts. {SMOOTHED}",
-                partial(_curve, "correction/kept_share"),
-            ),
-            ("rho", "Importance ratios (rho)", rho, partial(_band, "correction/rho")),
-            (
-                "hessian",
-                "Hessian over its start",
-                "Of all weights: median, 5 to 95 %. At 1, nothing was learnt of their precision.",
-                partial(_band, "posterior/hessian"),
-            ),
-            (
-                "sigma",
-                "Noise over weights",
-                "Root mean square of sigma over that of the weights.",
-                partial(_curve, "posterior/sigma_to_rms"),
-            ),
-        ],
-        "Cost": [
-            (
-                "reward_by_flops",
-                "Reward, by compute",
-                "As the paper counts: 2 operations per weight and token read or written, 6 per token trained on.",
-                partial(_curve, "reward/mean", against="compute/flops"),
-            ),
-            ("seconds", "Seconds so far", "Wall-clock time, evaluations included.", partial(_total, seconds)),
-            ("tokens", "Generated tokens so far", "In the rollouts for training.", partial(_total, tokens)),
-        ],
-    }
-    return {
-        heading: [Panel(name, title, note, partial(draw, runs)) for name, title, note, draw in panels]
-        for heading, panels in listed.items()
-    }
-
-
-def draw_panel(panel: Panel, axis: Axes, palette: Colours) -> bool:
-    """Draw a panel; whether it has data."""
-    panel.draw(axis, palette)
-    axis.grid(alpha=0.3)
-    for line in axis.lines:
-        if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line needs two points to be seen
-            line.set(marker="o", markersize=4)
-    if axis.get_xlabel().startswith("training step"):
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    return any(line.get_zorder() > LINE_AT_ZERO for line in axis.lines)
-
-
-def with_data(panels: Sequence[Panel], palette: Colours) -> list[Panel]:
+def with_data(panels: Iterable[Panel]) -> list[Panel]:
     """Returns the panels that have data."""
-    return [panel for panel in panels if draw_panel(panel, Figure().subplots(), palette)]
+    return [panel for panel in panels if panel.curves]
 
 
-def picture(panels: Sequence[Panel], palette: Colours, path: Path) -> None:
+def draw_panel(panel: Panel, axis: Axes, palette: Palette) -> None:
+    """Draw a panel that has data."""
+    for curve in panel.curves:
+        _draw_curve(curve, axis, palette[curve.name])
+    if panel.level is not None:
+        axis.axhline(panel.level, color="black", linewidth=0.8, zorder=1)
+    axis.grid(alpha=0.3)
+    axis.set(xlabel=panel.xlabel, **panel.axes)
+    for direction in (axis.xaxis, axis.yaxis):
+        if direction.get_scale() == "log":
+            _plain_numbers(direction)
+    if axis.get_yscale() == "linear" and "ylim" not in panel.axes:
+        _follow_lines(panel, axis)
+    if panel.ticks:
+        axis.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        axis.xaxis.set_minor_locator(NullLocator())
+    elif panel.xlabel.startswith("training step"):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _draw_curve(curve: Curve, axis: Axes, colour: str) -> None:
+    style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "markersize": 4, **curve.style}
+    if curve.bars or len(curve.x) == 1:  # a line needs two points to be seen
+        style = {"marker": "o", **style}
+    if curve.bars and curve.low:
+        errors = np.maximum([np.subtract(curve.y, curve.low), np.subtract(curve.high, curve.y)], 0)
+        axis.errorbar(curve.x, curve.y, yerr=errors, capsize=3, elinewidth=1, **style)
+    else:
+        axis.plot(curve.x, curve.y, **style)
+    if curve.low and not curve.bars:
+        axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+    if curve.label:
+        axis.text(curve.x[-1], curve.y[-1], curve.label, color=colour, fontsize=8, ha="right", va="bottom")
+
+
+def _plain_numbers(direction: Axis) -> None:
+    """Labels of a logarithmic axis, also where it is too short for its own ticks."""
+    direction.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
+    low, high = direction.get_view_interval()
+    if high < 10 * low:
+        direction.set(major_locator=MaxNLocator(6), minor_locator=NullLocator(), major_formatter="{x:g}")
+
+
+def _follow_lines(panel: Panel, axis: Axes) -> None:
+    """Cut bands at half the height of all lines above and below them: those of few seeds can be many times as high."""
+    values = [value for curve in panel.curves if curve.low and not curve.bars for value in curve.y]
+    if values:
+        pad = 0.5 * (max(values) - min(values)) or 0.05
+        bottom, top = axis.get_ylim()
+        axis.set_ylim(max(bottom, min(values) - pad), min(top, max(values) + pad))
+
+
+def picture(panels: Sequence[Panel], palette: Palette, path: Path) -> None:
     """Draw panels that have data into one file, with a legend."""
     with matplotlib.rc_context(STYLE), atomic_file(path) as temporary:
         together(panels, palette).savefig(temporary, dpi=130, format=path.suffix.removeprefix("."))
@@ -266,7 +152,7 @@ class Picture(Figure):
         return file.getvalue()
 
 
-def together(panels: Sequence[Panel], palette: Colours) -> Figure:
+def together(panels: Sequence[Panel], palette: Palette) -> Figure:
     """Panels that have data in one figure, with a legend."""
     columns = min(len(panels), 1 + (len(panels) > 1) + (len(panels) > 4))
     rows, width = -(-len(panels) // columns), 5.5 if columns > 1 else 7
@@ -282,28 +168,7 @@ def together(panels: Sequence[Panel], palette: Colours) -> Figure:
     return figure
 
 
-def plot(runs: Runs, path: Path) -> None:
-    """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
-    if path.suffix not in FORMATS:
-        raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
-    picture(*_curves(runs), path)
-
-
-def curves(runs: Runs) -> Figure:
-    """The curves of the runs in one figure; `UserError` where there is nothing to draw."""
-    with matplotlib.rc_context(STYLE):
-        return together(*_curves(runs))
-
-
-def _curves(runs: Runs) -> tuple[list[Panel], dict[str, str]]:
-    palette = colours([run.name for run in runs])
-    panels = with_data(learning(runs), palette)
-    if not panels:
-        raise UserError(f"{', '.join(run.name for run in runs)}: no finished step, so there is nothing to draw")
-    return panels, palette
-
-
-def inline_svg(panel: Panel, palette: Colours, variables: Mapping[str, str]) -> str:
+def inline_svg(panel: Panel, palette: Palette, variables: Mapping[str, str]) -> str:
     """A panel that has data as an element of a page, whose CSS sets the colours of text and runs.
 
     `variables` names a CSS variable for each run. Identifiers of groups go: several figures share a page. What the

@@ -20,7 +20,7 @@ from threepo.config.records import shown
 from threepo.config.sources import is_file, is_local, split_source
 from threepo.errors import ThreepoWarning, UserError
 from threepo.files import atomic_folder, read_json
-from threepo.lab.figures import curves
+from threepo.lab.curves import curves
 from threepo.lab.report import RunReport, read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.posterior.gaussian import FILE_NAME as POSTERIOR

@@ -17,14 +17,16 @@ import pyarrow
 import pyarrow.parquet
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from rich.table import Column, Table
+from rich.table import Table
 
 from threepo.errors import UserError
+from threepo.evaluation.tables import cells, number, table
 from threepo.files import atomic_file
 from threepo.lab.completions import DRAW, read_completions
+from threepo.lab.curves import cost, learning, noise, seconds, tokens
 from threepo.lab.exploration import compared
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
-from threepo.lab.figures import colours, diagnostics, inline_svg, learning, picture, seconds, tokens, with_data
+from threepo.lab.figures import colours, inline_svg, picture, with_data
 from threepo.lab.report import RunReport, tables
 from threepo.run_folder import COMPLETIONS
 
@@ -61,7 +63,7 @@ def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> 
     environment = Environment(loader=PackageLoader("threepo.lab"), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html").stream(
         runs=[{"name": name, "light": light[name], "dark": dark[name]} for name in names],
-        tables=[_cells(table) for table in tables({run.name: run for run in runs})],
+        tables=[cells(each) for each in tables(runs)],
         sections=sections,
         folder=FIGURES,
         steps=[{"name": name, "shown": len(chosen), "all": total} for name, (chosen, total) in steps.items()],
@@ -77,19 +79,24 @@ def _sections(
     """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
     comparison, reasons = _exploration(runs, baseline)
     explored = exploration_panels(comparison) if comparison["runs"] else []
-    panels = {"Learning": learning(runs), "Exploration": [p for p in explored if p.name != "entropy"]}
+    panels = {
+        "Learning": learning(runs),
+        "Exploration": [panel for panel in explored if panel.name != "entropy"],
+        "Noise": noise(runs),
+        "Cost": cost(runs),
+    }
     more: dict[str, dict[str, Any]] = {
         "Exploration": {
             "reasons": reasons,
             "baseline": baseline.name,
-            "tables": [_cells(table) for table in exploration_tables(comparison)],
+            "tables": [cells(each) for each in exploration_tables(comparison)],
         },
-        "Cost": {"tables": [_cells(_costs(runs))]},
+        "Cost": {"tables": [cells(_costs(runs))]},
     }
     variables = {run.name: f"--line-{i}" for i, run in enumerate(runs)}
     sections = []
-    for heading, listed in (panels | diagnostics(runs)).items():
-        found = with_data(listed, palette)
+    for heading, listed in panels.items():
+        found = with_data(listed)
         for panel in found:
             picture([panel], palette, pictures / f"{panel.name}.png")
         figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
@@ -121,22 +128,23 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
 def _costs(runs: Sequence[RunReport]) -> Table:
     """Totals of what runs have cost."""
     parts = {"rollout": "time/rollout", "reward": "time/reward", "update": "time/update", "evaluation": "time/eval"}
-    columns = ["FLOPs", "generated tokens", "seconds", *parts]
-    table = Table("run", *(Column(name, justify="right") for name in columns), title="Totals of the training steps")
+    rows = []
     for run in runs:
-        steps = [row for row in run.rows if row["step"] >= 0]
-        listed = [[row.get("compute/flops") for row in steps], list(map(tokens, steps)), list(map(seconds, steps))]
-        listed += [[row.get(metric) for row in steps] for metric in parts.values()]
-        known = [[value for value in values if value is not None] for values in listed]
-        forms = (".3g", ",.0f", *[",.1f"] * (1 + len(parts)))
-        table.add_row(run.name, *(format(sum(v), form) if v else "-" for v, form in zip(known, forms, strict=True)))
-    return table
+        row = {
+            "run": run.name,
+            "FLOPs": _total([step.get("compute/flops") for step in run.steps], ".3g"),
+            "generated tokens": _total([tokens(step) for step in run.steps], ",.0f"),
+            "seconds": _total([seconds(step) for step in run.steps], ",.1f"),
+        }
+        for part, metric in parts.items():
+            row[part] = _total([step.get(metric) for step in run.steps], ",.1f")
+        rows.append(row)
+    return table("Totals of the training steps", rows)
 
 
-def _cells(table: Table) -> dict[str, Any]:
-    """The texts of a table."""
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    return {"title": table.title, "columns": [column.header for column in table.columns], "rows": rows}
+def _total(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return number(sum(known) if known else None, form)
 
 
 def _steps(run: Path, most: int) -> tuple[list[Path], int]:

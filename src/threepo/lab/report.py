@@ -1,6 +1,6 @@
-"""Tables of training runs, from their run folders alone.
+"""Training runs as their folders have them, and tables that compare them; curves.py and page.py show more.
 
-threepo report RUN... [--output FOLDER]
+threepo report RUN... [--output FOLDER | --output FILE.png]
 """
 
 import os
@@ -10,16 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from threepo.errors import UserError
+from threepo.evaluation.tables import number, percent, table
 from threepo.files import read_json
 from threepo.run_folder import CONFIG, read_metrics
+
+Metrics = Mapping[str, Any]
+"""A row of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run, read from its folder."""
+    """One training run, read from its folder."""
 
     path: Path
     name: str
@@ -27,12 +31,22 @@ class RunReport:
     rows: list[dict[str, Any]]
     """metrics.jsonl; the row of step -1 holds only the evaluation before training."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether it learned from rewards; otherwise it was fine-tuned."""
+        return "method" in self.config
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of training steps."""
+        return [row for row in self.rows if row["step"] >= 0]
+
     def summary(self) -> dict[str, Any]:
-        """The numbers of the table; those that the run did not measure are None."""
-        steps = [row for row in self.rows if row["step"] >= 0]
+        """The numbers of the table; None for what the run did not measure."""
+        steps = self.steps
         first, last = (steps[0], steps[-1]) if steps else ({}, {})
         seconds = statistics.median(row["time/step"] for row in steps) if steps else None
-        if "method" not in self.config:  # a run of `threepo sft`, which has neither rollouts nor rewards
+        if not self.trains:
             return {
                 "loss_first": first.get("sft/loss"),
                 "loss_last": last.get("sft/loss"),
@@ -40,10 +54,10 @@ class RunReport:
                 "seconds_per_step": seconds,
                 "steps": len(steps),
             }
-        before: dict[str, Any] = next((row for row in self.rows if row["step"] == -1), {})
-        after: dict[str, Any] = next((row for row in reversed(steps) if "eval/pass_at_1" in row), {})
+        before: Metrics = next((row for row in self.rows if row["step"] == -1), {})
+        after: Metrics = next((row for row in reversed(steps) if "eval/pass_at_1" in row), {})
         silent = [row["groups/zero_advantage_share"] for row in steps]
-        data, method = self.config["data"], self.config["method"]
+        rollouts_per_step = self.config["data"]["prompts_per_step"] * self.config["method"]["rollouts_per_prompt"]
         return {
             "pass_at_1_before": before.get("eval/pass_at_1"),
             "se_before": before.get("eval/se_between"),
@@ -53,7 +67,7 @@ class RunReport:
             "reward_last": last.get("reward/mean"),
             "zero_advantage_share": statistics.fmean(silent) if silent else None,
             "seconds_per_step": seconds,
-            "rollouts": data["prompts_per_step"] * method["rollouts_per_prompt"] * len(steps),
+            "rollouts": rollouts_per_step * len(steps),
             "steps": len(steps),
         }
 
@@ -66,7 +80,7 @@ def read_run(path: Path) -> RunReport:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunReport]:
-    """Read several runs, each once; those whose folders have the same name go by their paths, from where these part."""
+    """Read several runs, each once; runs whose folders have the same name go by their paths, from where these part."""
     runs = [read_run(path) for path in {os.path.abspath(path): path for path in paths}.values()]
     if len({run.name for run in runs}) == len(runs):
         return runs
@@ -74,42 +88,52 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
     return [replace(run, name=os.path.relpath(run.path, shared)) for run in runs]
 
 
-def tables(runs: Mapping[str, RunReport]) -> list[Table]:
-    """The summaries as rich tables, a row per run: one for reinforcement learning, one for fine-tuning."""
-    summaries = {name: run.summary() for name, run in runs.items()}
-    evaluated = any(s.get(f"pass_at_1_{at}") is not None for s in summaries.values() for at in ("before", "after"))
-    learning = "Reward of the rollouts in the first and the last step; nothing was evaluated"
+def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]]:
+    """Training steps done and values of a metric, where it is known; 0 steps are done before training."""
+    known = [row for row in rows if row.get(metric) is not None]
+    return [row["step"] + 1 for row in known], [row[metric] for row in known]
+
+
+def tables(runs: Sequence[RunReport]) -> list[Table]:
+    """The summaries, a row per run: a table for reinforcement learning, one for fine-tuning."""
+    learned = [(run.name, run.summary()) for run in runs if run.trains]
+    tuned = [(run.name, run.summary()) for run in runs if not run.trains]
+    title = "Reward of the rollouts in the first and the last step; nothing was evaluated"
+    evaluated = any(s[f"pass_at_1_{at}"] is not None for _, s in learned for at in ("before", "after"))
     if evaluated:
-        learning = "Held-out pass@1, mean and standard error over problems"
-    tuning = "Cross-entropy of the targets, nats a token"
-    found: dict[str, dict[str, dict[str, str]]] = {learning: {}, tuning: {}}
-    for name, s in summaries.items():
-        seconds = _number(s["seconds_per_step"], ".2f")
-        if "loss_first" in s:
-            losses = {"loss first": "loss_first", "loss last": "loss_last", "held-out loss": "eval_loss"}
-            cells = {column: _number(s[key]) for column, key in losses.items()}
-            found[tuning][name] = cells | {"s/step": seconds, "steps": str(s["steps"])}
-            continue
-        cells = {f"reward {at}": _number(s[f"reward_{at}"]) for at in ("first", "last")}
-        if evaluated:
-            cells = {f"pass@1 {at}": _score(s[f"pass_at_1_{at}"], s[f"se_{at}"]) for at in ("before", "after")}
-        cells["zero-adv."] = _number(s["zero_advantage_share"], ".0%").replace("%", " %")
-        found[learning][name] = cells | {"s/step": seconds, "rollouts": f"{s['rollouts']:,}"}
-    return [_table(title, rows) for title, rows in found.items() if rows]
+        title = "Held-out pass@1, mean and standard error over problems"
+    found = [
+        table(title, [_learned(name, summary, evaluated) for name, summary in learned]),
+        table("Cross-entropy of the targets, nats a token", [_tuned(name, summary) for name, summary in tuned]),
+    ]
+    return [each for each in found if each.row_count]
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
-    """Named cells for each run."""
-    columns = next(iter(rows.values()))
-    table = Table("run", *(Column(name, justify="right") for name in columns), title=title)
-    for name, cells in rows.items():
-        table.add_row(name, *cells.values())
-    return table
+def _learned(name: str, summary: Mapping[str, Any], evaluated: bool) -> dict[str, str]:
+    if evaluated:
+        scores = {f"pass@1 {at}": _score(summary, at) for at in ("before", "after")}
+    else:
+        scores = {f"reward {at}": number(summary[f"reward_{at}"]) for at in ("first", "last")}
+    return {
+        "run": name,
+        **scores,
+        "zero-adv. %": percent(summary["zero_advantage_share"], ".0f"),
+        "s/step": number(summary["seconds_per_step"], ".2f"),
+        "rollouts": f"{summary['rollouts']:,}",
+    }
 
 
-def _score(value: float | None, error: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %" + ("" if error is None else f" ± {100 * error:.1f}")
+def _score(summary: Mapping[str, Any], at: str) -> str:
+    score, error = summary[f"pass_at_1_{at}"], summary[f"se_{at}"]
+    return percent(score) if score is None or error is None else f"{percent(score)} % ± {percent(error)}"
 
 
-def _number(value: float | None, form: str = ".3g") -> str:
-    return "-" if value is None else format(value, form)
+def _tuned(name: str, summary: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "run": name,
+        "loss first": number(summary["loss_first"]),
+        "loss last": number(summary["loss_last"]),
+        "held-out loss": number(summary["eval_loss"]),
+        "s/step": number(summary["seconds_per_step"], ".2f"),
+        "steps": str(summary["steps"]),
+    }

@@ -200,13 +200,17 @@ def begin(study: Study, run: StudyRun, device: str) -> Process:
     with closing(log):
         log.write(f"{_MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
-        if not settings.ray:
+        if settings.launcher and not settings.ray:
             # In a session of its own: the terminal's Ctrl-C must reach it once, from the study.
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             return subprocess.Popen(arguments, env=os.environ | environment, start_new_session=True, **pipes)
-    from threepo.lab.study_ray import RayTask
+    if settings.ray:
+        from threepo.lab.study_ray import RayTask
 
-    return RayTask(arguments, run.log, environment, settings.threads)
+        return RayTask(arguments, run.log, environment, settings.threads)
+    from threepo.lab.study_fork import ForkedRun
+
+    return ForkedRun(command, run.log, environment)
 
 
 class Runner:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -121,8 +121,6 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
         for name, results in methods.items()
         if name != settings.baseline
     }
-    # The smoothed curve after half of the baseline's steps, minus where the baseline of the same seed ends.
-    half = {n: [(run.level_after(other.length / 2), other.levels[-1]) for run, other in p] for n, p in paired.items()}
     figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
@@ -131,10 +129,28 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
         "digest": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "target": target,
         "methods": figures,
-        "metric": _compared({n: [run.final - other.final for run, other in p] for n, p in paired.items()}),
-        "area": _compared({n: [fmean(run.values) - fmean(b.values) for run, b in p] for n, p in paired.items()}),
-        "half": _compared({n: [level - end for level, end in p if level is not None] for n, p in half.items()}),
+        **{key: _compared({n: _differences(key, pairs) for n, pairs in paired.items()}) for key in STATISTICS},
     }
+
+
+def _half(run: Result, base: Result) -> float | None:
+    """The smoothed curve after half of the baseline's steps, minus where the baseline of the same seed ends."""
+    level = run.level_after(base.length / 2)
+    return None if level is None else level - base.levels[-1]
+
+
+STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
+    "metric": lambda run, base: run.final - base.final,
+    "area": lambda run, base: fmean(run.values) - fmean(base.values),
+    "half": _half,
+}
+"""What a study compares: the difference of a run from the baseline's run with the same seed; None: not defined."""
+
+
+def _differences(statistic: str, pairs: Sequence[tuple[Result, Result]]) -> list[float]:
+    """The differences of pairs of a run and its baseline that are defined."""
+    differences = [STATISTICS[statistic](run, base) for run, base in pairs]
+    return [difference for difference in differences if difference is not None]
 
 
 def _figures(results: Results, width: int, target: float | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Credit rules: how the rewards of completions that compete with each other become advantages (method.md 2.1, 2.2).
 
-A rule is an entry of `RULES`. Legend: G completions of a group, along the last dimension.
+`CREDIT_RULES` of config/method.py names the rules. Legend: G completions of a group, along the last dimension.
 """
 
 import math
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from threepo.config import Advantage
+from threepo.config.method import CREDIT_RULES
 from threepo.errors import UserError
 
 
@@ -69,14 +70,11 @@ def _pass_at_k(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:
     return gain / ((of_all * (1 - of_all)).sqrt() + settings.epsilon)
 
 
-RULES = {
-    "grpo": Rule(_grpo),
-    "dr_grpo": Rule(_dr_grpo),
-    "rloo": Rule(_rloo),
-    "maxrl": Rule(_maxrl, lambda rewards: rewards.isfinite() & (rewards >= 0), "finite rewards of 0 or more"),
-    "pass_at_k": Rule(_pass_at_k, lambda rewards: (rewards == 0) | (rewards == 1), "rewards of 0 and 1"),
-}
-"""Rules by `method.advantage.rule`."""
+GRPO = Rule(_grpo)
+DR_GRPO = Rule(_dr_grpo)
+RLOO = Rule(_rloo)
+MAXRL = Rule(_maxrl, lambda rewards: rewards.isfinite() & (rewards >= 0), "finite rewards of 0 or more")
+PASS_AT_K = Rule(_pass_at_k, lambda rewards: (rewards == 0) | (rewards == 1), "rewards of 0 and 1")
 
 ROUNDING = 1e-12
 """Rewards that differ by less, relative to the largest, are equal: 0.1 + 0.2 is no better than 0.3."""
@@ -87,7 +85,7 @@ def group_advantages(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor
 
     `UserError` for a reward that the rule is not defined for.
     """
-    rule = RULES[settings.rule]
+    rule: Rule = CREDIT_RULES[settings.rule].load()
     if not (taken := rule.takes(rewards)).all():
         raise UserError(
             f"method.advantage.rule = {settings.rule!r}: needs {rule.needs}, and a completion has earned "

@@ -20,22 +20,22 @@ class CorrectionEffect:
     """Effect of a correction on the rows of a micro-batch; nothing here carries a gradient."""
 
     weights: torch.Tensor
-    """[K] factor of each token's loss; 0 where masked."""
+    """Factor [K] of each token's loss; 0 where masked."""
     kept: torch.Tensor
-    """[K] bool: not masked."""
+    """Bool [K]: not masked."""
     counted: torch.Tensor
-    """[K] bool: the tokens whose number divides the loss."""
+    """Bool [K]: the tokens whose number divides the loss."""
     rho: torch.Tensor
-    """[R] sequence ratio exp(sum D), clamped; computed for every kind."""
+    """Sequence ratio [R], exp(sum D), clamped; computed for every kind."""
     untouched: torch.Tensor
-    """[R] bool: no token of the row was masked or truncated."""
+    """Bool [R]: no token of the row was masked or truncated."""
 
 
 @torch.no_grad()
 def correct(
     logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, row_of: torch.Tensor, rows: int, settings: Correction
 ) -> CorrectionEffect:
-    """Correct tokens by their log-probs [K] at the gradient's weights and as the engine drew them.
+    """Correct tokens by their log-probs [K] at the gradient's weights and under the policies that wrote them.
 
     `row_of` [K] has the row of each token, 0 to `rows` - 1; every row has at least one.
     """
@@ -79,6 +79,6 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def effective_sample_share(weights: torch.Tensor) -> float:
-    """Kish's effective sample size over the number of rows, (sum w)^2 / (n sum w^2), of [R] weights; 0 if all are 0."""
+    """Effective sample size of weights [R] over their number, (sum w)^2 / (R sum w^2) (Kish); 0 if all are 0."""
     square = float(weights.double().square().sum())
     return float(weights.double().sum()) ** 2 / (len(weights) * square) if square > 0 else 0.0

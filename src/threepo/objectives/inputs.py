@@ -1,4 +1,4 @@
-"""Inputs of the objective's terms, and the interface of a term."""
+"""Inputs of a loss, and the interface of a term of the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from threepo.config import ObjectiveConfig
 from threepo.objectives.corrections import CorrectionEffect, bounded_exp, sum_by_row
 from threepo.objectives.selection import Select
 from threepo.types import CreditedRow
@@ -14,37 +13,39 @@ from threepo.types import CreditedRow
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a term for the tokens of a micro-batch, which holds whole rows; all tensors are [K]."""
+    """Values of the tokens that the loss counts in a micro-batch, which holds whole rows; all tensors are [K]."""
 
     logprobs: torch.Tensor
-    """Of the policy, with gradient."""
+    """Log-probs under the policy, with gradient."""
     old_logprobs: torch.Tensor
-    """Of the policy before this batch's first update, at the same draw; detached."""
+    """Log-probs under the policy before this batch's first update, at the same draw; detached."""
     behaviour_logprobs: torch.Tensor
-    """As the rollout engine reported them."""
+    """Log-probs that the rollout engine reported."""
     entropy: torch.Tensor
-    """Of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
+    """Entropies of the policy's distributions, in nats; with gradient if a term in use says `of_entropy`."""
+    self_certainty: torch.Tensor
+    """KL(uniform || the policy's distributions), in nats; without gradient."""
     advantages: torch.Tensor
     weights: torch.Tensor
-    """The weight of each token's row (`policy_loss.row_weights`)."""
+    """Weight of each token's row (`policy_loss.row_weights`)."""
     correction: CorrectionEffect
     """Importance weights of the tokens, and which of them count."""
     row_of: torch.Tensor
-    """The row of each token, 0 to `rows` - 1."""
+    """Row of each token, 0 to `rows` - 1."""
     rows: int
     chosen: torch.Tensor
-    """Bool: the tokens that the loss has chosen by its `select`; none if it has no such."""
+    """Bool: the tokens that the loss has chosen by its `select`; none if it does not choose."""
     in_mask: torch.Tensor
     """Bool: the tokens that the entropy mask leaves a policy gradient; all without a mask."""
     reference_logprobs: torch.Tensor | None = None
-    """Of the reference model, where there is one."""
+    """Log-probs under the reference model, where there is one."""
 
     def ratio(self) -> torch.Tensor:
         """Probability ratio of the policy to the old policy."""
         return bounded_exp(self.logprobs - self.old_logprobs)
 
     def sequence_ratio(self) -> torch.Tensor:
-        """The geometric mean of a row's ratios, at each of its tokens; the gradient is that of the token's own."""
+        """Geometric mean of a row's ratios, at each of its tokens, with the gradient of the token's own log-prob."""
         log_ratio = (self.logprobs - self.old_logprobs).detach()
         mean = sum_by_row(log_ratio, self.row_of, self.rows)
         mean /= sum_by_row(torch.ones_like(log_ratio), self.row_of, self.rows)
@@ -53,15 +54,14 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Term:
-    """A summand of the objective."""
+    """A summand of the loss."""
 
     losses: Callable[[LossInputs, Any], torch.Tensor]
-    """[K], to be minimised."""
+    """Computes losses [K], to be minimised, from the inputs and the settings."""
     has_gradient: Callable[[CreditedRow, bool], bool] = lambda row, chosen: row.advantage != 0
-    """Whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row without any
-    needs no backward pass."""
-    in_use: Callable[[ObjectiveConfig], bool] = lambda settings: True
+    """Tells whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row whose
+    gradient is 0 needs no backward pass."""
     of_entropy: bool = False
     """Whether gradients flow through the entropy."""
     select: Select | None = None
-    """Chooses tokens before the update, from the scores of all that share a divisor."""
+    """Chooses tokens before the update, among all that share a divisor."""

@@ -1,6 +1,7 @@
-"""The policy losses of a token (method.md 2.3). config/objective.py has a record for each, which names it here.
+"""The losses of a token (method.md 2.3): policy losses, and terms that are added to them.
 
-They are multiplied by the correction's weights and by the entropy mask afterwards.
+config/objective.py has a record for each policy loss, which names it here. Policy losses are multiplied by the
+correction's weights and by the entropy mask afterwards. Legend: K tokens of a micro-batch.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from pkgutil import resolve_name
 import torch
 
 from threepo.config import CISPOConfig, ClipCovConfig, GSPOConfig, KLCovConfig, ObjectiveConfig, PPOConfig
+from threepo.objectives.corrections import LOG_RATIO_BOUND
 from threepo.objectives.inputs import LossInputs, Term
 from threepo.objectives.selection import largest_covariance, random_in_bounds
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, settings: ObjectiveConfig) -> torch.Tensor:
-    """max(-A R, -A clip(R))."""
+    """The clipped surrogate [K], max(-A R, -A clip(R))."""
     clipped = ratio.clamp(*settings.bounds)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
@@ -55,7 +57,7 @@ class TokenLoss(Term):
     """A policy loss."""
 
     ratio: Callable[[LossInputs], torch.Tensor] = LossInputs.ratio
-    """What it clips."""
+    """Computes the ratio [K] that it clips."""
     both_signs: bool = False
     """Whether the clip acts whatever the sign of the advantage."""
 
@@ -71,3 +73,34 @@ def token_loss(settings: ObjectiveConfig) -> TokenLoss:
     """The loss that `objective.loss` names."""
     loss: TokenLoss = resolve_name(settings.code)
     return loss
+
+
+def entropy_bonus(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+    """Minus the coefficient times the entropy."""
+    return -settings.entropy_coefficient * inputs.entropy * inputs.correction.counted
+
+
+def kl_to_reference(inputs: LossInputs) -> torch.Tensor:
+    """Estimate exp(d) - d - 1 of each token, d = log reference - log policy; its mean is the KL (Schulman's k3)."""
+    assert inputs.reference_logprobs is not None, "scored before the update"
+    d = inputs.reference_logprobs - inputs.logprobs
+    return d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - d
+
+
+def reference_penalty(inputs: LossInputs, settings: ObjectiveConfig) -> torch.Tensor:
+    """The coefficient times the KL; corrected, because other policies wrote the tokens."""
+    return settings.reference_kl * kl_to_reference(inputs) * inputs.correction.weights
+
+
+ENTROPY_BONUS = Term(entropy_bonus, has_gradient=lambda row, chosen: True, of_entropy=True)
+REFERENCE_PENALTY = Term(reference_penalty, has_gradient=lambda row, chosen: True)
+
+
+def terms_of(settings: ObjectiveConfig) -> list[Term]:
+    """The policy loss, and the terms that the settings add to it."""
+    terms: list[Term] = [token_loss(settings)]
+    if settings.entropy_coefficient > 0:
+        terms.append(ENTROPY_BONUS)
+    if settings.reference_kl > 0:
+        terms.append(REFERENCE_PENALTY)
+    return terms

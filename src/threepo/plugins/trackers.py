@@ -3,7 +3,8 @@
 A tracker gets the resolved configuration once, each row of metrics at its step, and the summary at the end. A run that
 is resumed goes on in the same run of the tracker, whose id is in trackers.json. Where the copies go is for the
 trackers' own environment variables to say (docs/trackers.md). Whatever a tracker raises switches that tracker off, with
-one warning, and never ends the run. To add a tracker, write a class with these methods and a line in `TRACKERS`.
+one warning, and never ends the run. To add a tracker, write a class with these methods and a line in `TRACKERS`
+of config.
 """
 
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from threepo.config import TRACKERS
 from threepo.errors import ThreepoWarning
 from threepo.files import finite, read_json_as, write_json
 
@@ -28,7 +30,11 @@ Values = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """An open run of a tracker."""
+    """An open run of a tracker.
+
+    It is made from the run folder, the configuration, the id of the run to go on with (empty: a new one) and the first
+    step of which rows will come.
+    """
 
     id: str
     """By which a resumed run finds it again."""
@@ -50,7 +56,7 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in names:
             try:
-                self._open[name] = TRACKERS[name](folder, config, ids.get(name, ""), first_step)
+                self._open[name] = TRACKERS[name].load()(folder, config, ids.get(name, ""), first_step)
             except KeyboardInterrupt:  # the user's
                 raise
             except BaseException as error:
@@ -199,13 +205,3 @@ class MLflow:
         for key, value in _flat(summary or {}):
             self._client.set_tag(self.id, f"summary.{key}", str(value))
         self._client.set_terminated(self.id, "FINISHED" if summary else "KILLED")
-
-
-TRACKERS: Mapping[str, Callable[[Path, Values, str, int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "mlflow": MLflow,
-}
-"""What `run.trackers` can name: from the run folder, the configuration, the id of the run to go on with (empty: a new
-one) and the first step of which rows will come."""

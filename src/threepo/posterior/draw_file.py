@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import distribution
-from threepo.posterior.perturbation import Noisy, sigma_scalars
+from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.types import Draw
 
@@ -56,10 +56,9 @@ def read_draw(
         for name, called in json.loads(metadata["names"]).items():
             value = file.get_tensor(f"mean {name}").to(device)
             if draw is not None and (group := groups.get(name)):
-                scalars = sigma_scalars(group)
-                # Isotropic noise does not read it.
-                hessian = value if scalars.fixed_root else file.get_tensor(f"hessian {name}").to(device)
+                learned = group["noise_shape"] == "learned"
+                hessian = file.get_tensor(f"hessian {name}").to(device) if learned else value  # which is not read
                 out = torch.empty_like(value, dtype=dtype)
-                kernels.run([Noisy(name, value, value, hessian, scalars, group["noise_rank"]).under(draw, out)])
+                kernels.run([NoisyParameter.of(name, value, value, hessian, group).under(draw, out)])
                 value = out
             yield from ((alias, value) for alias in called)

@@ -6,15 +6,15 @@ by the mean of F_n z_n / sigma. The noise is made again from its addresses, one 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from threepo.posterior import kernels
-from threepo.posterior.noise import CHUNK, noise_address
+from threepo.posterior.noise import CHUNK
+from threepo.posterior.noise_structures import unmirrored
 from threepo.posterior.operations import Perturb, Scalars
-from threepo.posterior.perturbation import Noisy
+from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.point_optimizers import PointSGD
 from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
@@ -42,22 +42,22 @@ def evolve(optimizer: Any, fitness: Fitness) -> None:
     optimizer.step()
 
 
-def gradients(noisy: Sequence[Noisy], fitness: Fitness) -> Iterator[tuple[Noisy, torch.Tensor]]:
+def gradients(noisy: Sequence[NoisyParameter], fitness: Fitness) -> Iterator[tuple[NoisyParameter, torch.Tensor]]:
     """Minus the mean over draws of fitness times z / sigma: float32, in each parameter's shape and on its shards."""
     weights = {draw: -weight / len(fitness) for draw, weight in _by_noise(fitness).items()}
     return ((entry, _gradient(entry, weights)) for entry in noisy)
 
 
 @torch.no_grad()
-def _gradient(entry: Noisy, weights: Mapping[Draw, float]) -> torch.Tensor:
+def _gradient(entry: NoisyParameter, weights: Mapping[Draw, float]) -> torch.Tensor:
     total = _zeros(entry)
     for draw, weight in weights.items():
         _add_noise(total, draw, entry, weight)
     return _divide(total, entry)
 
 
-def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
-    """The observed gradient beside the one that an evolution strategy makes of the same rollouts.
+def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
+    """Metrics that compare the observed gradient with the one of an evolution strategy from the same rollouts.
 
     `evolution/cosine`: between the two, over all parameters with noise. `evolution/correlation`: over the draws,
     between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. Nothing if
@@ -83,7 +83,7 @@ def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         return {}
     sums = {key: sum_over_shards(values) for key, values in products.items()}
     norms = math.sqrt(sums["evolved"] * sums["observed"])
-    predicted = [-sums[_base(draw)] * draw.sign for draw in fitness]
+    predicted = [-sums[base] * sign for base, sign in map(unmirrored, fitness)]
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
     cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
@@ -95,33 +95,30 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return sum(((x.double() * y).sum() for x, y in parts), torch.zeros((), dtype=torch.float64, device=a.device))
 
 
-def _base(draw: Draw) -> Draw:
-    return replace(draw, sign=1)
-
-
 def _by_noise(fitness: Fitness) -> dict[Draw, float]:
-    """The fitness of each noise: that of a mirrored draw counts against it."""
+    """The fitness of each noise: the fitness of a mirrored draw counts against it."""
     found: dict[Draw, float] = {}
     for draw, value in fitness.items():
-        found[_base(draw)] = found.get(_base(draw), 0.0) + draw.sign * value
+        base, sign = unmirrored(draw)
+        found[base] = found.get(base, 0.0) + sign * value
     return found
 
 
-def _zeros(entry: Noisy) -> torch.Tensor:
+def _zeros(entry: NoisyParameter) -> torch.Tensor:
     return torch.zeros_like(entry.p, dtype=torch.float32, requires_grad=False)
 
 
-def _add_noise(total: torch.Tensor, draw: Draw, entry: Noisy, weight: float) -> None:
+def _add_noise(total: torch.Tensor, draw: Draw, entry: NoisyParameter, weight: float) -> None:
     unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=weight)
-    kernels.run([Perturb(total, total, total, noise_address(draw, entry.name, entry.p.shape, entry.rank), unit)])
+    kernels.run([Perturb(total, total, total, entry.noise(draw), unit)])
 
 
-def _divide(total: torch.Tensor, entry: Noisy) -> torch.Tensor:
+def _divide(total: torch.Tensor, entry: NoisyParameter) -> torch.Tensor:
     """Divides by sigma, in place."""
     local(total).div_(_sigma(entry))
     return total
 
 
-def _sigma(entry: Noisy) -> torch.Tensor | float:
+def _sigma(entry: NoisyParameter) -> torch.Tensor | float:
     scalars = entry.scalars
     return scalars.noise_scale / scalars.fixed_root if scalars.fixed_root else scalars.sigma(local(entry.hessian))

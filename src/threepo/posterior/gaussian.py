@@ -22,7 +22,8 @@ from threepo.errors import UserError
 from threepo.files import atomic_file
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_sizes import by_size, layer_kind, noise_sizes, scaled_by
-from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars, weights_under
+from threepo.posterior.noise_structures import Structure
+from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable, sigma_scalars, weights_under
 from threepo.posterior.policy_optimizer import Weights, WeightSource, model_name
 from threepo.posterior.shards import like_parameter, sampled, whole
 from threepo.run_folder import model_folder
@@ -47,7 +48,7 @@ class Posterior:
 
     hessian: dict[str, torch.Tensor]
     """float32, by parameter name, in the parameter's shape."""
-    groups: tuple[GroupSettings, ...]
+    groups: tuple[NoiseGroup, ...]
     step: int
     """Optimizer steps that formed it; also the `step` of the draws that `draw` makes."""
     seed: int
@@ -82,15 +83,16 @@ class Posterior:
         if noise.unit == "posterior":
             lacks = f"the model has no {FILE_NAME}, so no sigma to scale"
             raise UserError(f"noise.unit = 'posterior': {lacks}; set noise.unit = 'absolute' or 'rms', and noise.size")
-        return cls({}, fixed_groups(noise_sizes(named, noise), noise.rank), 0, seed)
+        return cls({}, fixed_groups(noise_sizes(named, noise), noise.structure), 0, seed)
 
     def scaled(self, noise: NoiseConfig) -> "Posterior":
         """This posterior with its sigma times the factors of [noise], whose unit is "posterior".
 
-        `UserError` for another rank than the posterior's own.
+        `UserError` for another structure than the posterior's own.
         """
-        own = {group.noise_rank for group in self.groups}
-        noise.check("rank", noise.rank == 0 or own == {noise.rank}, "the posterior has its own rank; remove it")
+        for setting in noise.structure:
+            own = all(group.noise_structure == noise.structure for group in self.groups)
+            noise.check(setting, own, f"the posterior has its own {setting}; remove it")
         factors = noise_sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)
         groups = [
             replace(group, noise_scale=group.noise_scale * factor, parameters=tuple(names))
@@ -157,7 +159,7 @@ class Posterior:
         for _ in weights_under(means.items(), self.noisy(means), draw, into=means):
             pass
 
-    def noisy(self, means: Weights) -> list[Noisy]:
+    def noisy(self, means: Weights) -> list[NoisyParameter]:
         """Parameters that draws perturb in a model with these means; `UserError` if it is not the posterior's model."""
         settings = {name: group for group in self.groups for name in group.parameters}
         for name in settings:
@@ -168,7 +170,7 @@ class Posterior:
                 shape = "" if h is None else f" {list(h.shape)}"
                 raise UserError(f"posterior of {name}{shape}: {found}; it belongs to another model")
         return [
-            Noisy(name, mean, mean, self.hessian.get(name, mean), sigma_scalars(vars(group)), group.noise_rank)
+            NoisyParameter.of(name, mean, mean, self.hessian.get(name, mean), vars(group))
             for name, mean in means.items()
             if (group := settings.get(name)) and group.noise_scale  # else it was frozen in training, or has no noise
         ]
@@ -197,7 +199,7 @@ class FixedWeights(Perturbable):
         """Every parameter with its name."""
         return [(name, p.detach()) for name, p in self.model.named_parameters()]
 
-    def noisy(self) -> list[Noisy]:
+    def noisy(self) -> list[NoisyParameter]:
         """Parameters that draws perturb; `UserError` if the model has no posterior."""
         if self.posterior is None:
             raise UserError(f"the model has no {FILE_NAME}, so no draws can be made of it; set eval.draws = 0")
@@ -232,9 +234,9 @@ def _in_model(name: str) -> str:
     return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
 
 
-def _groups(metadata: Mapping[str, str]) -> tuple[GroupSettings, ...]:
+def _groups(metadata: Mapping[str, str]) -> tuple[NoiseGroup, ...]:
     entries = json.loads(metadata["groups"])
-    return tuple(GroupSettings(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
+    return tuple(NoiseGroup(**{**group, "parameters": tuple(group["parameters"])}) for group in entries)
 
 
 def has_hessian(folder: Path) -> bool:
@@ -246,7 +248,7 @@ def has_hessian(folder: Path) -> bool:
         return bool(file.keys())
 
 
-def saved_groups(folder: Path) -> tuple[GroupSettings, ...]:
+def saved_groups(folder: Path) -> tuple[NoiseGroup, ...]:
     """The noise that a checkpoint was trained with; none if it has no posterior."""
     path = folder / FILE_NAME
     if not path.is_file():
@@ -255,11 +257,10 @@ def saved_groups(folder: Path) -> tuple[GroupSettings, ...]:
         return _groups(metadata)
 
 
-def fixed_groups(found: Mapping[str, float], rank: int = 0) -> tuple[GroupSettings, ...]:
-    """Noise of a given sigma for every parameter by name; 0: none. `rank`: of the noise of matrices; 0: full."""
-    return tuple(
-        GroupSettings(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", rank) for sigma, names in by_size(found).items()
-    )
+def fixed_groups(found: Mapping[str, float], structure: Structure) -> tuple[NoiseGroup, ...]:
+    """Noise of a given sigma for every parameter by name; 0: none."""
+    groups = by_size(found).items()
+    return tuple(NoiseGroup(1.0, 0.0, sigma, 1.0, tuple(names), "isotropic", structure) for sigma, names in groups)
 
 
 def distribution(source: WeightSource) -> tuple[dict[str, torch.Tensor], Posterior | None]:

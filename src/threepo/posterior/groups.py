@@ -14,7 +14,7 @@ import torch
 
 from threepo.errors import ThreepoWarning, UserError
 from threepo.posterior import kernels
-from threepo.posterior.noise import noise_address
+from threepo.posterior.noise_structures import check_structure
 from threepo.posterior.operations import HESSIAN_RANGE, AddNoiseTimes, Scalars
 from threepo.posterior.perturbation import sigma_scalars
 from threepo.posterior.policy_optimizer import Entry, model_name, named_in_groups
@@ -39,8 +39,6 @@ def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None
     (beta1, beta2), price = group["betas"], group["estimator"] == "price"
     learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
     estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
-    if price and len(draws) == 1 and draws[0]:  # sums over several draws have their signs
-        estimate *= draws[0].sign
     return sigma_scalars(group)._replace(
         beta1=beta1,
         grad_weight=(1 - beta1) * factor,
@@ -72,8 +70,7 @@ def check(group: Mapping[str, Any]) -> None:
     for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):
         if group[name] not in choices:
             raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
-    if group["noise_rank"] < 0:
-        raise UserError(f"IVON noise_rank = {group['noise_rank']!r}: must be 0 (full) or more")
+    check_structure(group["noise_structure"])
     if not -(2**63) <= group["seed"] < 2**63:
         raise UserError(f"IVON seed = {group['seed']!r}: must be a signed 64-bit number")
     for p in group["params"]:
@@ -197,11 +194,9 @@ class Observations:
         return self._add_second(entry, grad, draw)
 
     def _add_second(self, entry: Entry, grad: torch.Tensor, draw: Draw | None) -> list[AddNoiseTimes]:
-        name, p, group = entry
-        if group["estimator"] == "gradsq":
-            self.second[p].add_(grad.float().square())
+        if entry.group["estimator"] == "gradsq":
+            self.second[entry.p].add_(grad.float().square())
             return []
         if draw is None:
             return []
-        address = noise_address(draw, name, p.shape, group["noise_rank"])
-        return [AddNoiseTimes(self.second[p], grad if draw.sign > 0 else -grad, address)]
+        return [AddNoiseTimes(self.second[entry.p], grad, entry.noise(draw))]

@@ -15,6 +15,7 @@ parameter has lower precision; `param_groups` holds counts. The mean is restored
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from threepo.errors import UserError
 from threepo.posterior import groups, kernels
 from threepo.posterior.groups import Observations, step_scalars
-from threepo.posterior.noise import noise_address
+from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Update
-from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
+from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable
 from threepo.posterior.policy_optimizer import Entry, named_in_groups, names_by_group, total_norm
 from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw
@@ -58,7 +59,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, that of `hess_init`.
-        noise_rank: matrices have noise of this rank, U V^T / sqrt(rank) instead of independent numbers; 0: full.
+        noise_structure: {"rank": r}: matrices have noise U V^T / sqrt(r) of rank r; {}: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.
@@ -100,7 +101,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         rescale_lr: bool = True,
         noise_scale: float = 1.0,
         noise_shape: Literal["learned", "isotropic"] = "learned",
-        noise_rank: int = 0,
+        noise_structure: Structure = MappingProxyType({}),
         learn_hessian: bool = True,
         master_weights: bool = True,
         seed: int = 0,
@@ -108,7 +109,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
-        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_rank": noise_rank}
+        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": dict(noise_structure)}
         defaults |= {
             "learn_hessian": learn_hessian,
             "master_weights": master_weights,
@@ -181,26 +182,19 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Every parameter with its name."""
         return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
 
-    def noisy(self) -> list[Noisy]:
+    def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
         return [
-            Noisy(
-                name,
-                p,
-                self.state[p].get("mean", p),
-                self.state[p]["hessian"],
-                sigma_scalars(group),
-                group["noise_rank"],
-            )
+            NoisyParameter.of(name, p, self.state[p].get("mean", p), self.state[p]["hessian"], group)
             for name, p, group in self.trainable()
             if group["noise_scale"]
         ]
 
-    def noise_groups(self) -> tuple[GroupSettings, ...]:
+    def noise_groups(self) -> tuple[NoiseGroup, ...]:
         """The noise of every group."""
-        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape", "noise_rank")
+        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape", "noise_structure")
         return tuple(
-            GroupSettings(parameters=names, **{field: group[field] for field in fields})
+            NoiseGroup(parameters=names, **{field: group[field] for field in fields})
             for group, names in names_by_group(self.param_groups)
         )
 
@@ -286,14 +280,21 @@ class IVON(Perturbable, torch.optim.Optimizer):
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
         """Every parameter's step."""
         first = seen.draws[0]
-        for name, p, group in entries:
+        for entry in entries:
+            _, p, group = entry
             state = self.state[p]
             updates = group["step"] - int(state["missed_steps"])  # of its momentum, this one included
             mean, out = (state["mean"], p) if "mean" in state else (p, None)
-            sums = (seen.grad.pop(p), seen.second.pop(p, None))
-            key = None if first is None else noise_address(first, name, p.shape, group["noise_rank"])
-            scalars = step_scalars(group, updates, seen.draws, factor)
-            yield Update(mean, out, state["hessian"], state["momentum"], *sums, key, scalars)
+            yield Update(
+                mean,
+                out,
+                state["hessian"],
+                state["momentum"],
+                grad=seen.grad.pop(p),
+                second=seen.second.pop(p, None),
+                noise=None if first is None else entry.noise(first),
+                scalars=step_scalars(group, updates, seen.draws, factor),
+            )
 
     # State
 

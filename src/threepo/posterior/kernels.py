@@ -1,14 +1,15 @@
 """Runs operations on whole parameters: finds the elements on this rank and gives them to the fastest kernels there are.
 
 Compiled C on a CPU (native.py), Triton on CUDA (triton_kernels.py), torch (torch_kernels.py) everywhere else and for
-noise of low rank: other speeds, the same bits. Parameters may be ordinary tensors of any memory layout, or DTensors;
-the other tensors of an operation have the parameter's shape and placement.
+structured noise: other speeds, the same bits. Parameters may be ordinary tensors of any memory layout, or DTensors; the
+other tensors of an operation have the parameter's shape and placement.
 """
 
 import importlib
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -16,13 +17,12 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.noise import LowRank
-from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
-from threepo.posterior.shards import by_region, local
+from threepo.posterior.operations import WHOLE, AddNoiseTimes, Operation, Update
+from threepo.posterior.shards import held_regions, local
 
+Tensors = Mapping[str, torch.Tensor]
+"""An operation's tensors by the names of its fields, without those that are None."""
 _FLOAT32 = ("hessian", "momentum", "second")
-_WRITTEN = {Perturb: 1, AddNoiseTimes: 1, Update: 4}
-"""How many of a record's tensors are written: the first ones."""
 
 
 @cache
@@ -46,24 +46,16 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     clipped: list[torch.Tensor] = []
     parts: dict[Any, list[tuple[int, Operation]]] = defaultdict(list)  # by backend; with the operation's index
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # local tensors, and the contiguous form of each
-    for index, operation in enumerate(operations):
-        if isinstance(operation, Update) and isinstance(operation.key, LowRank) and operation.grad.device.type == "cpu":
-            operation = _with_noise_times(operation)  # the rest is faster in C; a GPU may lack the memory
-        kind: Any = type(operation)
-        tensors: Any = operation[: kind._fields.index("key")]
-        own: list[Any] = [None if tensor is None else local(tensor) for tensor in tensors]
-        for name, tensor in zip(kind._fields, own, strict=False):  # compiled kernels get addresses, so would not notice
-            if tensor is not None and tensor.shape != own[0].shape:
-                shapes = f"{list(own[0].shape)} and {list(tensor.shape)}"
-                raise RuntimeError(f"shapes differ: {shapes}, here or in their shards")
-            if tensor is not None and name in _FLOAT32 and tensor.dtype != torch.float32:
-                raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
-        dense = [None if tensor is None else tensor.contiguous() for tensor in own]
-        chosen = torch_kernels if isinstance(operation.key, LowRank) else backend(*dense)
-        for region, part in by_region(tensors[0], dense):
-            parts[chosen].append((index, kind(*part, *operation[len(part) : -1], region)))
-        pairs = zip(own[: _WRITTEN[kind]], dense, strict=False)
-        written += [(tensor, copy) for tensor, copy in pairs if tensor is not None and copy is not None]
+    for index, given in enumerate(operations):
+        operation = _without_structure(given) if isinstance(given, Update) else given
+        names = (*operation.WRITTEN, *operation.READ)
+        whole = {name: tensor for name in names if (tensor := getattr(operation, name)) is not None}
+        dense = {name: local(tensor).contiguous() for name, tensor in whole.items()}
+        _check(dense)
+        compiled = operation.noise is None or operation.noise.compiled
+        chosen = backend(*dense.values()) if compiled else torch_kernels
+        parts[chosen] += [(index, part) for part in _parts(operation, whole, dense)]
+        written += [(local(whole[name]), dense[name]) for name in operation.WRITTEN if name in whole]
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))
     for kernels, some in parts.items():
@@ -78,10 +70,38 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     return clipped
 
 
-def _with_noise_times(update: Update) -> Update:
-    """The same step with z * grad made beforehand, so that no noise is left to make: the same bits."""
-    second = update.second
-    if second is None and update.key is not None and update.scalars.estimator == "price":
+def _check(tensors: Tensors) -> None:
+    """Raise for tensors that differ in shape or have the wrong dtype, which compiled kernels would not notice."""
+    shape = next(iter(tensors.values())).shape
+    for name, tensor in tensors.items():
+        if tensor.shape != shape:
+            raise RuntimeError(f"shapes differ: {list(shape)} and {list(tensor.shape)}, here or in their shards")
+        if name in _FLOAT32 and tensor.dtype != torch.float32:
+            raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
+
+
+def _parts(operation: Operation, whole: Tensors, dense: Tensors) -> list[Operation]:
+    """The operation on each region that this rank holds; `dense` has its contiguous local tensors."""
+    regions = held_regions(whole[operation.WRITTEN[0]])
+    if regions == [WHOLE] and all(tensor is whole[name] for name, tensor in dense.items()):
+        return [operation]
+    pieces = {name: tensor.view(-1).chunk(max(len(regions), 1)) for name, tensor in dense.items()}
+    parts = []
+    for i, region in enumerate(regions):
+        tensors: dict[str, Any] = {name: piece[i] for name, piece in pieces.items()}
+        parts.append(replace(operation, region=region, **tensors))
+    return parts
+
+
+def _without_structure(update: Update) -> Update:
+    """The same step with z * grad made beforehand where noise has a structure: the rest is then compiled.
+
+    The bits are the same. Not on a GPU, which may lack the memory.
+    """
+    noise, second = update.noise, update.second
+    if noise is None or noise.compiled or update.grad.device.type != "cpu":
+        return update
+    if second is None and update.scalars.estimator == "price":
         second = torch.zeros_like(update.hessian)
-        run([AddNoiseTimes(second, update.grad, update.key)])
-    return update._replace(second=second, key=None)
+        run([AddNoiseTimes(second, update.grad, noise)])
+    return replace(update, second=second, noise=None)

@@ -16,9 +16,6 @@ Box-Muller maps those to the two normals:
 The logarithm, sine and cosine are polynomials in float32, evaluated with IEEE additions and multiplications in a fixed
 order and no fused ones. So the numbers are the same, bit for bit, on every processor, with any number of threads,
 in the compiled kernels (native.c, triton_kernels.py) and in the torch code of this file, which defines them.
-
-Noise of rank r for a matrix [rows, columns] (EGGROLL, Sarkar et al., 2511.16652) is U V^T / sqrt(r). The key's first
-rows * r numbers are U [rows, r], the next ones V [columns, r]; products and sums are separate, k = 0 first.
 """
 
 import hashlib
@@ -26,7 +23,6 @@ import math
 import struct
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -54,19 +50,6 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 Key = tuple[int, int]
-
-
-class LowRank(NamedTuple):
-    """The address of a matrix of noise that has low rank."""
-
-    key: Key
-    rows: int
-    columns: int
-    rank: int
-
-
-Address = Key | LowRank
-"""Of the noise of one parameter in one draw."""
 _KEY = struct.Struct("<2Q")
 
 
@@ -88,12 +71,6 @@ def _encoded(part: int | str) -> bytes:
 def noise_key(draw: Draw, name: str) -> Key:
     """The key of one parameter's noise in one draw."""
     return address_key("threepo-noise", draw.seed, draw.step, draw.number, name)
-
-
-def noise_address(draw: Draw, name: str, shape: torch.Size, rank: int) -> Address:
-    """Address of a parameter's noise in one draw, which has that rank (0: full) if it is a matrix."""
-    key = noise_key(draw, name)
-    return LowRank(key, *shape, rank) if rank and len(shape) == 2 else key
 
 
 @cache
@@ -155,36 +132,6 @@ def normal_chunks(key: Key, start: int, stop: int, device: torch.device) -> Iter
         pairs = _box_muller(_mix(counters, _signed(key[1])).view(blocks, _PAIRS))
         low, high = max(start, first), min(stop, first + CHUNK)
         yield low - start, torch.cat(pairs, dim=1).view(-1)[low - first : high - first]
-
-
-def factors(address: LowRank, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """U [rows, rank] and V [columns, rank], float32: the noise is U V^T / sqrt(rank)."""
-    sizes = [address.rows * address.rank, address.columns * address.rank]
-    numbers = torch.cat([z for _, z in normal_chunks(address.key, 0, sum(sizes), device)])
-    u, v = (part.view(-1, address.rank) for part in torch.split(numbers, sizes))
-    return u, v
-
-
-def noise_chunks(address: Address, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    """Noise of the elements [start, stop) of a flattened tensor, as (offset from start, float32 chunk)."""
-    if isinstance(address, LowRank):
-        return _low_rank_chunks(address, start, stop, device)
-    return normal_chunks(address, start, stop, device)
-
-
-def _low_rank_chunks(
-    address: LowRank, start: int, stop: int, device: torch.device
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields chunks as `normal_chunks` does, for a flattened matrix; numbers do not depend on the slice either."""
-    u, v = factors(address, device)
-    # A GPU is busy with many elements; the cache of a core holds few.
-    step = max(1, (CHUNK if device.type == "cpu" else 256 * CHUNK) // address.columns)
-    for row in range(start // address.columns, -(-stop // address.columns), step):
-        z, first = torch.zeros((), device=device), row * address.columns
-        for k in range(address.rank):
-            z = u[row : row + step, k, None] * v[:, k] + z
-        low, high = max(start, first), min(stop, first + z.numel())
-        yield low - start, z.mul_(address.rank**-0.5).view(-1)[low - first : high - first]
 
 
 def uniforms(keys: list[Key], start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:

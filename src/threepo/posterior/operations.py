@@ -1,14 +1,16 @@
-"""Operations of IVON's kernels: a record for each.
+"""Operations of IVON's kernels: a record for each, which names the tensors that are read (READ) and written (WRITTEN).
 
-Symbols as in method.md 1: m mean, h diagonal Hessian, g momentum, lam = ess, delta = weight decay, xi = clip radius,
-z standard normal noise. All tensors of a record have one shape, and every backend computes in float32.
+Symbols as in method.md 1: h diagonal Hessian, delta = weight decay, f estimate of the Hessian, z noise. All tensors of
+an operation have the shape of a parameter, or of one rank's shard of it, and every backend computes in float32.
 """
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from threepo.posterior.noise import Address, sqrt_
+from threepo.posterior.noise import sqrt_
+from threepo.posterior.noise_structures import Noise
 
 ESTIMATE_BOUND = 1e18
 """|f| is cut here. Nothing that trains comes near it; it keeps every operation finite for any finite gradient."""
@@ -74,30 +76,42 @@ class Scalars(NamedTuple):
         return torch.full_like(root, self.noise_scale).div_(root)  # torch's number / tensor is number * reciprocal
 
 
-class Perturb(NamedTuple):
+@dataclass(slots=True)
+class Perturb:
     """out = mean + sigma * z, added in float32 (float64 if `mean` is) and rounded once to the dtype of `out`."""
+
+    READ: ClassVar = ("mean", "hessian")
+    WRITTEN: ClassVar = ("out",)
 
     out: torch.Tensor
     """May be `mean`."""
     mean: torch.Tensor
     hessian: torch.Tensor
-    key: Address
+    noise: Noise
     scalars: Scalars
     region: Region = WHOLE
 
 
-class AddNoiseTimes(NamedTuple):
+@dataclass(slots=True)
+class AddNoiseTimes:
     """second += z * grad."""
+
+    READ: ClassVar = ("grad",)
+    WRITTEN: ClassVar = ("second",)
 
     second: torch.Tensor
     """float32."""
     grad: torch.Tensor
-    key: Address
+    noise: Noise
     region: Region = WHOLE
 
 
-class Update(NamedTuple):
+@dataclass(slots=True)
+class Update:
     """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3)."""
+
+    READ: ClassVar = ("grad", "second")
+    WRITTEN: ClassVar = ("mean", "out", "hessian", "momentum")
 
     mean: torch.Tensor
     out: torch.Tensor | None
@@ -109,8 +123,8 @@ class Update(NamedTuple):
     """Sum over the draws since the last step."""
     second: torch.Tensor | None
     """Sum of z * grad (price) or grad^2 (gradsq), float32. None: there was one draw, so it is made from `grad`."""
-    key: Address | None
-    """Noise key of that one draw."""
+    noise: Noise | None
+    """The noise of that one draw."""
     scalars: Scalars
     region: Region = WHOLE
 

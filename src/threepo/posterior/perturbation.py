@@ -7,13 +7,13 @@ noise, and how much; `at` puts a draw into the model and restores the mean bitwi
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from threepo.posterior import kernels
-from threepo.posterior.noise import noise_address
+from threepo.posterior.noise_structures import Noise, Structure, noise_of
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
@@ -23,7 +23,7 @@ Take = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class GroupSettings:
+class NoiseGroup:
     """The noise of some parameters: sigma = noise_scale / sqrt(ess * (hessian + weight_decay))."""
 
     ess: float
@@ -33,18 +33,17 @@ class GroupSettings:
     parameters: tuple[str, ...]
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """`isotropic`: sigma is made of hess_init instead of the Hessian."""
-    noise_rank: int = 0
-    """Of the noise of matrices; 0: full."""
+    noise_structure: Structure = field(default_factory=dict)
 
 
 def sigma_scalars(group: Mapping[str, Any]) -> Scalars:
-    """Numbers that turn a group's Hessians into standard deviations; `group` has the fields of `GroupSettings`."""
+    """Numbers that turn a group's Hessians into standard deviations; `group` has the fields of `NoiseGroup`."""
     isotropic = group["noise_shape"] == "isotropic"
     root = math.sqrt(group["ess"] * (group["hess_init"] + group["weight_decay"])) if isotropic else 0.0
     return Scalars(group["weight_decay"], group["ess"], root, group["noise_scale"])
 
 
-class Noisy(NamedTuple):
+class NoisyParameter(NamedTuple):
     """A parameter that draws perturb."""
 
     name: str
@@ -54,20 +53,29 @@ class Noisy(NamedTuple):
     hessian: torch.Tensor
     """In the parameter's shape; any tensor where noise is isotropic. It may be whole where the mean is sharded."""
     scalars: Scalars
-    rank: int = 0
-    """Of its noise, if it is a matrix; 0: full."""
+    structure: Structure
+
+    @classmethod
+    def of(
+        cls, name: str, p: torch.Tensor, mean: torch.Tensor, hessian: torch.Tensor, group: Mapping[str, Any]
+    ) -> "NoisyParameter":
+        """A parameter whose noise is set by `group`, which has the fields of `NoiseGroup`."""
+        return cls(name, p, mean, hessian, sigma_scalars(group), group["noise_structure"])
+
+    def noise(self, draw: Draw) -> Noise:
+        """Its noise in a draw."""
+        return noise_of(draw, self.name, self.mean.shape, self.structure)
 
     def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:
         """The operation that writes the parameter's value under `draw` into `out`; `take` is `whole` to gather it."""
-        mean, scalars = take(self.mean), self.scalars
-        if scalars.fixed_root:
+        mean = take(self.mean)
+        if self.scalars.fixed_root:
             hessian = mean.float()  # is not read
         elif is_spread(self.hessian):
             hessian = take(self.hessian)
         else:  # one that was read from a file is whole; it follows the mean, wherever that lies
             hessian = like_parameter(self.hessian.to(mean.device), mean)
-        scalars = scalars._replace(noise_scale=draw.sign * scalars.noise_scale)
-        return Perturb(out, mean, hessian, noise_address(draw, self.name, self.mean.shape, self.rank), scalars)
+        return Perturb(out, mean, hessian, self.noise(draw), self.scalars)
 
 
 class Perturbable:
@@ -85,7 +93,7 @@ class Perturbable:
         """Every parameter with its name."""
         raise NotImplementedError
 
-    def noisy(self) -> list[Noisy]:
+    def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb."""
         raise NotImplementedError
 
@@ -158,7 +166,7 @@ class Perturbable:
 @torch.no_grad()
 def weights_under(
     named: Iterable[tuple[str, torch.Tensor]],
-    noisy: Sequence[Noisy],
+    noisy: Sequence[NoisyParameter],
     draw: Draw | None,
     into: Weights | None = None,
     gather: bool = False,
@@ -180,7 +188,7 @@ def weights_under(
         yield from zip((entry.name for entry in some), made, strict=True)
 
 
-def _out(entry: Noisy, into: Weights, gather: bool) -> torch.Tensor:
+def _out(entry: NoisyParameter, into: Weights, gather: bool) -> torch.Tensor:
     """Tensor into which a parameter's value under a draw is written."""
     p = entry.p
     if entry.name in into:

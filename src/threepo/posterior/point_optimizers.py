@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from threepo.posterior.perturbation import GroupSettings, Noisy, Perturbable, sigma_scalars
+from threepo.posterior.noise_structures import Structure, check_structure
+from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable
 from threepo.posterior.policy_optimizer import named_in_groups, names_by_group, total_norm
 from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
@@ -20,7 +22,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         max_grad_norm: gradients are scaled down to that total norm; 0 leaves them.
         noise_scale: sigma of the noise that draws add, at `ess` = 1: sigma = noise_scale / sqrt(ess), where the group's
             `ess` is 1 until a schedule changes it. 0: there are no draws.
-        noise_rank: rank of the noise of matrices; 0: full.
+        noise_structure: as of IVON.
         seed: noise seed of the posterior that checkpoints save.
         model: the module that DTensor parameters belong to; only needed for them, and for draws.
         settings: those of the torch optimizer.
@@ -39,7 +41,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         noise_scale: float = 0.0,
-        noise_rank: int = 0,
+        noise_structure: Structure = MappingProxyType({}),
         seed: int = 0,
         model: torch.nn.Module | None = None,
         **settings: Any,
@@ -49,11 +51,12 @@ class Point(Perturbable, torch.optim.Optimizer):
         own = {
             "max_grad_norm": max_grad_norm,
             "noise_scale": noise_scale,
-            "noise_rank": noise_rank,
+            "noise_structure": dict(noise_structure),
             "ess": 1.0,
             "seed": seed,
         }
         for group in self.param_groups:
+            check_structure(group.get("noise_structure", noise_structure))
             group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
 
     @property
@@ -65,22 +68,22 @@ class Point(Perturbable, torch.optim.Optimizer):
         """Every parameter with its name."""
         return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
 
-    def noisy(self) -> list[Noisy]:
+    def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb. Refused if there are none: a draw would be the mean."""
         parameters = dict(self.named())
         found = []
         for group in (group for group in self.noise_groups() if group.noise_scale):
-            scalars = sigma_scalars(vars(group))
-            some = ((name, parameters[name]) for name in group.parameters)
-            found += [Noisy(name, p, p, p, scalars, group.noise_rank) for name, p in some]
+            for name in group.parameters:
+                p = parameters[name]
+                found.append(NoisyParameter.of(name, p, p, p, vars(group)))
         if not found:
             raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
         return found
 
-    def noise_groups(self) -> tuple[GroupSettings, ...]:
+    def noise_groups(self) -> tuple[NoiseGroup, ...]:
         """The noise of every group."""
         return tuple(
-            GroupSettings(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic", group.get("noise_rank", 0))
+            NoiseGroup(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic", group["noise_structure"])
             for group, names in names_by_group(self.param_groups)
         )
 
@@ -154,7 +157,7 @@ class PointSGD(Point, torch.optim.SGD):
     """Plain steps: learning rate times gradient."""
 
     @torch.no_grad()
-    def move(self, gradients: Iterable[tuple[Noisy, torch.Tensor]]) -> None:
+    def move(self, gradients: Iterable[tuple[NoisyParameter, torch.Tensor]]) -> None:
         """Step along gradients that come one at a time, each with its parameter, and keep none of them."""
         self._refuse_while_perturbed("the mean is updated")
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}

@@ -4,17 +4,28 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from threepo.posterior.noise_structures import Noise, noise_of
 from threepo.posterior.shards import all_ranks_agree, local, sum_over_shards
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
 """By parameter name."""
-Entry = tuple[str, torch.nn.Parameter, dict[str, Any]]
-"""A parameter's name, the parameter, and its group in the optimizer."""
+
+
+class Entry(NamedTuple):
+    """A parameter of an optimizer, with its name and group."""
+
+    name: str
+    p: torch.nn.Parameter
+    group: dict[str, Any]
+
+    def noise(self, draw: Draw) -> Noise:
+        """Its noise in a draw."""
+        return noise_of(draw, self.name, self.p.shape, self.group["noise_structure"])
 
 
 class WeightSource(Protocol):
@@ -72,7 +83,7 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
     found: list[Entry] = []
     for group in param_groups:
         names = group.get("param_names") or [f"param.{len(found) + i}" for i in range(len(group["params"]))]
-        found += [(model_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
+        found += [Entry(model_name(name), p, group) for name, p in zip(names, group["params"], strict=True)]
     return found
 
 

@@ -2,8 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ def sampled(
             found.append(here[indices].float().cpu())
             continue
         sample = torch.zeros(len(indices), device=here.device)
-        for (start, row, stride), (part,) in by_region(p, [here]):
+        for (start, row, stride), part in held_parts(p, here):
             columns = (indices - start) % stride
             at = (indices - start) // stride * row + columns
             ours = (indices >= start) & (columns < row) & (at < len(part))
@@ -129,20 +128,21 @@ def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
     return here
 
 
-def by_region(p: torch.Tensor, held: Sequence[torch.Tensor | None]) -> list[tuple[Region, Sequence[Any]]]:
-    """The regions of the flat whole parameter that this rank holds, each with its elements of `held`.
+def held_regions(p: torch.Tensor) -> list[Region]:
+    """The regions of the flat whole parameter that this rank holds, of equal size, in the order of its local elements.
 
-    `held` are contiguous local tensors in the parameter's shape. There is one region, unless several dimensions are
-    cut, or nothing is held.
+    There is one region, unless several dimensions are cut, or nothing is held.
     """
-    regions = [WHOLE] if p.numel() else []
-    if isinstance(p, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-        regions = _box(tuple(p.shape), tuple(shape), tuple(offset))
-    if len(regions) < 2:
-        return [(region, held) for region in regions]
-    parts = (repeat(None) if tensor is None else tensor.view(-1).chunk(len(regions)) for tensor in held)
-    return list(zip(regions, zip(*parts, strict=False), strict=True))
+    if not isinstance(p, DTensor):
+        return [WHOLE] if p.numel() else []
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return _box(tuple(p.shape), tuple(shape), tuple(offset))
+
+
+def held_parts(p: torch.Tensor, flat: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+    """`held_regions`, each with its elements of `flat`, this rank's elements of the parameter."""
+    regions = held_regions(p)
+    return list(zip(regions, flat.chunk(len(regions)), strict=True)) if regions else []
 
 
 def _box(whole: tuple[int, ...], part: tuple[int, ...], offset: tuple[int, ...]) -> list[Region]:

@@ -1,4 +1,4 @@
-"""The operations in torch, for every device and dtype: the definition that compiled kernels follow bit for bit.
+"""The operations in torch, for every device, dtype and structure of noise: compiled kernels follow it bit for bit.
 
 Multiplications and additions are separate calls, in a fixed order, because a fused one would round differently. All
 tensors are contiguous.
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from threepo.posterior.noise import CHUNK, Address, noise_chunks
+from threepo.posterior.noise import CHUNK
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Region, Update
 
 
@@ -19,13 +20,13 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
 
 def _run(operation: Operation) -> torch.Tensor | None:
     match operation:
-        case Perturb(out, mean, hessian, key, scalars, region):
+        case Perturb(out, mean, hessian, noise, scalars, region):
             out, mean, hessian = out.view(-1), mean.view(-1), hessian.view(-1)
-            for part, z in _noise(key, region, len(mean), mean.device):
+            for part, z in _numbers(noise, region, len(mean), mean.device):
                 out[part] = _wide(mean[part]) + scalars.sigma(hessian[part]).mul_(z)
-        case AddNoiseTimes(second, grad, key, region):
+        case AddNoiseTimes(second, grad, noise, region):
             second, grad = second.view(-1), grad.view(-1)
-            for part, z in _noise(key, region, len(grad), grad.device):
+            for part, z in _numbers(noise, region, len(grad), grad.device):
                 second[part] += grad[part].float() * z
         case Update():
             return _update(operation)
@@ -37,12 +38,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _noise(key: Address, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+def _numbers(noise: Noise, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
     """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is thrown away."""
     start, row, stride = region
     stop = start + (count - 1) // row * stride + (count - 1) % row + 1
     first = 0
-    for offset, z in noise_chunks(key, start, stop, device):
+    for offset, z in noise.numbers(start, stop, device):
         if count > row:
             z = z[torch.arange(offset, offset + len(z), device=device) % stride < row]
         yield slice(first, first + len(z)), z
@@ -54,8 +55,8 @@ def _update(u: Update) -> torch.Tensor:
     n, clipped = u.scalars, torch.zeros((), dtype=torch.int64, device=mean.device)
     parts: Iterator[tuple[slice, torch.Tensor | None]]
     if n.estimator == "price" and u.second is None:
-        assert u.key is not None, "the price estimator needs the draw's noise"
-        parts = _noise(u.key, u.region, len(mean), mean.device)
+        assert u.noise is not None, "the price estimator needs the draw's noise"
+        parts = _numbers(u.noise, u.region, len(mean), mean.device)
     else:
         parts = ((slice(first, first + CHUNK), None) for first in range(0, len(mean), CHUNK))
     for part, z in parts:

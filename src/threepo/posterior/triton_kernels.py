@@ -29,7 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
-from threepo.posterior.noise import BLOCK, LowRank, _signed
+from threepo.posterior.noise import BLOCK, _signed
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import AddNoiseTimes, Operation, Perturb, Update
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,8 +54,8 @@ def takes(*tensors: torch.Tensor | None) -> bool:
 
 
 @_jit
-def _block_normals(block, first, second):
-    """The normals of a block, [512, 2]: elements j and j + 512 in row j. noise.py explains and defines them."""
+def _block_normals(block, first, second, sign):
+    """The normals of a block times the sign, [512, 2]: elements j and j + 512 in row j. noise.py defines them."""
     # Unsigned, so that shifts are logical. The host passes signed numbers; a small one arrives as 32 bits.
     counter = (block * _PAIRS + tl.arange(0, _PAIRS)).to(tl.uint64)
     b = counter * 0x9E3779B97F4A7C15 + first.to(tl.int64).to(tl.uint64)
@@ -74,7 +75,7 @@ def _block_normals(block, first, second):
     log = log * v * squared - squared * 0.5 + v
     radius = tl.sqrt_rn((exponent.to(tl.float32) * 0.69314718 + log) * -2.0)
     # copysign, also of zeros: the root of -0 is -0, and some versions negate by subtracting from +0.
-    radius = tl.abs(radius) * tl.where(wide < 0, -1.0, 1.0)
+    radius = tl.abs(radius) * tl.where(wide < 0, -sign, sign)
     q = x * x
     sine = (((q * 2.6089324e-06 - 0.00019811112) * q + 0.008333088) * q - 0.16666660) * q * x + x
     cosine = (((q * 2.3194384e-05 - 0.0013855927) * q + 0.041663989) * q - 0.49999932) * q + 1.0
@@ -139,25 +140,27 @@ def _precision_root(h, scalars, isotropic: tl.constexpr):
 
 
 @_kernel
-def _perturb(tensors, start, count, row, stride, rows: tl.constexpr, first, second, scalars, isotropic: tl.constexpr):
+def _perturb(
+    tensors, start, count, row, stride, rows: tl.constexpr, first, second, sign, scalars, isotropic: tl.constexpr
+):
     out, mean, hessian = tensors
     _, _, _, noise_scale = scalars
     block, at = _at(start, row, stride, rows)
     root = _precision_root(_load(hessian, at, count), scalars, isotropic)
     sigma = tl.div_rn(tl.zeros_like(root) + noise_scale, root)
-    _store(out, at, count, _load(mean, at, count) + sigma * _block_normals(block, first, second))
+    _store(out, at, count, _load(mean, at, count) + sigma * _block_normals(block, first, second, sign))
 
 
 @_kernel
-def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr, first, second):
+def _add_noise_times(total, grad, start, count, row, stride, rows: tl.constexpr, first, second, sign):
     block, at = _at(start, row, stride, rows)
-    product = _load(grad, at, count) * _block_normals(block, first, second)
+    product = _load(grad, at, count) * _block_normals(block, first, second, sign)
     _store(total, at, count, _load(total, at, count) + product)
 
 
 @_kernel
 def _update(
-    tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second,
+    tensors, clipped, start, count, row, stride, rows: tl.constexpr, first, second, sign,
     scalars, step, estimator: tl.constexpr, isotropic: tl.constexpr,
 ):  # fmt: skip
     mean, out, hessian, momentum, grad, second_sum = tensors
@@ -172,7 +175,7 @@ def _update(
         if second_sum is not None:
             moment = _load(second_sum, at, count)
         elif estimator == "price":
-            moment = x * _block_normals(block, first, second)
+            moment = x * _block_normals(block, first, second, sign)
         else:
             moment = x * x
         if estimator == "price":
@@ -200,12 +203,12 @@ def run(operations: Sequence[Operation]) -> list[torch.Tensor]:
 def _run(operation: Operation) -> torch.Tensor | None:
     clipped = None
     match operation:
-        case Perturb(out, mean, hessian, _, n):
+        case Perturb(out, mean, hessian, scalars=n):
             _launch(_perturb, operation, mean, ((out, mean, hessian),), n[:4], n.fixed_root > 0)
         case AddNoiseTimes(total, grad):
             _launch(_add_noise_times, operation, grad, (total, grad))
-        case Update(mean, out, hessian, momentum, grad, second, key, n):
-            assert key or second is not None or n.estimator != "price", "the price estimator needs the draw's noise"
+        case Update(mean, out, hessian, momentum, grad, second, noise, n):
+            assert noise or second is not None or n.estimator != "price", "the price estimator needs the draw's noise"
             clipped = torch.zeros((), dtype=torch.int64, device=mean.device)
             tensors = (mean, out, hessian, momentum, grad, second)
             _launch(_update, operation, mean, (tensors, clipped), n[:4], n[4:-1], n.estimator, n.fixed_root > 0)
@@ -222,7 +225,8 @@ def _launch(kernel: Any, operation: Operation, like: torch.Tensor, before: tuple
     blocks = last // BLOCK - start // BLOCK + 1
     # Without rows, neither is looked at.
     rows = (row, stride, True) if count > row else (1, 1, False)
-    assert not isinstance(operation.key, LowRank), "torch makes that"
-    first, second = (_signed(half) for half in operation.key or (0, 0))
+    noise = operation.noise or Noise((0, 0))
+    assert noise.compiled, "torch makes that"
+    first, second = map(_signed, noise.key)
     with torch.cuda.device_of(like):  # Triton launches on the current device, wherever the tensors are
-        kernel[(blocks,)](*before, start, count, *rows, first, second, *after, **_OPTIONS)
+        kernel[(blocks,)](*before, start, count, *rows, first, second, float(noise.sign), *after, **_OPTIONS)

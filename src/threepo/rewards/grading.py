@@ -14,13 +14,13 @@ from threepo.errors import UserError
 from threepo.rewards.code import CodeGrader, lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction, find_function, number_verdict
-from threepo.types import Completion, OwnReward, Problem, Verdict, VerifierName, exact_match
+from threepo.types import Completion, OwnReward, Problem, Verdict, exact_match
 
 Grader = Callable[[Sequence[Completion]], list[Verdict]]
 """Judges completions; returns a verdict for each, in their order."""
 Verify = Callable[[Problem, str], Verdict]
 """A task's own verifier: judges the text of a completion."""
-Verifier = Verify | OwnReward | VerifierName
+Verifier = Verify | OwnReward | str
 """What a data source brings: its own verifier, or the name of one of `GRADERS`."""
 
 

@@ -57,7 +57,7 @@ def watch(
     A streak is the number of steps in a row in which something happened. It stays as it is in a step that says nothing
     about it, and after its warning.
     """
-    completions = [completion for group in rollouts.generated for completion in group.completions]
+    completions = rollouts.completions
     verdicts = [completion.verdict for completion in completions if completion.verdict]
     failed = all(verdict.status == "error" for verdict in verdicts)
     constant = len({verdict.reward for verdict in verdicts}) == 1

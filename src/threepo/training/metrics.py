@@ -10,7 +10,8 @@ import torch
 
 from threepo.config import Method
 from threepo.methods.method import flat_groups
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.world import ALONE, World
+from threepo.training.flops import step_flops
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Group, Verdict
 
@@ -34,30 +35,28 @@ def rollout_metrics(method: Method, groups: Sequence[Group]) -> Metrics:
     """Metrics of completions: rewards, lengths, and how many prompts give no gradient."""
     completions = [completion for group in groups for completion in group.completions]
     verdicts = [completion.verdict for completion in completions if completion.verdict]
-    flat = [flat_groups(method, group) for group in groups]
-    # A prompt gives no gradient when all advantages are 0 in each of its advantage groups.
-    silent = [all(own) for own in flat]
     solved = [all(c.verdict and c.verdict.correct for c in group.completions) for group in groups]
     lengths = torch.tensor([len(c.tokens) for c in completions], dtype=torch.float64)
-    details = sorted({verdict.detail for verdict in verdicts if verdict.detail})
+    metrics = {}
+    for detail in sorted({verdict.detail for verdict in verdicts if verdict.detail}):
+        name = re.sub(r"[^a-z0-9]+", "_", detail.lower())
+        metrics[f"reward/{name}_share"] = mean([verdict.detail == detail for verdict in verdicts])
     layouts = [verdict.format_ok for verdict in verdicts if verdict.format_ok is not None]
-    return {
-        **{
-            f"reward/{re.sub(r'[^a-z0-9]+', '_', detail.lower())}_share": _mean([v.detail == detail for v in verdicts])
-            for detail in details
-        },
-        **({"reward/format_ok_share": _mean(layouts)} if layouts else {}),
-        **{f"reward/function/{name}": _mean(paid) for name, paid in _by_function(verdicts).items()},
-        "reward/mean": _mean([v.reward for v in verdicts]),
-        "reward/correct_share": _mean([v.correct for v in verdicts]),
-        "reward/no_answer_share": _mean([v.status == "no_answer" for v in verdicts]),
-        "reward/error_share": _mean([v.status == "error" for v in verdicts]),
-        "groups/zero_advantage_share": _mean(silent),
-        "groups/all_right_share": _mean([a and b for a, b in zip(silent, solved, strict=True)]),
-        "groups/flat_share": _mean([one for own in flat for one in own]),
+    if layouts:
+        metrics["reward/format_ok_share"] = mean(layouts)
+    for name, rewards in _by_function(verdicts).items():
+        metrics[f"reward/function/{name}"] = mean(rewards)
+    return metrics | {
+        "reward/mean": mean([v.reward for v in verdicts]),
+        "reward/correct_share": mean([v.correct for v in verdicts]),
+        "reward/no_answer_share": mean([v.status == "no_answer" for v in verdicts]),
+        "reward/error_share": mean([v.status == "error" for v in verdicts]),
+        "groups/zero_advantage_share": mean([group.is_flat for group in groups]),
+        "groups/all_right_share": mean([group.is_flat and right for group, right in zip(groups, solved, strict=True)]),
+        "groups/flat_share": mean([flat for group in groups for flat in flat_groups(method, group)]),
         "completions/length_mean": float(lengths.mean()),
         "completions/length_max": float(lengths.max()),
-        "completions/cut_share": _mean([c.finish_reason == "length" for c in completions]),
+        "completions/cut_share": mean([c.finish_reason == "length" for c in completions]),
     }
 
 
@@ -73,13 +72,13 @@ Embed = Callable[[Sequence[Completion]], torch.Tensor]
 """Turns completions into vectors [G, width]."""
 
 
-def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> float:
+def similarity(groups: Sequence[Group], embed: Embed, world: World = ALONE) -> float:
     """Similarity of the completions of a prompt: mean cosine of their vectors over pairs, then over prompts."""
 
     def of_groups(mine: list[int]) -> list[float]:
         return [mean_cosine(embed(groups[i].completions)) for i in mine]
 
-    return _mean(ranks.deal([i % ranks.size for i in range(len(groups))], of_groups))
+    return mean(world.deal(range(len(groups)), of_groups))
 
 
 def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
@@ -108,12 +107,22 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
     }
 
 
-def time_metrics(clock: Clock, groups: Sequence[Group]) -> Metrics:
+def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> float:
+    """Floating-point operations of a step, counted from its tokens as in the paper (`step_flops`)."""
+    gradients = 0 if method.gradient_at == "evolution" else method.gradient_draws
+    read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
+    decoded = sum(len(c.tokens) for c in rollouts.completions)
+    trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
+    return sum(step_flops(weights, read, decoded, trained * gradients, frozen).values())
+
+
+def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:
     """Metrics of time: seconds of the parts of a step, and tokens per second."""
-    parts, tokens = clock.times, sum(len(c.tokens) for group in groups for c in group.completions)
-    step = sum(parts[name] for name in ("time/rollout", "time/reward", "time/update"))
-    return parts | {"time/step": step, "time/tokens_per_second": tokens / parts["time/rollout"]}
+    tokens = sum(len(c.tokens) for c in rollouts.completions)
+    step = sum(clock.times[name] for name in ("time/rollout", "time/reward", "time/update"))
+    return clock.times | {"time/step": step, "time/tokens_per_second": tokens / clock.times["time/rollout"]}
 
 
-def _mean(values: list[float] | list[bool]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one value."""
     return sum(values) / len(values)

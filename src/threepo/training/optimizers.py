@@ -54,11 +54,11 @@ def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[st
     return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
 
 
-def _groups(model: torch.nn.Module, scales: dict[str, float], rank: int) -> list[dict[str, Any]]:
+def _groups(model: torch.nn.Module, scales: dict[str, float], structure: dict[str, int]) -> list[dict[str, Any]]:
     """All parameters by name; those with the same noise form a group."""
     named = dict(model.named_parameters())
     return [
-        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_rank": rank}
+        {"params": [(name, named[name]) for name in names], "noise_scale": scale, "noise_structure": structure}
         for scale, names in by_size(scales).items()
     ]
 
@@ -125,4 +125,4 @@ def build_optimizer(
     else:
         found = noise_sizes(model.named_parameters(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
-    return optimizer_kind(settings).build(settings, model, _groups(model, scales, noise.rank), seed)
+    return optimizer_kind(settings).build(settings, model, _groups(model, scales, noise.structure), seed)

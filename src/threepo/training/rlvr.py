@@ -20,18 +20,19 @@ from threepo.evaluation.examination import Examination, examine, fit_context, wi
 from threepo.methods import method as lattice
 from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
-from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
+from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
-from threepo.training.flops import step_flops
 from threepo.training.metrics import (
     Clock,
     Embed,
+    Metrics,
     dynamic_metrics,
+    flops,
     rollout_metrics,
     similarity,
     time_metrics,
@@ -40,10 +41,10 @@ from threepo.training.metrics import (
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedules import certainty, next_state, refuse_unmeasured, step_sampling
+from threepo.training.schedules import certainty_metric, next_state, refuse_unmeasured, step_sampling
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
-from threepo.types import Group, Problem
+from threepo.types import Completion, Group, Problem
 
 
 @dataclass
@@ -76,30 +77,23 @@ SHOWN = {"reward": "reward/mean", "entropy": "policy/entropy", "zero-adv": "grou
 
 def train(run: Run) -> None:
     """Train from `run.state` to the end; raises `Interrupted`, with a checkpoint saved, if asked to stop."""
-    steps = run.config.run.steps
-    with run.ending_steps(run.config.method.name, steps, SHOWN) as end_step:
+    config, steps = run.config, run.config.run.steps
+    with run.ending_steps(config.method.name, steps, SHOWN) as end_step:
         for step in range(run.state.step, steps):
             clock = Clock()
             run.set_rates(step, steps)
             with run.saved_on_failure():
                 rollouts = rollout(run, step, clock)
             record = learn(run, rollouts.groups, step, clock)
-            metrics = rollout_metrics(run.config.method, rollouts.generated) | dynamic_metrics(rollouts)
-            metrics |= record.metrics() | run.optimizer_metrics(record.finite)
-            alike = isinstance(run.config.ess_schedule, SimilarityEss)
-            if alike:
-                metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
-            metrics["compute/flops"] = flops(run, rollouts)
-            metrics["sampling/temperature"] = step_sampling(run.config, run.state.schedules).temperature
-            streaks = watch(run.config, run.state.streaks, step, rollouts, record)
-            schedules = next_state(run.config, run.state.schedules, step + 1, metrics)
-            if alike:
-                metrics["policy/certainty"] = certainty(schedules, metrics)
+            metrics = step_metrics(run, rollouts, record)
+            streaks = watch(config, run.state.streaks, step, rollouts, record)
+            schedules = next_state(config, run.state.schedules, step + 1, metrics)
+            metrics |= certainty_metric(config, schedules, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
-            with run.ranks.together():
-                run.folder.write_completions(step, completion_rows(step, rollouts.generated, record))
+            rows = completion_rows(step, rollouts.completions, record)
+            run.world.on_first(partial(run.folder.write_completions, step, rows))
             clock.lap("time/log")
-            end_step(metrics | time_metrics(clock, rollouts.generated))
+            end_step(metrics | time_metrics(clock, rollouts))
 
 
 def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
@@ -128,61 +122,73 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     if run.reference:
         run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
-    reference = run.reference.weights if run.reference else None
-    run.check.agree(run.state, lambda: batch_facts(batch), reference)
-    settings = (config.objective, config.batching.tokens)
-    record = update_policy(run.policy, run.optimizer, batch, *settings, run.ranks, run.reference)
+    run.check.agree(run.state, lambda: batch_facts(batch), run.reference.weights if run.reference else None)
+    record = update_policy(
+        run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
+    )
     run.check.note()
     clock.lap("time/update")
     return record
 
 
-def flops(run: Run, rollouts: Rollouts) -> float:
-    """Floating-point operations of a step, counted from its tokens as in the paper."""
-    method, weights = run.config.method, sum(p.numel() for p in run.policy.architecture.parameters())
-    passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
-    read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
-    decoded = sum(len(c.tokens) for group in rollouts.generated for c in group.completions)
-    trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
-    return sum(step_flops(weights, read, decoded, trained * passes, run.policy.has_adapters).values())
+def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
+    """All numbers of a step except its times."""
+    config, policy = run.config, run.policy
+    weights = sum(p.numel() for p in policy.architecture.parameters())
+    metrics = {
+        **rollout_metrics(config.method, rollouts.generated),
+        **dynamic_metrics(rollouts),
+        **record.metrics(),
+        **run.optimizer_metrics(record.finite),
+        "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
+        "sampling/temperature": step_sampling(config, run.state.schedules).temperature,
+    }
+    if config.ess_schedule.metric_read == "groups/similarity":
+        metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.world)
+    return metrics
 
 
-def completion_rows(step: int, groups: Sequence[Group], record: UpdateRecord) -> list[dict[str, Any]]:
+def completion_rows(step: int, completions: Sequence[Completion], record: UpdateRecord) -> list[dict[str, Any]]:
     """Rows of the log of completions, with the update's numbers for the completions that it learnt from.
 
-    `groups`: the ones to learn from come first.
+    `completions`: the ones to learn from come first.
     """
-    found = {row.index: row for row in record.rows}
+    update = {row.index: row for row in record.rows}
     rows = []
-    for index, completion in enumerate(c for group in groups for c in group.completions):
-        row = found.get(index)
-        rho = row.rho if row and record.correction else None
-        seen = {"gradient_logprob_sum": row and row.logprob_sum, "rho": rho, "correction_weight": row and row.weight}
-        rows.append(completion_row(step, completion) | seen)
+    for index, completion in enumerate(completions):
+        row = update.get(index)
+        rows.append(
+            {
+                **completion_row(step, completion),
+                "gradient_logprob_sum": row and row.logprob_sum,
+                "rho": row.rho if row and record.correction else None,
+                "correction_weight": row and row.weight,
+            }
+        )
     return rows
 
 
-def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks = ALONE) -> Run:
+def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
     """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are deleted.
 
     All that can be refused is refused before a new run has a folder.
     """
-    refuse_early(config, folder, ranks)
-    refuse_engine(config.engine, ranks)
+    refuse_early(config, folder, world)
+    refuse_engine(config.engine, world)
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
-    with ranks.together():
+    with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
-    policy, optimizer, state = build_or_restore(config, folder, ranks)
-    reference = open_reference(config, policy, folder, ranks)
-    with ranks.together():
+    policy, optimizer, state = build_or_restore(config, folder, world)
+    reference = open_reference(config, policy, folder, world)
+    with world.together():
         encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
         embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
-    examination = examine(heldout[0], dealt_grader(heldout[1], ranks), policy, config) if heldout else None
+    examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
         warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
     # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
@@ -194,15 +200,15 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         for part, (name, found) in parts.items()
     }
     known = {f"the problems of data.{part}": about for part, about in problems.items()}
-    ranks.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
+    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
-        engine = on_failure.enter_context(closing(build_ranked(config.engine, policy, ranks)))
+        engine = on_failure.enter_context(closing(build_shared_engine(config.engine, policy, world)))
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)
-        folder = open_folder(config, folder, state.step, ranks, problems)
+        folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    shared = (config, folder, policy, optimizer, state, ranks)
-    return Run(*shared, engine, source, dealt_grader(grader, ranks), examination, reference, embed)
+    shared = (config, folder, policy, optimizer, state, world)
+    return Run(*shared, engine, source, divide_grading(grader, world), examination, reference, embed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from threepo.config import TrainConfig
 from threepo.data.source import ProblemSource
-from threepo.types import Group, Problem
+from threepo.types import Completion, Group, Problem
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Rollouts:
     def generated(self) -> Sequence[Group]:
         """All groups, the ones to learn from first."""
         return (*self.groups, *self.discarded)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The completions of all groups, the ones to learn from first."""
+        return [completion for group in self.generated for completion in group.completions]
 
 
 def until_full(

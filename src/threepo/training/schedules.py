@@ -15,19 +15,20 @@ from threepo.methods.method import rollouts_are_filtered
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """Memory of all schedules of the steps done."""
+    """What the schedules remember of the steps done."""
 
     ess_factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""
     temperature_raised: bool = False
     """Whether the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
-    """Nats per token, of the first step that measured it; 0 before it, and where no schedule follows entropy."""
+    """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
-    """Over all steps."""
+    """Highest entropy of all steps."""
     lowest_certainty: float = 0.0
-    """Self-certainty of a completion, over all steps; 0 before the first, and where no schedule follows it."""
+    """Lowest self-certainty of a completion in all steps; 0 before the first, and where no schedule follows it."""
     highest_certainty: float = 0.0
+    """The highest, likewise."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -36,9 +37,9 @@ def first_state(config: TrainConfig) -> ScheduleState:
 
 
 def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
-    """The state after `done` training steps; `metrics` are of the last one.
+    """The state after `done` training steps; `metrics` are those of the last one.
 
-    A step that updated nothing, or whose entropy or correction is not finite, leaves everything as it was.
+    A step without an update, or with an entropy or correction that is not finite, changes nothing.
     """
     entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
     followed = config.ess_schedule.metric_read
@@ -57,9 +58,17 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     )
 
 
+def certainty_metric(config: TrainConfig, state: ScheduleState, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The certainty of the last step, which `state` has seen, if the schedule follows it."""
+    follows = config.ess_schedule.metric_read == "groups/similarity"
+    return {"policy/certainty": certainty(state, metrics)} if follows else {}
+
+
 def certainty(state: ScheduleState, metrics: Mapping[str, float]) -> float:
-    """Mean self-certainty of the last step, which `state` has seen: 0 is the lowest of a completion so far, 1 the
-    highest. NaN if all have been alike."""
+    """Mean self-certainty of the last step on a scale of completions so far: 0 is the lowest, 1 the highest.
+
+    NaN if all have been alike.
+    """
     span = state.highest_certainty - state.lowest_certainty
     return (metrics.get("policy/self_certainty", math.nan) - state.lowest_certainty) / span if span else math.nan
 
@@ -73,7 +82,7 @@ def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
 
 
 def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> float:
-    """ess of the coming step, as a multiple of optimizer.ess; `state` has seen what the last step measured."""
+    """ess of the coming step, as a multiple of optimizer.ess; `state` includes the last step."""
     schedule = config.ess_schedule
     value = metrics.get(schedule.metric_read, math.nan)
     if schedule.metric_read and not math.isfinite(value):

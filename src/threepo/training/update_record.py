@@ -10,7 +10,8 @@ import torch
 from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
 from threepo.objectives.inputs import LossInputs
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
+from threepo.training.metrics import mean
 from threepo.types import CreditedRow
 
 
@@ -54,26 +55,24 @@ class UpdateRecord:
     evolution: dict[str, float] = field(default_factory=dict)
     """Metrics of the comparison with an evolution strategy."""
 
-    def add(
-        self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float], certainty: torch.Tensor
-    ) -> None:
-        """Add the sums and rows of a micro-batch; `certainty`: self-certainties [K]."""
+    def add(self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float]) -> None:
+        """Add the sums and rows of a micro-batch; `statistics` are those of `policy_loss.statistics`."""
         logprobs, correction = inputs.old_logprobs, inputs.correction
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - inputs.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, certainty, correction.weights, correction.kept)
+        by_token = (torch.ones_like(logprobs), logprobs, inputs.self_certainty, correction.weights, correction.kept)
         tokens, logprob, certain, weight, kept = (sum_by_row(x, inputs.row_of, len(rows)) for x in by_token)
         means = (certain / tokens, correction.rho, weight / tokens)
         columns = (tokens.int(), logprob, *means, kept.int(), correction.untouched)
         for row, values in zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 
-    def unite(self, ranks: Ranks) -> None:
+    def unite(self, world: World) -> None:
         """Add up what the ranks have recorded, each of its own rows."""
-        records = ranks.gather(self)
+        records = world.gather(self)
         self.tokens = sum(record.tokens for record in records)
         self.kl = math.fsum(record.kl for record in records)
         names = {name: None for record in records for name in record.policy}
@@ -85,12 +84,12 @@ class UpdateRecord:
         if not self.rows:
             return {}
         certainties = [row.self_certainty for row in self.rows]
-        metrics = {"policy/loss": _mean(self.minimised) if self.minimised else 0.0, **self.evolution}
+        metrics = {"policy/loss": mean(self.minimised) if self.minimised else 0.0, **self.evolution}
         metrics |= {f"policy/{name}": total / self.tokens for name, total in self.policy.items()}
         if self.chose:
-            metrics["policy/no_choice_share"] = 1 - _mean(self.chose)
+            metrics["policy/no_choice_share"] = 1 - mean(self.chose)
         metrics |= {
-            "policy/self_certainty": _mean(certainties),
+            "policy/self_certainty": mean(certainties),
             "policy/self_certainty_min": min(certainties),
             "policy/self_certainty_max": max(certainties),
         }
@@ -100,9 +99,9 @@ class UpdateRecord:
         rows = self.rows
         metrics = {
             "correction/kl": self.kl / self.tokens,
-            "correction/kept_share": _mean([row.kept_tokens > 0 for row in rows]),
+            "correction/kept_share": mean([row.kept_tokens > 0 for row in rows]),
             "correction/kept_token_share": sum(row.kept_tokens for row in rows) / self.tokens,
-            "correction/untouched_share": _mean([row.untouched for row in rows]),
+            "correction/untouched_share": mean([row.untouched for row in rows]),
             "correction/effective_sample_share": effective_sample_share(torch.tensor([row.weight for row in rows])),
         }
         rho = torch.tensor([row.rho for row in rows], dtype=torch.float64)
@@ -114,9 +113,5 @@ class UpdateRecord:
         for i, (first, end) in enumerate(pairwise(cuts), start=1):
             if first < end:
                 kept = [row.kept_tokens > 0 for row in ordered[first:end]]
-                metrics[f"correction/kept_share_length_q{i}"] = _mean(kept)
+                metrics[f"correction/kept_share_length_q{i}"] = mean(kept)
         return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

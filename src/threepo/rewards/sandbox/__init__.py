@@ -4,10 +4,10 @@ import ast
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import lru_cache
-from pkgutil import resolve_name
 from typing import Literal, Protocol
 
 from threepo.config import SandboxConfig
+from threepo.config.reward import SANDBOXES
 from threepo.errors import UserError
 
 TestKind = Literal["stdin", "call", "script"]
@@ -54,13 +54,6 @@ class Sandbox(Protocol):
         """The outcome of each case, in order; `next` runs a case. Closing the generator ends the program."""
 
 
-BACKENDS = {
-    "bubblewrap": "bubblewrap:Bubblewrap",
-    "sandbox_fusion": "server:ServerSandbox",
-    "unconfined": "local:LocalSandbox",
-}
-
-
 @lru_cache(maxsize=1000)  # the tests of a problem are graded with many programs
 def with_exits(tests: str) -> str:
     """Tests that are code as the harness takes them: a line with the places where their text ends them, and the text.
@@ -94,7 +87,7 @@ def _called(node: ast.AST) -> str:
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:
     """The sandbox that the settings name; `UserError` if it cannot run a program of one line."""
-    sandbox: Sandbox = resolve_name(f"{__name__}.{BACKENDS[settings.backend]}")(settings)
+    sandbox: Sandbox = SANDBOXES[settings.backend].load()(settings)
     (outcome,) = sandbox.run(Submission(kind="stdin", program="print(input())", cases=("hello\n",)))
     if outcome.ending == "sandbox error":
         raise UserError(f"reward.sandbox.backend = {settings.backend!r}: {outcome.message}; {sandbox.advice}")

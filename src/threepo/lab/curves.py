@@ -1,0 +1,140 @@
+"""Curves of training runs: panels of a picture or a page, and `threepo report RUN... --output FILE.png`."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from threepo.errors import UserError
+from threepo.evaluation.statistics import running_means
+from threepo.lab.figures import SHARE, STYLE, Curve, Panel, colours, picture, together, with_data
+from threepo.lab.report import Metrics, RunReport, series
+
+FORMATS = (".png", ".pdf", ".svg")
+SMOOTHING = 5
+"""Training curves show a running mean over this many steps, with the raw values faint behind it."""
+SMOOTHED = f"Means over {SMOOTHING} steps."
+RAW = {"alpha": 0.25, "linewidth": 1}
+
+
+def learning(runs: Sequence[RunReport]) -> list[Panel]:
+    """Panels of learning curves: all of a picture, and the first of a page."""
+    silent = "All completions of such a prompt earn the same, so it teaches nothing."
+    settled = "Falls when a policy settles, on what is right or on what is wrong: no measure of exploration."
+    reward, entropy = _smoothed(runs, "reward/mean"), _smoothed(runs, "policy/entropy")
+    shares, scores = _smoothed(runs, "groups/zero_advantage_share"), _dotted(runs, "eval/pass_at_1", "eval/se_between")
+    loss, heldout = _smoothed(runs, "sft/loss"), _dotted(runs, "sft/eval_loss")
+    return [
+        Panel("reward", "Reward (training rollouts)", SMOOTHED, reward),
+        Panel("pass_at_1", "Held-out pass@1 ± one standard error", "", scores, axes=SHARE),
+        Panel("zero_advantage", "Share of prompts without any advantage", silent, shares, axes=SHARE),
+        Panel("entropy", "Token entropy (nats)", settled, entropy),
+        Panel("sft_loss", "Cross-entropy of the targets (nats)", SMOOTHED, loss),
+        Panel("sft_eval_loss", "Held-out cross-entropy (nats)", "", heldout),
+    ]
+
+
+def noise(runs: Sequence[RunReport]) -> list[Panel]:
+    """Panels of noise on the weights and what it does to the rollouts."""
+    kept_note = f"Share of which at least one token counts. {SMOOTHED}"
+    rho_note = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
+    hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learnt of their precision."
+    sigma_note = "Root mean square of sigma over that of the weights."
+    kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(runs, "posterior/sigma_to_rms")
+    rho, hessian = _quantiles(runs, "correction/rho"), _quantiles(runs, "posterior/hessian")
+    return [
+        Panel("kept", "Completions kept by the correction", kept_note, kept, axes=SHARE),
+        Panel("rho", "Importance ratios (rho)", rho_note, rho, level=1, axes={"yscale": "log"}),
+        Panel("hessian", "Hessian over its start", hessian_note, hessian, level=1, axes={"yscale": "log"}),
+        Panel("sigma", "Noise over weights", sigma_note, sigma),
+    ]
+
+
+def cost(runs: Sequence[RunReport]) -> list[Panel]:
+    """Panels of what the runs have cost."""
+    note = "As the paper counts: 2 operations per weight and token read or written, 6 per token trained on."
+    flops, xlabel = _smoothed(runs, "reward/mean", against="compute/flops"), "operations so far (FLOPs)"
+    return [
+        Panel("reward_by_flops", "Reward, by compute", note, flops, xlabel),
+        Panel("seconds", "Seconds so far", "Wall-clock time, evaluations included.", _totals(runs, seconds)),
+        Panel("tokens", "Generated tokens so far", "In the rollouts for training.", _totals(runs, tokens)),
+    ]
+
+
+def _smoothed(runs: Sequence[RunReport], metric: str, against: str = "") -> list[Curve]:
+    """A metric and its running mean, by training step or by the total of another metric up to that step."""
+    curves = []
+    for run in runs:
+        rows = [row for row in run.rows if not against or row.get(against)]
+        x: Sequence[float]
+        x, y = series(rows, metric)
+        if against:
+            x = list(accumulate(row[against] for row in rows if row.get(metric) is not None))
+        if y:
+            curves += [Curve(run.name, x, y, style=RAW), Curve(run.name, x, running_means(y, SMOOTHING))]
+    return curves
+
+
+def _dotted(runs: Sequence[RunReport], metric: str, error: str = "") -> list[Curve]:
+    """A metric that is known at few steps, with bars of one standard error where `error` names it."""
+    curves = []
+    for run in runs:
+        steps, values = series(run.rows, metric)
+        errors = np.array([row.get(error) or 0.0 for row in run.rows if row.get(metric) is not None])
+        low, high = ((values - errors).tolist(), (values + errors).tolist()) if error else ((), ())
+        if values:
+            curves.append(Curve(run.name, steps, values, low, high, bars=True))
+    return curves
+
+
+def _quantiles(runs: Sequence[RunReport], stem: str) -> list[Curve]:
+    """Median of a figure, and its 5 % and 95 % quantiles as a band."""
+    curves = []
+    for run in runs:
+        (steps, low), (_, middle), (_, high) = (series(run.rows, f"{stem}_p{q}") for q in ("05", "50", "95"))
+        if middle:
+            curves.append(Curve(run.name, steps, middle, low, high))
+    return curves
+
+
+def _totals(runs: Sequence[RunReport], figure: Callable[[Metrics], float | None]) -> list[Curve]:
+    """The sum of a figure over the steps so far."""
+    curves = []
+    for run in runs:
+        known = [(row["step"] + 1, figure(row)) for row in run.steps if figure(row) is not None]
+        if known:
+            curves.append(Curve(run.name, [x for x, _ in known], list(accumulate(y or 0.0 for _, y in known))))
+    return curves
+
+
+def seconds(row: Metrics) -> float | None:
+    """Wall-clock time of a step, its evaluation and its logging."""
+    return sum(row.get(f"time/{part}") or 0.0 for part in ("step", "eval", "log")) if "time/step" in row else None
+
+
+def tokens(row: Metrics) -> float | None:
+    """Tokens that the rollouts of a step have."""
+    return row["time/tokens_per_second"] * row["time/rollout"] if row.get("time/tokens_per_second") else None
+
+
+def plot(runs: Sequence[RunReport], path: Path) -> None:
+    """Draw the curves of the runs into a PNG, PDF or SVG file; `UserError` for another suffix, or nothing to draw."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"--output {path}: name a folder for the page, or end the name in {', '.join(FORMATS)}")
+    picture(_drawable(runs), colours([run.name for run in runs]), path)
+
+
+def curves(runs: Sequence[RunReport]) -> Figure:
+    """The curves of the runs in one figure; `UserError` where there is nothing to draw."""
+    with matplotlib.rc_context(STYLE):
+        return together(_drawable(runs), colours([run.name for run in runs]))
+
+
+def _drawable(runs: Sequence[RunReport]) -> list[Panel]:
+    panels = with_data(learning(runs))
+    if not panels:
+        raise UserError(f"{', '.join(run.name for run in runs)}: no finished step, so there is nothing to draw")
+    return panels

@@ -1,0 +1,47 @@
+"""Runs of a study as forks of one process that has imported PyTorch and transformers once for all of them.
+
+Importing takes most of the time in which a short run starts (docs/performance.md), and a study starts hundreds.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from unittest.mock import patch
+
+from threepo.cli import main
+from threepo.files import lock
+
+
+class ForkedRun:
+    """A run on this machine, which holds the lock of its log until it ends, even if the study is killed."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
+        self._process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
+        with patch.dict(os.environ, environment):  # libraries read the number of threads when they are imported
+            self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit status once the process has ended, or minus the number of the signal that ended it."""
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Let the process save its state and end."""
+        self._process.terminate()
+
+
+def _run(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
+    """In the fork: the command, as `python -m threepo` runs it in `folder`."""
+    os.setsid()  # the terminal's Ctrl-C must reach it once, from the study
+    with closing(lock(log)) as output:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.exit(main(command))

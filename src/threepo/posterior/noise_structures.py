@@ -1,0 +1,112 @@
+"""Structures of noise: how the numbers of one parameter in one draw depend on each other.
+
+All numbers have mean 0 and variance 1 and no two are correlated, whatever the structure, so sigma keeps its meaning and
+IVON learns the same Hessian. To add a structure of matrices, write a subclass of `Noise` with `_numbers`, and add it to
+`STRUCTURES`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from threepo.errors import UserError
+from threepo.posterior.noise import CHUNK, Key, noise_key, normal_chunks
+from threepo.types import Draw
+
+Structure = Mapping[str, int]
+"""The setting of [noise] that gives matrices their structure, with its value; empty: independent numbers."""
+Chunks = Iterator[tuple[int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise of one parameter in one draw: independent normal numbers, which the compiled kernels make from the key."""
+
+    compiled: ClassVar = True
+    """Whether the numbers are `normal_chunks` of the key, times the sign: the compiled kernels make only those."""
+    key: Key
+    sign: int = 1
+
+    def numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
+        """The elements [start, stop) of the flattened parameter, as (offset from start, new float32 chunk).
+
+        A number does not depend on the slice that it is read with.
+        """
+        for offset, z in self._numbers(start, stop, device):
+            yield offset, z if self.sign > 0 else z.neg_()
+
+    def factors(self, sigma: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """B [rows, rank] and A [rank, columns], whose product is sigma times the noise; None if there are none."""
+        return None
+
+    def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
+        """The numbers with sign 1."""
+        return normal_chunks(self.key, start, stop, device)
+
+
+@dataclass(frozen=True)
+class StructuredNoise(Noise):
+    """Noise of a matrix whose numbers depend on each other."""
+
+    compiled = False
+    rows: int = 0
+    columns: int = 0
+    value: int = 0
+    """The value of the setting that gives it its structure."""
+
+
+class LowRankNoise(StructuredNoise):
+    """U V^T / sqrt(rank), with normal U [rows, rank] and V [columns, rank] (EGGROLL, Sarkar et al., 2511.16652).
+
+    The key's first rows * rank numbers are U, the next ones V. Products and sums are separate, k = 0 first.
+    """
+
+    def factors(self, sigma: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        u, v = self._factors(device)
+        return u * (self.sign * sigma * self.value**-0.5), v.T
+
+    def _factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """U and V."""
+        rank = self.value
+        numbers = [z for _, z in normal_chunks(self.key, 0, (self.rows + self.columns) * rank, device)]
+        both = torch.cat(numbers).view(-1, rank)
+        return both[: self.rows], both[self.rows :]
+
+    def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
+        u, v = self._factors(device)
+        # A GPU is busy with many elements; the cache of a core holds few.
+        step = max(1, (CHUNK if device.type == "cpu" else 256 * CHUNK) // self.columns)
+        for row in range(start // self.columns, -(-stop // self.columns), step):
+            z = torch.zeros((), device=device)
+            for k in range(self.value):
+                z = u[row : row + step, k, None] * v[:, k] + z
+            first = row * self.columns
+            low, high = max(start, first), min(stop, first + z.numel())
+            yield low - start, z.mul_(self.value**-0.5).view(-1)[low - first : high - first]
+
+
+STRUCTURES: dict[str, type[StructuredNoise]] = {"rank": LowRankNoise}
+"""By the setting of [noise]."""
+
+
+def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> Noise:
+    """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a structure."""
+    key = noise_key(draw, name)
+    if len(shape) == 2:
+        for setting, value in structure.items():
+            return STRUCTURES[setting](key, draw.sign, *shape, value)
+    return Noise(key, draw.sign)
+
+
+def check_structure(structure: Structure) -> None:
+    """Raise `UserError` for more than one setting, an unknown one, or a value below 1."""
+    known = ", ".join(f'{{"{setting}": n}}' for setting in STRUCTURES)
+    if len(structure) > 1 or any(setting not in STRUCTURES or value < 1 for setting, value in structure.items()):
+        raise UserError(f"noise_structure = {dict(structure)!r}: must be {{}} or one of {known}, with n of 1 or more")
+
+
+def unmirrored(draw: Draw) -> tuple[Draw, int]:
+    """The draw of a mirrored pair whose noise has its own sign, and the factor that makes of it the noise of `draw`."""
+    return replace(draw, sign=1), draw.sign
