@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from threepo.config import TrainConfig
 from threepo.config.records import build, differences, require, shown, to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import disk_errors, lock, read_json, write_json
+from threepo.lab.report import series
 from threepo.lab.study_config import Cell, Overrides, Study, StudyRun
 from threepo.progress import Reporter, StopRequest, polite_stop, progress
 from threepo.run_folder import CONFIG, SUMMARY, read_metrics
@@ -84,9 +84,8 @@ def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]
 
 
 def curve(run: StudyRun, metric: str) -> tuple[list[int], list[float]]:
-    """Steps (-1: before training) and values of a metric of a run, without those that are no numbers."""
-    rows = [row for row in read_metrics(run.folder) if row.get(metric) is not None]
-    return [row["step"] for row in rows], [row[metric] for row in rows]
+    """Training steps done and values of a metric of a run, where it is a number."""
+    return series(read_metrics(run.folder), metric)
 
 
 def refuse_changes(study: Study) -> None:
@@ -200,14 +199,10 @@ def begin(study: Study, run: StudyRun, device: str) -> Process:
     with closing(log):
         log.write(f"{_MARK} $ threepo {' '.join(command)}\n".encode())
         log.flush()
-        if settings.launcher and not settings.ray:
+        if settings.launcher:
             # In a session of its own: the terminal's Ctrl-C must reach it once, from the study.
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             return subprocess.Popen(arguments, env=os.environ | environment, start_new_session=True, **pipes)
-    if settings.ray:
-        from threepo.lab.study_ray import RayTask
-
-        return RayTask(arguments, run.log, environment, settings.threads)
     from threepo.lab.study_fork import ForkedRun
 
     return ForkedRun(command, run.log, environment)
@@ -292,7 +287,7 @@ def run_study(study: Study) -> None:
         study.folder.mkdir(parents=True, exist_ok=True)
     total = len(starts) + len(tuning) + len(study.cells) * len(study.tables.study.seeds)
     bar = progress(f"study {study.name}", total, 0, study.folder, unit="run")
-    devices = job_devices(study)  # Ray has handlers of signals, so those of `polite_stop` have to come later
+    devices = job_devices(study)
     with lock(study.folder / LOCK), polite_stop() as stop, bar as reporter:
         runner = Runner(study, devices, reporter, stop)
         runner.finish(starts)
@@ -357,13 +352,6 @@ def _kind(run: StudyRun) -> str:
 def job_devices(study: Study) -> list[str]:
     """For each run that goes on at once, the GPU that it gets; "" where there is none, or where others see to it."""
     settings = study.tables.study
-    if settings.ray:
-        if not find_spec("ray"):
-            raise UserError(f"study.ray = {settings.ray!r}: needs the package; in a clone, pip install '.[ray]'")
-        from threepo.lab.study_ray import connect
-
-        fit = connect(settings.ray, settings.threads)
-        return [""] * (settings.jobs or fit)
     devices = [] if settings.launcher else gpus()
     jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)
     return [devices[i % len(devices)] if devices else "" for i in range(jobs)]

@@ -49,9 +49,6 @@ class StudyConfig(Settings, table="study"):
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
     threads: Annotated[Count, Field(le=1024)] = 1
     """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
-    ray: str = ""
-    """Address of a Ray cluster whose tasks the runs become, such as "auto"; empty: they run here. `jobs` and GPUs are
-    then those of the cluster (needs the extra `ray`, and a file system that all nodes share)."""
     launcher: tuple[str, ...] = ()
     """Words before the command of each run, which send it elsewhere and wait for it, such as ["srun", "--gpus=1"]."""
     settings: Overrides = ()

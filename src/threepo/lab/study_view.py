@@ -172,7 +172,7 @@ def _mean_curve(study: Study, variant: str, method: str, metric: str) -> list[Cu
     for run in finished_runs(study, Cell(variant, method)):
         steps, values = curve(run, metric)
         for step, value in list(zip(steps, running_means(values, width), strict=True))[width - 1 :]:
-            at.setdefault(step + 1, []).append(value)
+            at.setdefault(step, []).append(value)
     if not at:
         return []
     steps = sorted(at)
