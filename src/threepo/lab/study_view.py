@@ -11,8 +11,8 @@ from threepo.evaluation.statistics import running_means, t_interval
 from threepo.evaluation.tables import number, with_interval
 from threepo.files import write_json, write_text
 from threepo.lab.figures import Curve, Panel, colours, picture, with_data
-from threepo.lab.study import curve
 from threepo.lab.study_config import Cell, Study
+from threepo.lab.study_state import curve
 from threepo.lab.study_summary import finished_runs
 from threepo.run_folder import SUMMARY
 
