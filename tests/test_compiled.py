@@ -11,8 +11,7 @@ from drawn import normal
 from threepo import compiled
 from threepo.compiled import Library
 from threepo.posterior import native
-from threepo.rollout import native as attention
-from threepo.rollout import stacked_linear
+from threepo.rollout import decode_attention, stacked_linear
 from threepo.types import Draw
 
 DRAW = Draw(0, 0, 0)
@@ -34,7 +33,7 @@ def test_a_missing_library_is_said_once_with_what_it_costs(
     )
 
 
-@pytest.mark.parametrize("library", [native.LIBRARY, attention.LIBRARY, stacked_linear.LIBRARY])
+@pytest.mark.parametrize("library", [native.LIBRARY, decode_attention.LIBRARY, stacked_linear.LIBRARY])
 def test_a_library_of_another_version_is_not_used(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
     if library.loaded is None:
         pytest.skip("not compiled here")

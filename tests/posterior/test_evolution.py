@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posterior.test_noise_sizes import normals
 from threepo.config import AdamWConfig, IVONConfig, NoiseConfig, SGDConfig
 from threepo.models.policy import Policy
-from threepo.posterior.evolution import compare, evolve, gradients
+from threepo.posterior.evolution import evolution_metrics, evolve, gradients
 from threepo.posterior.ivon import IVON
 from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.point_optimizers import PointSGD
@@ -158,7 +158,7 @@ def test_the_comparison_is_of_whole_vectors(kind: str, policy: Policy) -> None:
         moves = [sigma[n.name] * draw.sign * normals(draw, n.name, n.p).double().flatten() for n in entries]
         predicted.append(-float(torch.cat(moves) @ g))
     values = torch.tensor([list(draws.values()), predicted], dtype=torch.float64)
-    found = compare(optimizer, draws)
+    found = evolution_metrics(optimizer, draws)
     assert found["evolution/cosine"] == pytest.approx(float(e @ g / e.norm() / g.norm()), abs=1e-6)
     assert found["evolution/correlation"] == pytest.approx(float(torch.corrcoef(values)[0, 1]), abs=1e-5)
 
@@ -169,6 +169,6 @@ def test_a_gradient_that_is_not_finite_is_compared_with_nothing(policy: Policy) 
     for p in policy.model.parameters():
         p.grad = torch.full_like(p, math.inf)
     assert not optimizer.observe(DRAWS[0])
-    assert compare(optimizer, FITNESS) == {}
+    assert evolution_metrics(optimizer, FITNESS) == {}
     optimizer.step()
     assert optimizer.step_metrics()["optimizer/skipped_steps"] == 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threepo.rollout import cache, native
+from threepo.rollout import cache, decode_attention
 from threepo.rollout.cache import Decode, Prefill, RowCache
 
 BORDERS = [1, 2, 15, 16, 17, 31, 32, 33, 100]
@@ -66,7 +66,7 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no compiled attention here")
+@pytest.mark.skipif(decode_attention.LIBRARY.loaded is None, reason="no compiled attention here")
 @settings(max_examples=40, deadline=None)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)),
@@ -91,7 +91,7 @@ def test_the_compiled_kernel_attends_like_torch(
     """Heads of every width that it serves, keys and values of different ones, and groups of every size."""
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "SERIAL", 0)  # or rows as few as these would have one thread
+        patch.setattr(decode_attention, "SERIAL", 0)  # or rows as few as these would have one thread
         assert check(shape, 16 * key, 16 * value, length, window, dtype, seed).layers[0].blocked
 
 
@@ -124,4 +124,4 @@ def test_layers_may_have_heads_of_different_widths() -> None:
             every = torch.cat([x[0], new[row]], dim=1)
             assert torch.allclose(out[row, 0], reference(new[row, :, 0], every, every, 0), atol=1e-5)
     assert not rows.layers[1].blocked
-    assert rows.layers[0].blocked == cache.native.serves(first, first)
+    assert rows.layers[0].blocked == cache.decode_attention.serves(first, first)

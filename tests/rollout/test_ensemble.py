@@ -15,7 +15,7 @@ from threepo.config import LocalEngineConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, Scorer
 from threepo.posterior.ivon import IVON
-from threepo.rollout import cache, native, stacked_linear
+from threepo.rollout import cache, decode_attention, stacked_linear
 from threepo.rollout.ensemble import Ensemble, Rows
 from threepo.rollout.local import LocalEngine
 from threepo.types import Completion, Draw, Problem, Request
@@ -47,8 +47,8 @@ def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is compiled, where there are a compiler and kernels for the processor."""
     if request.param in ("torch", "products compiled"):
-        monkeypatch.setattr(native, "serves", lambda k, v: False)
-    elif native.LIBRARY.loaded is None:
+        monkeypatch.setattr(decode_attention, "serves", lambda k, v: False)
+    elif decode_attention.LIBRARY.loaded is None:
         pytest.skip("no compiled attention here")
     if request.param in ("torch", "attention compiled"):
         monkeypatch.setattr(stacked_linear, "level", lambda dtype: 0)

@@ -10,7 +10,7 @@ from rollout.low_rank import LINEAR, low_rank
 from threepo.config import ModelConfig, NoiseConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
-from threepo.rollout.low_rank import adapter_layout, merged, write_adapters
+from threepo.rollout.low_rank import adapter_layout, multiply_out, write_adapters
 from threepo.types import Draw
 
 
@@ -28,7 +28,7 @@ def tensors(policy: Policy) -> dict[str, torch.Tensor]:
 def test_adapters_beside_the_mean_are_the_draw(policy: Policy, draw: Draw | None) -> None:
     source, written = low_rank(policy), tensors(policy)
     write_adapters(source, draw, written)
-    found = merged({name: p.detach() for name, p in policy.model.named_parameters()}, written)
+    found = multiply_out({name: p.detach() for name, p in policy.model.named_parameters()}, written)
     for name, value in source.weights(draw):
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
         assert torch.equal(found[name], value) == (draw is None or "_proj.weight" not in name)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threepo.posterior.noise import address_key, uniforms
-from threepo.rollout.sampling import BLOCK, choose, processed_logprobs
+from threepo.rollout.sampling import BLOCK, processed_logprobs, sample_tokens
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
 SETTINGS = [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.4, 0.9, 0), (1.0, 1.0, 3), (0.8, 0.7, 4)]
@@ -18,7 +18,7 @@ def test_frequencies_match_the_reported_probabilities(temperature: float, top_p:
     n = 40_000
     logprobs = processed_logprobs(LOGITS, temperature, top_p, top_k)
     u = uniforms([address_key("chi", i) for i in range(n)], 0, 1)[:, 0]
-    counts = choose(logprobs.expand(n, -1), u).bincount(minlength=6)
+    counts = sample_tokens(logprobs.expand(n, -1), u).bincount(minlength=6)
     p = logprobs[0].double().exp()
     assert counts[p == 0].eq(0).all()
     assert p.sum().item() == pytest.approx(1.0)
@@ -33,7 +33,7 @@ def test_frequencies_match_in_a_large_vocabulary() -> None:
     tokens = torch.tensor([0, 1, BLOCK - 1, 2 * BLOCK, 2 * BLOCK + BLOCK // 2, 3 * BLOCK - 1, 4 * BLOCK, size - 1])
     p[tokens] = torch.tensor([0.05, 0.2, 0.1, 0.25, 0.1, 0.05, 0.15, 0.1], dtype=torch.float64)
     u = uniforms([address_key("chi", i) for i in range(n)], 0, 1)[:, 0]
-    counts = torch.cat([choose(p.float().log().expand(len(part), -1), part) for part in u.split(1000)]).bincount(
+    counts = torch.cat([sample_tokens(p.float().log().expand(len(part), -1), part) for part in u.split(1000)]).bincount(
         minlength=size
     )
     assert counts.sum() == n
@@ -43,7 +43,7 @@ def test_frequencies_match_in_a_large_vocabulary() -> None:
 
 def test_one_block_is_inverse_transform_by_hand() -> None:
     logprobs = torch.tensor([0.25, 0.5, 0.25]).log().expand(4, -1)
-    assert choose(logprobs, torch.tensor([0.1, 0.3, 0.7, 0.8])).tolist() == [0, 1, 1, 2]
+    assert sample_tokens(logprobs, torch.tensor([0.1, 0.3, 0.7, 0.8])).tolist() == [0, 1, 1, 2]
 
 
 def test_top_k_and_top_p_by_hand() -> None:
@@ -70,9 +70,9 @@ def test_a_token_without_probability_is_never_chosen(u: float, first: int, secon
     logprobs = torch.full((1, 6), float("-inf"))
     logprobs[0, first] = logprobs[0, second] = torch.tensor(0.5).log()
     logprobs = logprobs.log_softmax(-1)
-    assert int(choose(logprobs, torch.tensor([u], dtype=torch.float64))) in (first, second)
+    assert int(sample_tokens(logprobs, torch.tensor([u], dtype=torch.float64))) in (first, second)
 
 
 def test_the_largest_uniform_stays_inside_the_vocabulary() -> None:
     logprobs = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    assert int(choose(logprobs, torch.tensor([1 - 2.0**-53], dtype=torch.float64))) == 1
+    assert int(sample_tokens(logprobs, torch.tensor([1 - 2.0**-53], dtype=torch.float64))) == 1

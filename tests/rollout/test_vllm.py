@@ -28,13 +28,13 @@ from threepo.config import LoRAConfig, ModelConfig, SamplingConfig, TinyConfig, 
 from threepo.errors import UserError
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout import contents
+from threepo.rollout import payloads
 from threepo.rollout import vllm as module
-from threepo.rollout.probe import check_probe
 from threepo.rollout.replicas import TICK_SECONDS, Replica
 from threepo.rollout.sampling import processed_logprobs
 from threepo.rollout.vllm import VLLMEngine
-from threepo.rollout.vllm_server import all_nan
+from threepo.rollout.vllm_replica import all_nan
+from threepo.rollout.weight_check import check_logprobs
 from threepo.run_folder import read_metrics
 from threepo.types import Completion, Draw, Problem, Request
 
@@ -201,7 +201,7 @@ def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None
     engine = engine_for(policy, replicas=2)
     engine.prepare(2, 8)
     _, second = engine._shared
-    engine._replicas[0].call("share", 0, engine._contents.layout, second.path)
+    engine._replicas[0].call("share", 0, engine._payload.layout, second.path)
     with pytest.raises(
         UserError,
         match=r"other weights than those of Draw\(.*index=0, .*\) at step 7 .*: those of .*index=1",
@@ -355,9 +355,9 @@ def test_the_probe_sees_every_tensor(tied: Setup) -> None:
         shared[name].copy_(wrong)
         ((_, measured),) = replica.call("push", 0)
         with pytest.raises(UserError, match=rf"does not compute with the weights of {name} .* off by nan on average"):
-            check_probe(expected, measured, 0.1, name)
+            check_logprobs(expected, measured, 0.1, name)
         shared[name].copy_(right)
-    check_probe(expected, replica.call("push", 0)[0][1], 1e-5, "all")
+    check_logprobs(expected, replica.call("push", 0)[0][1], 1e-5, "all")
 
 
 def test_decoding_is_reported_step_by_step(tied: Setup) -> None:
@@ -388,7 +388,7 @@ def test_a_head_that_keeps_its_old_weights_is_found_out(monkeypatch: pytest.Monk
     policy = tiny("tiny-qwen2", tied=True)
     policy.model.config.architectures = ["Qwen2ForCausalLM"]
     monkeypatch.setattr(module, "_write_config", lambda model, folder: model.config.save_pretrained(folder))
-    monkeypatch.setattr(contents, "parameter_names", lambda model: {name: name for name, _ in model.named_parameters()})
+    monkeypatch.setattr(payloads, "parameter_names", lambda model: {name: name for name, _ in model.named_parameters()})
     engine = engine_for(policy)
     pid = engine._replicas[0].pid
     optimizer = IVON(policy.model.named_parameters())
@@ -415,13 +415,13 @@ def test_a_tensor_that_pushes_do_not_reach_is_found_out_at_the_first_load(
     Without ruined weights at the start, and once more before the first push, the probe would agree in both cases.
     """
     program = f"""
-from threepo.rollout import replicas, vllm_server
+from threepo.rollout import replicas, vllm_replica
 
-reload, reloads = vllm_server.reload, 0
+reload, reloads = vllm_replica.reload, 0
 
 def forgetful(worker, index, rehearsed):
     global reloads
-    weights = vllm_server._mapped[index].tensors
+    weights = vllm_replica._mapped[index].tensors
     forgotten = weights.pop({name!r}) if reloads >= {reached} else None
     reloads += 1
     read = reload(worker, index, rehearsed)
@@ -429,8 +429,8 @@ def forgetful(worker, index, rehearsed):
         weights[{name!r}] = forgotten
     return read
 
-vllm_server.reload = forgetful
-replicas.serve_requests(vllm_server.Server)
+vllm_replica.reload = forgetful
+replicas.serve_requests(vllm_replica.Server)
 """
     monkeypatch.setattr(module, "_PROGRAM", program)
     policy = tiny("tiny-qwen2", tied=True)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.records import (
     Count,
     CountOrZero,
@@ -118,7 +119,7 @@ class Method(Settings, table="method"):
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
-    optimizer: Literal["adamw", "ivon", "sgd"] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """What trains: always the same as optimizer.kind. A recipe sets either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
@@ -194,6 +195,10 @@ THOMPSON = Method(name="thompson", draws=16, gradient_at="fresh", greedy=True, o
 """One greedy rollout per draw: all exploration is in weight space (paper appendix, "A limiting case")."""
 
 
+NOISE_STRUCTURES = ("rank",)
+"""Settings of [noise] that each stand for a class of posterior/noise_structures.py; 0: without it."""
+
+
 class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
@@ -215,8 +220,8 @@ class NoiseConfig(Settings, table="noise"):
 
     @property
     def structure(self) -> dict[str, int]:
-        """The setting that gives the noise of matrices its structure (posterior/noise_structures.py), if one does."""
-        return {"rank": self.rank} if self.rank else {}
+        """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
+        return {name: getattr(self, name) for name in NOISE_STRUCTURES if getattr(self, name)}
 
     @property
     def changed(self) -> str:

@@ -3,11 +3,11 @@
     aime24    math500=COPY    livecodebench:2025-02..2025-04    livecodebench:2025-02..2025-04=COPY
 
 A problem's id is the name of the benchmark with the id of the published row, or with the row's number if it has none.
-It is the same for all copies, so that evaluations can be paired. Nothing heavy is imported here.
+All copies have the same ids, so that evaluations can be paired. Nothing heavy is imported here.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ _TEXTS = ("problem", "question")
 
 
 def math_problem(row: Row) -> Problem:
-    """A problem with its final answer, from the columns that published sets have them in."""
+    """The problem and final answer of a row, under any of the names that published sets give their columns."""
     text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
     if text is None:
         raise BrokenRow(f"has no problem or question; its columns are {', '.join(map(repr, row))}")
@@ -59,29 +59,29 @@ _SETS = (
     _math("gsm8k", hub="openai/gsm8k:main"),
     PublishedSet("livecodebench", "code", hub=livecodebench.SOURCE, read=livecodebench.problem, verifier="code"),
 )
-"""To add one: a line here and, if it has other columns, a file next to this one with its `read`."""
+"""To add a benchmark, add a line here and, if its columns are new, a file next to this one with its `read`."""
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _SETS}
 RELEASE_6 = "2025-01..2025-04"
-"""Months of the paper's problems of livecodebench, both included."""
+"""Months of the paper's livecodebench problems, first and last included."""
 _MONTHS = {"livecodebench": RELEASE_6}
-"""The months of contests that are evaluated where the user names none; other rows have no months."""
+"""Benchmarks whose rows have months of contests, and the months that are evaluated by default."""
 _OTHER_FILES = {"minerva": "minerva_math"}
-"""Other names of local files."""
+"""Other names that local files may have."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One benchmark as a user names it."""
+    """A benchmark as a user names it."""
 
     name: str
     months: str = ""
-    """Of contests; empty: its rows have no months."""
+    """First and last month of contests; empty: its rows have no months."""
     copy: str = ""
-    """Another source; empty: the hub, or the folder of files."""
+    """Another source of its rows; empty: the hub, or benchmarks.folder."""
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
-        """`UserError` for anything but NAME, NAME=COPY, or a name with months."""
+        """Read NAME or NAME:MONTHS, with or without =COPY; `UserError` for anything else."""
         chosen, equals, copy = text.strip().partition("=")
         name, _, months = chosen.partition(":")
         if name not in BENCHMARKS:
@@ -114,24 +114,9 @@ def choices(settings: BenchmarksConfig) -> list[Choice]:
 
 
 def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig) -> ProblemSet:
-    """Read a benchmark; `UserError` if its rows are missing or are not as it is published."""
+    """Read a benchmark; `UserError` if its rows are missing or differ from the published format."""
     benchmark = BENCHMARKS[choice.name]
-    source = choice.copy or benchmark.hub
-    if settings.folder and not choice.copy:
-        names = (choice.name, _OTHER_FILES.get(choice.name, choice.name))
-        files = (Path(settings.folder) / f"{name}{suffix}" for name in names for suffix in ("", *SUFFIXES))
-        source = next((str(file) for file in files if file.exists()), "")
-        if not source:
-            raise UserError(
-                f"benchmarks.folder = {settings.folder!r}: holds no {choice.name}.jsonl, .json, .csv or .parquet, and "
-                f"no folder {choice.name}; copy it there, or name a copy: --benchmarks {choice.name}=COPY"
-            )
-    beyond = choice.months and (choice.months[:7] < RELEASE_6[:7] or choice.months[-7:] > RELEASE_6[-7:])
-    if beyond and source == benchmark.hub:
-        raise UserError(
-            f"benchmark {choice.label}: from the hub, threepo reads only what release 6 added, {RELEASE_6}; download "
-            f"the files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
-        )
+    source = _find_source(choice, settings, benchmark.hub)
     prompts = {"math": settings.math_prompt or MATH_EVALUATION, "code": settings.code_prompt or CODE}
     template = prompts[str(benchmark.verifier)]
 
@@ -143,12 +128,40 @@ def open_benchmark(choice: Choice, settings: BenchmarksConfig, data: DataConfig)
     name = f"benchmark {choice.label}, {source}"
     rows: Iterable[tuple[int, Row | BrokenRow]] = enumerate(open_rows(source, "test"), start=1)
     if choice.months:
-        first, last = choice.months.split("..")
-        numbered = list(rows)
-        months = [first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in numbered]
-        rows = [row for row, month in zip(numbered, months, strict=True) if first <= month <= last]
-        if numbered and not rows:
-            known = f"{min(months)} to {max(months)}" if all(months) else "no contest_date"
-            raise UserError(f"{name} has no problem of {choice.months}; it has {known}")
+        rows = _rows_in_months(list(rows), choice.months, name)
     problems = collect(name, islice(rows, settings.problems or None), problem, data)
     return ProblemSet(problems, benchmark.verifier, source, choice.label, template)
+
+
+def _find_source(choice: Choice, settings: BenchmarksConfig, hub: str) -> str:
+    """The source of a benchmark's rows: the copy that is named, a file of benchmarks.folder, or the hub."""
+    source = choice.copy or hub
+    if settings.folder and not choice.copy:
+        names = (choice.name, _OTHER_FILES.get(choice.name, choice.name))
+        files = (Path(settings.folder) / f"{name}{suffix}" for name in names for suffix in ("", *SUFFIXES))
+        source = next((str(file) for file in files if file.exists()), "")
+        if not source:
+            raise UserError(
+                f"benchmarks.folder = {settings.folder!r}: holds no {choice.name}.jsonl, .json, .csv or .parquet, and "
+                f"no folder {choice.name}; copy it there, or name a copy: --benchmarks {choice.name}=COPY"
+            )
+    beyond = choice.months and (choice.months[:7] < RELEASE_6[:7] or choice.months[-7:] > RELEASE_6[-7:])
+    if beyond and source == hub:
+        raise UserError(
+            f"benchmark {choice.label}: from the hub, threepo reads only what release 6 added, {RELEASE_6}; download "
+            f"the files of the earlier releases that you want, join them, and write {choice.label}=FILE.jsonl"
+        )
+    return source
+
+
+def _rows_in_months(
+    numbered: Sequence[tuple[int, Row | BrokenRow]], months: str, name: str
+) -> list[tuple[int, Row | BrokenRow]]:
+    """The numbered rows of contests in these months, and broken rows; `UserError` if there are none."""
+    first, last = months.split("..")
+    found = [first if isinstance(row, BrokenRow) else str(row.get("contest_date", ""))[:7] for _, row in numbered]
+    rows = [row for row, month in zip(numbered, found, strict=True) if first <= month <= last]
+    if numbered and not rows:
+        known = f"{min(found)} to {max(found)}" if all(found) else "no contest_date"
+        raise UserError(f"{name} has no problem of {months}; it has {known}")
+    return rows

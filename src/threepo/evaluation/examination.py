@@ -99,7 +99,7 @@ class Examination(Questions):
 
 
 def with_grader(source: ProblemSet, reward: RewardConfig, data: DataConfig) -> tuple[ProblemSet, Grader]:
-    """The source with the grader that [reward] names; to it, a problem that lacks what it needs is a broken row."""
+    """The source and the grader that [reward] names; a problem that the grader cannot grade is a broken row."""
     refuse_ignored(reward, source.verifier)
     problems, finite = source.problems, isinstance(source.problems, FiniteProblems)
     if data.broken_rows == "skip" and isinstance(problems, FiniteProblems):
@@ -147,10 +147,10 @@ def fitting_prompts(
 def fit_context(
     source: ProblemSource, policy: Policy, data: DataConfig, max_new_tokens: int
 ) -> tuple[ProblemSource, int]:
-    """The problems that fit into the model's context, and the tokens of the longest prompt that is known.
+    """The problems that fit into the model's context, and the tokens of the longest known prompt.
 
-    Problems longer than `data.max_prompt_tokens` are left out; those that exceed the context are left out or a
-    `UserError` (`data.too_long`). An endless source is returned as it is: its problems are checked once generated.
+    Problems longer than `data.max_prompt_tokens` are left out; problems that exceed the context are left out or a
+    `UserError` (`data.too_long`). An endless source is returned as it is: its problems are checked when generated.
     """
     lengths = [len(tokens) for tokens in policy.prompt_tokens(source.known(), data)]
     if not isinstance(source, FiniteProblems):

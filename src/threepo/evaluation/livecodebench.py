@@ -17,7 +17,7 @@ from threepo.data.rows import BrokenRow, Row
 from threepo.types import Problem
 
 SOURCE = "hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
-"""The problems that release 6 added, as a file: `datasets` refuses the set itself, which has a loading script."""
+"""The file of problems that release 6 added; `datasets` refuses the whole set because of its loading script."""
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -29,13 +29,13 @@ PRELUDE = "\n".join(
 )
 """The published grader puts this before every program: solutions use `List` and the like without importing them."""
 KEPT = ("question_title", "platform", "contest_id", "contest_date", "difficulty", "starter_code")
-"""Columns that a problem keeps, besides its tests."""
+"""Columns that a problem keeps in addition to its tests."""
 
 
 def problem(row: Row) -> Problem:
-    """A published row as a problem: its text with the form of the program, and its tests in a column.
+    """The problem of a published row: its text ends in the required form of the program, and a column has its tests.
 
-    {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called: a line of JSON per argument.
+    Tests are {"inputs": [...], "outputs": [...]}, with "fn_name" if a function is called: a line of JSON per argument.
     """
     text, starter = row["question_content"].strip(), (row.get("starter_code") or "").rstrip()
     cases = [*_cases(row["public_test_cases"]), *_cases(row["private_test_cases"])]

@@ -219,7 +219,7 @@ CHECKS = (
     Check("packages", packages, INSTALL, needed=True),
     Check("devices", devices, TORCH, needed=True),
     Check("kernel: noise and IVON", noise, COMPILER, needed=True),
-    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.native"), COMPILER),
+    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.decode_attention"), COMPILER),
     Check("kernel: products of rollouts", partial(kernel, "threepo.rollout.stacked_linear"), COMPILER),
     Check("kernel: noise on a GPU", gpu_noise, "install Triton 3.6 or newer: pip install 'triton>=3.6'"),
     Check("several ranks", several_ranks, TORCH),

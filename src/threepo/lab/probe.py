@@ -1,8 +1,8 @@
 """`threepo probe` as a function: would noise on the weights solve what the mean policy never solves?
 
 On problems that the mean (nearly) never solves, it measures for every place and size of noise how often the draws solve
-them, how far they are from the mean, and what Seq-MIS would keep of their rollouts (docs/probe.md, method.md 8). Every
-measurement is a file in the folder, so that a probe that was stopped goes on from there.
+them, how far they are from the mean, and how many of their rollouts Seq-MIS would keep (docs/probe.md, method.md 8).
+Every measurement is a file in the folder, so a probe that was stopped continues from there.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
-"""Completions of each noise, evenly spread, whose log-probs at other weights are computed."""
+"""Completions of each noise, evenly spread, that are scored at other weights."""
 FRESH = 8
-"""Other draws of the same noise at which these are scored: a gradient draw of C3PO is one of them."""
+"""More draws of the same noise, at which completions are scored as C3PO does at its gradient draw."""
 MOST_KL = 2.0
 """Nats a token: larger sizes at the same place are left out, because so much noise destroys the policy."""
 SEARCH = 0
-"""The step in the addresses of the search for problems; measurements have their numbers, from 1."""
+"""The step in the random addresses of the search for problems; measurements use their numbers, from 1."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Condition:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether draws are compared with the mean, not temperatures."""
+        """Whether it has draws: neither the mean nor a temperature."""
         return self.place not in (MEAN, TEMPERATURE)
 
     def noise(self) -> NoiseConfig:
@@ -227,7 +227,7 @@ def is_degenerate(completion: Completion) -> bool:
 
 
 def prior(config: TrainConfig) -> Posterior | None:
-    """The learned posterior that training can start from: what the optimizer loads, or what lies next to the model."""
+    """The learned posterior that training can start from: the optimizer loads it, or it lies next to the model."""
     loaded = getattr(config.optimizer, "load_hessian", "")
     folder = model_folder(Path(loaded or config.model.path))
     if config.model.lora.rank and not loaded and not adapter_folder(config.model.path):
@@ -237,7 +237,7 @@ def prior(config: TrainConfig) -> Posterior | None:
 
 
 def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> list[Condition]:
-    """Conditions to measure, in this order; the sizes of a place ascend in KL to the mean."""
+    """Conditions to measure, in order; the sizes of a place ascend in KL to the mean."""
     found = [Condition(MEAN, config.sampling.temperature)]
     found += [Condition(TEMPERATURE, t) for t in settings.temperatures if t != config.sampling.temperature]
     for place in settings.places:
@@ -253,7 +253,7 @@ def conditions(config: TrainConfig, settings: ProbeConfig, policy: Policy) -> li
 
 
 def layers(policy: Policy) -> list[str]:
-    """Patterns of names: the first, the middle and the last block, and what lies outside, as the last norm does."""
+    """Patterns of names: the first, the middle and the last block, and parameters outside, such as the last norm."""
     blocks = policy.model.config.get_text_config().num_hidden_layers
     names = [name for name, _ in policy.model.named_parameters() if ".layers." not in name]
     outside = [name for name in names if layer_kind(name) not in ("embedding", "head")]

@@ -1,4 +1,4 @@
-"""[probe]: the settings of `threepo probe`, besides those of the training that it is about."""
+"""[probe]: settings of `threepo probe`, in addition to the settings of the training that it is about."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +59,8 @@ def load_probing(
 ) -> tuple[TrainConfig, ProbeConfig, Table]:
     """The training that a probe of `model` is about, the probe's own settings, and the tables of that training.
 
-    They are those of the recipe, or of the run if `model` is the folder of one, then overrides. `flags` are settings of
-    [probe], which stand above all. `UserError` for a training that cannot be probed.
+    The tables come from the recipe, or from the run if `model` is a run folder; then overrides apply. `flags` are
+    settings of [probe] that override everything. `UserError` for a training that cannot be probed.
     """
     table: Table = {}
     if recipe:

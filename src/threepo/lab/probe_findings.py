@@ -30,29 +30,29 @@ MEAN, TEMPERATURE = "mean", "temperature"
 LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Upper ends of the levels of KL to the mean, in nats a token, at which the best noise is named."""
 NEARLY_ALL = 0.95
-"""The fewest draws are proposed with which at least this share of the steps have a success that have one with most."""
+"""Propose the fewest draws that keep this share of the best success rate of a step."""
 MOSTLY_KEPT = 0.5
-"""Where Seq-MIS keeps less than this, the proposal is replay, which needs no correction."""
+"""Propose replay, which needs no correction, where Seq-MIS keeps less than this."""
 Measured = Mapping[str, Any]
 
 
 def findings(
     config: TrainConfig, settings: ProbeConfig, measured: Sequence[Measured], again: Measured | None = None
 ) -> dict[str, Any]:
-    """Intervals for every measurement, and the choice among them.
+    """The contents of summary.json: intervals for every measurement, the choice among them, and a verdict.
 
-    `again`: the chosen noise, measured with other draws; the verdict is made of this, because the best of many
-    measurements is best by luck, too.
+    `again` is the chosen noise measured with other draws. It decides the verdict, because the best of many measurements
+    is best partly by luck.
     """
     group = config.method.rollouts_per_prompt
     mean = _outcomes(next(m for m in measured if m["place"] == MEAN))
-    rows = [described(m, mean, group) for m in measured]
+    rows = [describe(m, mean, group) for m in measured]
     noise = [row for row in rows if row["place"] not in (MEAN, TEMPERATURE)]
     levels = zip((0.0, *LEVELS), LEVELS, strict=False)
     at_levels = [[row for row in noise if low < row["kl"] <= high] for low, high in levels]
     helpful = [row for row in noise if row["kl"] <= settings.most_kl and row["ratio"]["low"] > 1]
     chosen = max(helpful, key=lambda row: row["ratio"]["low"], default=None)
-    confirmed = described(again, mean, group) if again else None
+    confirmed = describe(again, mean, group) if again else None
     summary: dict[str, Any] = {
         "group": group,
         "rollouts_per_step": group * config.data.prompts_per_step,
@@ -68,8 +68,8 @@ def findings(
     return summary | {"draws": fewest_draws(confirmed) if confirmed and helped else 0, "verdict": verdict(summary)}
 
 
-def described(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
-    """A measurement with all that follows from its outcomes."""
+def describe(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
+    """A measurement with the statistics of its outcomes."""
     outcomes = _outcomes(measured)
     by_draw = outcomes.rates.mean(axis=0)
     plain = measured["place"] in (MEAN, TEMPERATURE)
@@ -91,9 +91,9 @@ def _outcomes(measured: Measured) -> Outcomes:
 
 
 def fewest_draws(row: Measured) -> int:
-    """The fewest draws a step with which nearly as many steps have a success as with the most."""
-    found = {int(n): 1 - silent for n, silent in row["silent_step_share"].items()}
-    return min(n for n, share in found.items() if share >= NEARLY_ALL * found[max(found)])
+    """The fewest draws with which nearly as many steps have a success as with the most draws."""
+    successes = {int(n): 1 - silent for n, silent in row["silent_step_share"].items()}
+    return min(n for n, share in successes.items() if share >= NEARLY_ALL * successes[max(successes)])
 
 
 def label(row: Measured) -> str:
@@ -105,7 +105,7 @@ def label(row: Measured) -> str:
 
 
 def verdict(summary: Measured) -> str:
-    """Says in plain words what to do."""
+    """A plain sentence on what to do."""
     mean, confirmed, noise = summary["mean"], summary["confirmed"], summary["noise"]
     if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
         return (
@@ -150,24 +150,27 @@ def _times(interval: Mapping[str, float]) -> str:
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:
     """The training recipe that follows from a probe whose noise helps.
 
-    `training`: the tables that `config` was made of; `prior`: where the posterior lies that was probed, if anywhere.
+    `training`: the tables that `config` was built from; `prior`: the folder of the probed posterior, if it has one.
     """
     row, draws, group = summary["confirmed"], summary["draws"], summary["group"]
     replay = row["kept_share"] < MOSTLY_KEPT
     method: Table = {"name": "c3po_replay" if replay else "c3po", "rollouts_per_prompt": group, "draws": draws}
     method |= {"gradient_at": "generator"} if replay else {"gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
-    given = {key: value for key, value in training.items() if key not in ("method", "noise")}
-    given["optimizer"] = {"kind": config.optimizer.kind, **given.get("optimizer", {})}  # a preset may have named it
-    rank = {"rank": config.noise.rank} if config.noise.rank else {}
+    table = {key: value for key, value in training.items() if key not in ("method", "noise")}
+    table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
+    noise: Table = {"rank": config.noise.rank} if config.noise.rank else {}
     if row["place"] == POSTERIOR:
-        optimizer = {"kind": "ivon", "ess": row["size"], **({"load_hessian": prior} if prior else {})}
-        return merge(given, {"method": method, "optimizer": optimizer, **({"noise": rank} if rank else {})})
-    noise = {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}, **rank}
-    return {**given, "method": method, "noise": noise}
+        optimizer: Table = {"kind": "ivon", "ess": row["size"]}
+        if prior:
+            optimizer["load_hessian"] = prior
+        table = merge(table, {"optimizer": optimizer})
+    else:
+        noise = {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}, **noise}
+    return {**table, "method": method, **({"noise": noise} if noise else {})}
 
 
 def write_recipe(path: Path, table: Table, verdict: str) -> None:
-    """A recipe as TOML, with the reason for it in front."""
+    """Write a recipe as TOML, headed by its reason."""
     lines = [f"# {verdict}"]
     for name, keys in table.items():
         lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in keys.items())]

@@ -57,6 +57,12 @@ class Result:
         return None if level is None else level - baseline.levels[-1]
 
 
+STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
+    "metric": lambda run, base: run.final - base.final,
+    "area": lambda run, base: run.area - base.area,
+    "half": Result.lead_at_half,
+}
+"""What a study compares: the difference of a run from the baseline's run with the same seed; None: not defined."""
 Results = Mapping[int, Result]
 """Results of one method by seed."""
 T = TypeVar("T")
@@ -135,9 +141,7 @@ def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict
         "digest": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "target": target,
         "methods": figures,
-        "metric": _against(settings.baseline, methods, lambda run, baseline: run.final - baseline.final),
-        "area": _against(settings.baseline, methods, lambda run, baseline: run.area - baseline.area),
-        "half": _against(settings.baseline, methods, Result.lead_at_half),
+        **{name: _against(settings.baseline, methods, difference) for name, difference in STATISTICS.items()},
     }
 
 

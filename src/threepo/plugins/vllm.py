@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from threepo.posterior.draw_file import read_draw
-from threepo.rollout.vllm_server import all_nan, fill_with_nan
+from threepo.rollout.vllm_replica import all_nan, fill_with_nan
 from threepo.types import Draw, Purpose
 
 
@@ -58,7 +58,7 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Address) -> None:
-        """Make the draw and load it into the model; the first time after NaN, as rollout/vllm_server.py explains."""
+        """Make the draw and load it into the model; the first time after NaN, as rollout/vllm_replica.py explains."""
         draw = None if update_info.draw is None else Draw(*update_info.draw)
         path, dtype = Path(update_info.path), self.model_config.dtype
         if not path.is_file():

@@ -56,8 +56,8 @@ def _gradient(entry: NoisyParameter, weights: Mapping[Draw, float]) -> torch.Ten
     return _divide(total, entry)
 
 
-def compare(optimizer: Any, fitness: Fitness) -> dict[str, float]:
-    """The observed gradient beside the one that an evolution strategy makes of the same rollouts.
+def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
+    """Metrics that compare the observed gradient with the one of an evolution strategy from the same rollouts.
 
     `evolution/cosine`: between the two, over all parameters with noise. `evolution/correlation`: over the draws,
     between the fitness of a draw and what the observed gradient predicts of it, minus <sigma z, gradient>. Nothing if

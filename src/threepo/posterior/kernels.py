@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from threepo.posterior import native, torch_kernels
-from threepo.posterior.operations import AddNoiseTimes, Operation, Update
+from threepo.posterior.operations import WHOLE, AddNoiseTimes, Operation, Update
 from threepo.posterior.shards import held_regions, local
 
+Tensors = Mapping[str, torch.Tensor]
+"""An operation's tensors by the names of its fields, without those that are None."""
 _FLOAT32 = ("hessian", "momentum", "second")
 
 
@@ -46,16 +48,14 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # local tensors, and the contiguous form of each
     for index, given in enumerate(operations):
         operation = _without_structure(given) if isinstance(given, Update) else given
-        whole = {name: getattr(operation, name) for name in (*operation.WRITTEN, *operation.READ)}
-        here = {name: local(tensor) for name, tensor in whole.items() if tensor is not None}
-        _check(here)
-        dense = {name: tensor.contiguous() for name, tensor in here.items()}
+        names = (*operation.WRITTEN, *operation.READ)
+        whole = {name: tensor for name in names if (tensor := getattr(operation, name)) is not None}
+        dense = {name: local(tensor).contiguous() for name, tensor in whole.items()}
+        _check(dense)
         compiled = operation.noise is None or operation.noise.compiled
         chosen = backend(*dense.values()) if compiled else torch_kernels
-        regions = held_regions(whole[operation.WRITTEN[0]])
-        for region, tensors in zip(regions, _split(dense, len(regions)), strict=True):
-            parts[chosen].append((index, replace(operation, region=region, **tensors)))
-        written += [(here[name], dense[name]) for name in operation.WRITTEN if name in here]
+        parts[chosen] += [(index, part) for part in _parts(operation, whole, dense)]
+        written += [(local(whole[name]), dense[name]) for name in operation.WRITTEN if name in whole]
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))
     for kernels, some in parts.items():
@@ -70,7 +70,7 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
     return clipped
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check(tensors: Tensors) -> None:
     """Raise for tensors that differ in shape or have the wrong dtype, which compiled kernels would not notice."""
     shape = next(iter(tensors.values())).shape
     for name, tensor in tensors.items():
@@ -80,12 +80,17 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             raise RuntimeError(f"IVON's state is float32, this is {tensor.dtype}")
 
 
-def _split(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, Any]]:
-    """Contiguous tensors in `count` equal pieces each."""
-    if count <= 1:
-        return [dict(tensors)] * count
-    pieces = {name: tensor.view(-1).chunk(count) for name, tensor in tensors.items()}
-    return [{name: piece[i] for name, piece in pieces.items()} for i in range(count)]
+def _parts(operation: Operation, whole: Tensors, dense: Tensors) -> list[Operation]:
+    """The operation on each region that this rank holds; `dense` has its contiguous local tensors."""
+    regions = held_regions(whole[operation.WRITTEN[0]])
+    if regions == [WHOLE] and all(tensor is whole[name] for name, tensor in dense.items()):
+        return [operation]
+    pieces = {name: tensor.view(-1).chunk(max(len(regions), 1)) for name, tensor in dense.items()}
+    parts = []
+    for i, region in enumerate(regions):
+        tensors: dict[str, Any] = {name: piece[i] for name, piece in pieces.items()}
+        parts.append(replace(operation, region=region, **tensors))
+    return parts
 
 
 def _without_structure(update: Update) -> Update:

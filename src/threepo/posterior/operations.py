@@ -76,7 +76,7 @@ class Scalars(NamedTuple):
         return torch.full_like(root, self.noise_scale).div_(root)  # torch's number / tensor is number * reciprocal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Perturb:
     """out = mean + sigma * z, added in float32 (float64 if `mean` is) and rounded once to the dtype of `out`."""
 
@@ -92,7 +92,7 @@ class Perturb:
     region: Region = WHOLE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AddNoiseTimes:
     """second += z * grad."""
 
@@ -106,7 +106,7 @@ class AddNoiseTimes:
     region: Region = WHOLE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Update:
     """One IVON step in place (Shen et al., 2024; method.md 1.2, 1.3)."""
 

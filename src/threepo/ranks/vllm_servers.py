@@ -7,7 +7,7 @@ it, since a server answers an update only when it has done with the file.
 
 Servers are dealt to the ranks, which drive them. With more servers than draws, several share a draw and split its
 requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as
-rollout/probe.py says. Not yet run on a GPU.
+rollout/weight_check.py says. Not yet run on a GPU.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy
 from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.files import save_sharded
-from threepo.ranks.group import Ranks
-from threepo.rollout.contents import parameter_names
-from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.ranks.files import save_tensors
+from threepo.ranks.world import World
+from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
-from threepo.rollout.probe import TOLERANCE, check_probe, expected_logprobs, probe_tokens
-from threepo.rollout.vllm_server import Decoded
+from threepo.rollout.payloads import parameter_names
+from threepo.rollout.vllm_replica import Generated, decoding_parameters
+from threepo.rollout.weight_check import TOLERANCE, check_logprobs, expected_logprobs, fixed_prompt
 from threepo.types import Completion, Draw, Request
 
 _NAME = "threepo-push-{}.safetensors"
@@ -42,11 +42,11 @@ _NAME = "threepo-push-{}.safetensors"
 class VLLMServers:
     """A `RolloutEngine` that all ranks have together."""
 
-    def __init__(self, policy: Policy, settings: VLLMEngineConfig, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, settings: VLLMEngineConfig, world: World) -> None:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
         if policy.has_adapters:
             raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")
-        own, self._policy, self._ranks = settings.vllm, policy, ranks
+        own, self._policy, self._world = settings.vllm, policy, world
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
         self._sources = parameter_names(policy.architecture)
@@ -57,16 +57,16 @@ class VLLMServers:
         """The probe's log-probs under each loaded draw."""
         self._step, self._path = -1, self._folder
         held: list[IO[bytes]] = []
-        with ranks.together():
+        with world.together():
             lengths = _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven())
-            if ranks.first:
+            if world.rank == 0:
                 with disk_errors(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
                 held.append(lock(self._folder / "threepo-push.lock"))
                 _remove_weights(self._folder)  # of a run that was killed
         self._end = weakref.finalize(self, _close, self._folder, held)
-        self._longest = min(length for some in ranks.gather(lengths) for length in some)
-        self._probe = probe_tokens(policy, self._longest - 1)
+        self._longest = min(length for some in world.gather(lengths) for length in some)
+        self._probe = fixed_prompt(policy, self._longest - 1)
         _allow_connections(len(self._driven()) * self._together)
 
     def prepare(self, draws: int, tokens: int) -> None:
@@ -81,14 +81,14 @@ class VLLMServers:
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = any(draw is not None for draw in self._draws)
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
-        with self._ranks.together():
-            if self._ranks.first:
+        with self._world.together():
+            if self._world.rank == 0:
                 _remove_weights(self._folder)
         # No name comes twice: a disk of several nodes may remember what a name stood for.
-        self._path = self._folder / _NAME.format(self._ranks.gather(uuid.uuid4().hex)[0])
-        save_sharded(self._path, tensors, self._ranks, metadata)
+        self._path = self._folder / _NAME.format(self._world.gather(uuid.uuid4().hex)[0])
+        save_tensors(self._path, tensors, self._world, metadata)
         self._expected = self._references(posterior)
-        with self._ranks.together():
+        with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
@@ -100,26 +100,19 @@ class VLLMServers:
             serving = self._serving(index)
             for k, row in enumerate(rows):  # neighbours stay together: they share a prompt
                 servers[row] = serving[k * len(serving) // len(rows)]
-        parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p if sampling.temperature else 1.0,
-            "top_k": sampling.top_k if sampling.temperature else 0,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(self._policy.stop_tokens),
-            "ignore_eos": True,  # only the policy's stop tokens end a row
-        }
+        parameters = decoding_parameters(sampling, self._policy.stop_tokens)
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
         asked = [parameters | {"seed": key[0] >> 1} for key in keys]
 
-        def complete(mine: list[int]) -> list[Decoded]:
+        def complete(mine: list[int]) -> list[Generated]:
             rows = [[row for row in mine if servers[row] == i] for i in self._driven()]
             work = zip(self._driven(), rows, strict=True)
             found = _side_by_side(self._complete(i, own, requests, asked) for i, own in work)
             decoded = {row: completion for some in found for row, completion in some.items()}
             return [decoded[row] for row in mine]
 
-        decoded = self._ranks.deal([server % self._ranks.size for server in servers], complete)
-        return [completed(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
+        decoded = self._world.assign([server % self._world.size for server in servers], complete)
+        return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:
         """Delete the weights; the servers go on."""
@@ -127,15 +120,15 @@ class VLLMServers:
 
     async def _complete(
         self, i: int, rows: Sequence[int], requests: Sequence[Request], asked: Sequence[dict[str, Any]]
-    ) -> dict[int, Decoded]:
+    ) -> dict[int, Generated]:
         """Let server number i complete rows of the requests, draw by draw."""
         limit = asyncio.Semaphore(self._together)
 
-        async def one(row: int) -> Decoded:
+        async def one(row: int) -> Generated:
             async with limit:
                 return await self._servers[i].complete(requests[row].prompt_tokens, asked[row])
 
-        decoded: dict[int, Decoded] = {}
+        decoded: dict[int, Generated] = {}
         for index, draw in enumerate(self._draws):
             if own := [row for row in rows if requests[row].draw == draw]:
                 await self._ready(i, index)
@@ -149,13 +142,13 @@ class VLLMServers:
         if server.version != version:
             measured = await server.tell(self._path, draw, version, self._probe)
             what = f"{draw or 'the mean'} at step {self._step} on {server.url}"
-            check_probe(self._expected[index], measured, self._tolerance, what)
+            check_logprobs(self._expected[index], measured, self._tolerance, what)
 
     def _references(self, posterior: WeightSource) -> list[torch.Tensor]:
         """The probe's log-probs under each draw, by the trainer's model. The draws are dealt to the ranks."""
-        size, found = self._ranks.size, []
+        size, found = self._world.size, []
         for first in range(0, len(self._draws), size):
-            mine = first + self._ranks.rank
+            mine = first + self._world.rank
             weights = posterior.weights(self._draws[mine % len(self._draws)], gather=True)  # by all, at the same time
             if mine >= len(self._draws):
                 for _ in weights:
@@ -163,12 +156,12 @@ class VLLMServers:
                 continue
             own = {self._sources[name]: value.to(self._dtype) for name, value in weights}
             found.append(expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device))
-        shares = self._ranks.gather(found)
+        shares = self._world.gather(found)
         return [shares[index % size][index // size] for index in range(len(self._draws))]
 
     def _driven(self) -> range:
         """The servers that this rank drives."""
-        return range(self._ranks.rank, len(self._servers), self._ranks.size)
+        return range(self._world.rank, len(self._servers), self._world.size)
 
     def _serving(self, index: int) -> list[int]:
         """The servers of the draw of this index."""

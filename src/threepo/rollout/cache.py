@@ -1,7 +1,7 @@
-"""Keys and values of the rows that are being decoded, and the attention over them.
+"""The key-value cache of the rows in a batch, and attention over it.
 
-Every row has a slot of memory and its own length, so rows of different lengths need no padding, and the slot of a
-finished row takes the next one.
+Every row has a slot of memory and its own length, so rows of different lengths need no padding, and a waiting row can
+take the slot of a finished one.
 
 Legend: S slots, B rows, H heads, K heads of keys and values, D width of a head, T tokens, L positions of a prompt.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from threepo.errors import UserError
 from threepo.models.attention import window_mask
-from threepo.rollout import native
-from threepo.rollout.native import LANES
+from threepo.rollout import decode_attention
+from threepo.rollout.decode_attention import LANES
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend(
     rows: "Prefill | Decode | None" = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as the models of transformers call it; `rows` comes from the caller of the model."""
+    """Attention [B, L, H, D] as the models of transformers call it; the engine passes `rows` to the model."""
     assert rows is not None, "the model was not called by the engine"
     assert attention_mask is None, "there are no masks: rows have lengths"
     for name in ("softcap", "s_aux", "position_bias", "sinks"):
@@ -47,11 +47,11 @@ class _Layer:
     values: Tensor
     """[S, K, T, D]."""
     blocked: bool
-    """Whether the order of keys is the compiled kernel's: 16 tokens side by side."""
+    """Whether keys lie in the compiled kernel's order, 16 tokens side by side."""
 
 
 def whole_blocks(tokens: int) -> int:
-    """Tokens that a slot has memory for, if it must hold so many: whole blocks."""
+    """So many tokens, rounded up to whole blocks: what a slot has memory for."""
     return -(-tokens // LANES) * LANES
 
 
@@ -64,10 +64,10 @@ class RowCache:
         self.layers: dict[int, _Layer] = {}
 
     def layer(self, index: int, k: Tensor, v: Tensor) -> _Layer:
-        """The memory of a layer, allocated for its first keys [B, K, L, D] and values."""
+        """The memory of a layer, allocated when its first keys [B, K, L, D] and values come."""
         if index not in self.layers:
             heads, width = k.shape[1], k.shape[-1]
-            blocked = native.serves(k, v)
+            blocked = decode_attention.serves(k, v)
             tokens = (self.capacity // LANES, width, LANES) if blocked else (self.capacity, width)
             # Torch multiplies masked values by zero, so they must be numbers; the compiled kernel does not read them.
             make = Tensor.new_empty if blocked else Tensor.new_zeros
@@ -76,7 +76,7 @@ class RowCache:
         return self.layers[index]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Prepare slots for other rows: a diverged policy may leave NaN, and NaN times zero is NaN."""
+        """Prepare slots for new rows: a diverged policy may leave NaN, and NaN times zero is NaN."""
         for layer in self.layers.values():
             if not layer.blocked:
                 layer.keys[slots] = 0
@@ -92,13 +92,13 @@ class RowCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Read each different prompt of a draw once, into the slots of all rows that start with it."""
+    """A pass that reads each different prompt of a draw once, into the slots of all rows that start with it."""
 
     cache: RowCache
     sources: Sequence[int]
-    """For each row that starts: which prompt of the pass it has."""
+    """The prompt of each starting row, by its position in the pass."""
     slots: Sequence[int]
-    """For each row that starts: its slot."""
+    """The slot of each starting row."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         """Outputs [B, L, H, D] of queries [B, H, L, D] for keys and values [B, K, L, D] of padded prompts.
@@ -123,21 +123,21 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Add one token of every row to the cache, and attend to all tokens of the row."""
+    """A pass that adds one token of every row to the cache, and attends to all tokens of the row."""
 
     cache: RowCache
     lengths: Tensor
     """[B] tokens of each row in the cache before this one."""
     slots: Tensor
-    """[B] the slot of each row: a permutation of 0 to B - 1."""
+    """[B] the slot of each row, a permutation of 0 to B - 1."""
     longest: int
     """The largest length."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-        """Attend as `Prefill` does, with L = 1."""
+        """Outputs as of `Prefill.attend`, with L = 1."""
         memory = self.cache.layer(layer, k, v)
         if memory.blocked:
-            return native.attend(q, k, v, memory.keys, memory.values, self.lengths, self.slots, scale, window)
+            return decode_attention.attend(q, k, v, memory.keys, memory.values, self.lengths, self.slots, scale, window)
         batch, heads, tokens = len(k), k.shape[1], self.longest + 1
         memory.keys[self.slots, :, self.lengths] = k[:, :, 0]
         memory.values[self.slots, :, self.lengths] = v[:, :, 0]

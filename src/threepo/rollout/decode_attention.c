@@ -29,7 +29,7 @@ typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-/* Same fields, in the same order, as in native.py. */
+/* Same fields, in the same order, as in decode_attention.py. */
 typedef struct {
     int64_t rows, heads, key_heads, key_width, value_width, capacity, window;
     const void *query, *key, *value;

@@ -12,32 +12,32 @@ from threepo.types import Completion, Draw, Request
 
 
 class RolloutEngine(Protocol):
-    """Holds its own copies of weights, and stamps every completion with the step and the draw that generated it."""
+    """Owns copies of weights, and stamps every completion with the step and the draw that generated it."""
 
     def prepare(self, draws: int, tokens: int) -> None:
-        """`UserError` if the weights of so many draws and a row of so many tokens for each do not fit into memory."""
+        """Raise `UserError` unless memory holds the weights of so many draws, and a row of so many tokens for each."""
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
-        """Replace the loaded weights by those of these draws (None: the mean) at training step `step`."""
+        """Replace the loaded weights by the weights under these draws (None: the mean) at training step `step`."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
-        """Complete the requests, in their order. Each must name a draw that is loaded.
+        """Completions of the requests, in their order. Each request must name a loaded draw.
 
         A row's random numbers are a function of (seed, step, problem, rollout), so its completion does not depend on
         the other rows of the batch.
         """
 
     def close(self) -> None:
-        """Free all memory and processes of the engine, which cannot be used afterwards."""
+        """Free the engine's memory and end its processes; it cannot be used afterwards."""
 
 
 def row_key(seed: int, step: int, problem_id: str, rollout: int) -> Key:
-    """The random address of a completion; token t of it uses the t-th uniform number of this key."""
+    """The random address of a completion: its token t uses the t-th uniform number of this key."""
     return address_key("threepo-sample", seed, step, problem_id, rollout)
 
 
 def rows_by_draw(requests: Sequence[Request], loaded: Sequence[Draw | None]) -> list[list[int]]:
-    """For each loaded draw: the indices of its requests."""
+    """The indices of the requests of each loaded draw."""
     rows: dict[Draw | None, list[int]] = {draw: [] for draw in loaded}
     for index, request in enumerate(requests):
         if request.draw not in rows:
@@ -46,10 +46,10 @@ def rows_by_draw(requests: Sequence[Request], loaded: Sequence[Draw | None]) -> 
     return list(rows.values())
 
 
-def completed(
+def completion_of(
     policy: Policy, request: Request, tokens: Sequence[int], logprobs: Sequence[float], step: int
 ) -> Completion:
-    """The completion of a request: generated tokens, a stop token included, with a log-prob for each."""
+    """The completion of a request, from its generated tokens, a stop token included, and their log-probs."""
     stopped = tokens[-1] in policy.stop_tokens
     return Completion(
         **vars(request),  # problem, prompt_tokens, draw and rollout

@@ -1,9 +1,9 @@
-"""N policies as one model: a Hugging Face decoder with a stack of values, one for each draw, for every weight.
+"""N policies as one model: a Hugging Face decoder in which every weight is a stack of values, one for each draw.
 
 The decoder's own code runs, so everything special about a family (norms of queries and keys, positions, sliding
 windows, scaled logits) stays as its authors wrote it. Two things are replaced: modules that own weights, whose matrix
 products become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw.
-Compiled products (stacked_linear.py) take any number of rows of each draw; torch's need equally many.
+Compiled products (stacked_linear.py) take any number of rows of each draw; torch's products need equally many.
 
 Legend: N draws, B rows of all draws, L positions of each row in a pass, D width.
 """
@@ -32,14 +32,14 @@ class Stack:
     """The values of one parameter under all loaded draws; modules that share a parameter share its stack."""
 
     def __init__(self, shape: torch.Size, shared: bool = False) -> None:
+        """`shared`: all draws have the same values, which are stored once."""
         self.shape, self.shared = shape, shared
-        """Whether all draws have the same values, which are there once."""
         self.is_packed = False
         """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.is_borrowed = False
-        """Whether the values are the trainer's own, which do not change."""
+        """Whether the values are the trainer's own, in its memory, and never change."""
         self.four_bit: FourBit | None = None
-        """These values, if they are in four bits."""
+        """The values, if they are in four bits."""
         self.resize(0, torch.float32, torch.device("cpu"))
 
     @property
@@ -55,10 +55,10 @@ class Stack:
         self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
         self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
         self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
-        """[N, *shape], for writing; after packing it no longer shows the values."""
+        """[N, *shape], for writing; packing makes it meaningless."""
 
     def borrow(self, values: torch.Tensor) -> None:
-        """Use these values of the trainer's for all draws, in its memory."""
+        """Use the trainer's values for all draws, in its memory."""
         self.is_borrowed = True
         if isinstance(values, FourBit):
             self.four_bit = values
@@ -67,23 +67,23 @@ class Stack:
 
     @property
     def packed(self) -> torch.Tensor:
-        """[N, out, in] with whole panels of outputs, for stacked_linear.py."""
+        """[N, out, in], with `out` rounded up to whole panels, for stacked_linear.py."""
         return self.memory.view(len(self.memory), -1, self.shape[1])
 
 
 class Rows:
-    """Number of rows of each draw in a pass, and what follows from it while the loaded weights stay."""
+    """The number of rows of each draw in a pass, and what follows from it while the loaded weights stay."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         numbers = torch.tensor(counts)
         self.draws = torch.arange(len(counts)).repeat_interleave(numbers).to(device)
         """[B] the draw of each row."""
         self.starts = F.pad(numbers.cumsum(0), (1, 0))
-        """[N + 1] where the rows of each draw begin, and B."""
+        """[N + 1] first row of each draw, and B."""
         self._vectors: dict[Stack, torch.Tensor] = {}
 
     def vectors(self, stack: Stack, dimensions: int) -> torch.Tensor:
-        """The vector of each row's draw, [B, 1, ..., D] with so many dimensions; [1, ..., D] if there is one draw."""
+        """The vector of each row's draw, [B, 1, ..., D] with so many dimensions; [1, ..., D] for a single draw."""
         if stack not in self._vectors:
             one = len(stack.values) == 1
             self._vectors[stack] = stack.values if one else stack.values.index_select(0, self.draws)
@@ -92,19 +92,19 @@ class Rows:
 
 
 class Pass:
-    """The present pass, which all modules of an ensemble share."""
+    """The current pass, which all modules of an ensemble share."""
 
     rows: Rows
 
 
 class StackedLinear(nn.Module):
-    """nn.Linear with weights [N, out, in], or [1, out, in] for all draws, and perhaps an adapter."""
+    """nn.Linear with weights [N, out, in], or [1, out, in] for all draws, and optionally an adapter."""
 
     def __init__(self, current: Pass, stacks: Mapping[str, Stack]) -> None:
         super().__init__()
         self.current, self.weight, self.bias = current, stacks["weight"], stacks.get("bias")
         self.low_rank: tuple[Stack, Stack, float] | None = None
-        """A [N or 1, rank, in], B [N, out, rank], and s."""
+        """The adapter: A [N or 1, r, in], B [N, out, r] and the scale s."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, ..., in] to [B, ..., out]."""
@@ -123,7 +123,7 @@ class StackedLinear(nn.Module):
         return low.view(out.shape)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Output of the weights without an adapter."""
+        """[B, ..., in] to [B, ..., out], without the adapter."""
         bias = None if self.bias is None else self.bias.values
         if self.weight.four_bit is not None:
             return F.linear(x, self.weight.four_bit.dense().to(x.dtype), None if bias is None else bias[0])
@@ -160,9 +160,9 @@ class StackedEmbedding(nn.Module):
 
 
 class StackedNorm(nn.Module):
-    """A module that multiplies or adds vectors over the last dimension: nn.LayerNorm, RMSNorm of any family.
+    """A module that multiplies or adds vectors over the last dimension: nn.LayerNorm, or RMSNorm of any family.
 
-    The module's own code runs, with a vector for each row, of [N, D], instead of one for all rows.
+    The module's own code runs, with the vector of each row's draw, from [N, D], in place of one for all rows.
     """
 
     def __init__(self, current: Pass, stacks: Mapping[str, Stack], inner: nn.Module) -> None:
@@ -172,7 +172,7 @@ class StackedNorm(nn.Module):
             delattr(inner, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any [B, ..., D]."""
+        """[B, ..., D] to [B, ..., D]."""
         vectors = {name: self.current.rows.vectors(stack, x.dim()) for name, stack in self.stacks.items()}
         if type(self.inner) is nn.LayerNorm:  # torch's function takes no vectors of several rows
             out = F.layer_norm(x, x.shape[-1:], eps=self.inner.eps) * vectors["weight"]
@@ -183,7 +183,7 @@ class StackedNorm(nn.Module):
 
 
 class Ensemble:
-    """A decoder with stacked weights. They have values after `resize`, writing into `views` and `pack`."""
+    """A decoder with stacked weights. They get values by `resize`, then writing into `views`, then `pack`."""
 
     def __init__(
         self,
@@ -195,10 +195,9 @@ class Ensemble:
     ) -> None:
         """Copy the architecture of a Hugging Face causal LM without its weights.
 
-        `adapters`: A and B by name, whose `scale` is s (models/adapters.py). Then all draws share all other weights,
-        and A or B if they are not trained.
-
-        `UserError` if weights of a module cannot be stacked, or its attention cannot be replaced.
+        `adapters`: A and B by name, and `scale` is their factor s (models/adapters.py). Then all draws share the other
+        weights, and also A or B if that is not trained. `UserError` if a module's weights cannot be stacked, or its
+        attention cannot be replaced.
         """
         self.dtype, self.device = dtype, device
         empty = {id(p): nn.Parameter(p.detach().to("meta", dtype), requires_grad=False) for p in model.parameters()}
@@ -214,7 +213,7 @@ class Ensemble:
         self.model.set_attn_implementation(ATTENTION)
         by_parameter = {p: Stack(p.shape, shared=bool(adapters)) for p in self.model.parameters()}
         self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
-        """A tied parameter's stack is there under each of its names."""
+        """By parameter name; a tied parameter's stack is there under each of its names."""
         self._pass = Pass()
         owners = {m: {n: by_parameter[p] for n, p in m.named_parameters(recurse=False)} for m in self.model.modules()}
         replaced = {module: _stacked(module, own, self._pass) for module, own in owners.items() if own}
@@ -235,12 +234,12 @@ class Ensemble:
 
     @property
     def bytes_per_draw(self) -> int:
-        """Memory for what one draw has for itself, with padding to whole panels."""
+        """Memory for the weights that each draw has for itself, with padding to whole panels."""
         return sum(stack.numbers for stack in set(self.stacks.values()) if not stack.shared) * self.dtype.itemsize
 
     @property
     def shared_bytes(self) -> int:
-        """Memory for what all draws have in common, without what is the trainer's."""
+        """Memory for the weights that all draws share, without those that are borrowed from the trainer."""
         own = (stack for stack in set(self.stacks.values()) if stack.shared and not stack.is_borrowed)
         return sum(stack.numbers for stack in own) * self.dtype.itemsize
 
@@ -255,7 +254,7 @@ class Ensemble:
         return self.model
 
     def borrow(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Use these frozen weights of the trainer's, by their names here, where they have the dtype and the order."""
+        """Use the trainer's frozen weights, by their names here, where dtype and order allow it."""
         for name, value in own.items():
             takes = isinstance(value, FourBit) or value.dtype == self.dtype
             if (stack := self.stacks[name]).shared and not stack.is_packed and takes:
@@ -270,7 +269,7 @@ class Ensemble:
     def views(self, index: int) -> dict[str, torch.Tensor]:
         """Tensors to write the weights of one draw into, before `pack`; a tied parameter under each of its names.
 
-        Those that all draws share come with the first.
+        Weights that all draws share come with the first draw.
         """
         own = {name: stack for name, stack in self.stacks.items() if not stack.is_borrowed}
         return {name: stack.values[index] for name, stack in own.items() if index == 0 or not stack.shared}
@@ -283,7 +282,7 @@ class Ensemble:
 
 
 def check_positions(config: Any, tokens: int) -> None:
-    """`UserError` if the frequencies of a model's positions change in a pass whose rows have so many tokens.
+    """Raise `UserError` if the frequencies of a model's positions change in a pass with rows of so many tokens.
 
     Then a row would depend on the other rows, and cached keys would have other frequencies than new ones.
     """
@@ -301,7 +300,7 @@ def check_positions(config: Any, tokens: int) -> None:
 
 
 def _stacked(module: nn.Module, own: Mapping[str, Stack], current: Pass) -> nn.Module:
-    """Module that computes the same with the stacks of a module's parameters."""
+    """A module that computes the same with stacked parameters."""
     if type(module) is nn.Linear:
         return StackedLinear(current, own)
     if type(module) is nn.Embedding and module.max_norm is None:
@@ -310,6 +309,6 @@ def _stacked(module: nn.Module, own: Mapping[str, Stack], current: Pass) -> nn.M
     if is_norm and all(len(stack.shape) == 1 for stack in own.values()):
         return StackedNorm(current, own, module)
     raise UserError(
-        f"engine.kind = 'local': cannot stack the weights of a {type(module).__name__}, only those of Linear, "
+        f"engine.kind = 'local': cannot stack the weights of a {type(module).__name__}, only of Linear, "
         f"Embedding, LayerNorm and RMSNorm modules; use engine.kind = 'vllm'"
     )

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from threepo.errors import UserError
-from threepo.rollout.vllm_server import Decoded
+from threepo.rollout.vllm_replica import READING, Generated
 from threepo.types import Draw
 
 _NAN = "not JSON compliant"
@@ -46,8 +46,8 @@ class InferenceServer:
                 raise self._error(f"was started with {option} {found}; start it with {needed} (docs/engines.md)")
         return int(model["max_model_len"])
 
-    async def tell(self, path: Path, draw: Draw | None, version: str, probe: Sequence[int]) -> list[float]:
-        """Make the server read a draw from a file (posterior/draw_file.py). Returns the probe's log-probs under it."""
+    async def tell(self, path: Path, draw: Draw | None, version: str, prompt: Sequence[int]) -> list[float]:
+        """Make the server read a draw from a file (posterior/draw_file.py). Returns log-probs of a prompt."""
         address = None if draw is None else list(astuple(draw))
         try:
             await self._request("POST", "/start_weight_update", {})
@@ -60,27 +60,24 @@ class InferenceServer:
         if not flushed["success"]:
             raise self._error("did not flush its prefix cache: somebody else sends it requests; stop them")
         self.version = version
-        # Prompt log-probs are never served from the prefix cache.
         try:
-            answer = await self._generate(probe, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+            answer = await self._generate(prompt, READING)
         except UserError as error:
             if _NAN not in str(error):
                 raise
-            return [math.nan] * (len(probe) - 1)
-        found = zip(answer["prompt_logprobs"][1:], probe[1:], strict=True)
-        return [of[str(token)]["logprob"] for of, token in found]
+            return [math.nan] * (len(prompt) - 1)
+        found = zip(answer["prompt_logprobs"][1:], prompt[1:], strict=True)
+        return [at_position[str(token)]["logprob"] for at_position, token in found]
 
-    async def complete(self, prompt: Sequence[int], parameters: dict[str, Any]) -> Decoded:
+    async def complete(self, prompt: Sequence[int], parameters: dict[str, Any]) -> Generated:
         """New tokens and their log-probs; `parameters` are arguments of vllm.SamplingParams."""
-        (choice,) = (await self._generate(prompt, parameters | {"logprobs": 0}))["choices"]
+        (choice,) = (await self._generate(prompt, parameters))["choices"]
         assert choice["finish_reason"] in ("stop", "length"), choice["finish_reason"]
         return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
 
     async def _generate(self, prompt: Sequence[int], parameters: dict[str, Any]) -> Any:
-        sampling = parameters | {"detokenize": False}
-        answer = await self._request(
-            "POST", "/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": sampling}
-        )
+        body = {"token_ids": list(prompt), "sampling_params": parameters}
+        answer = await self._request("POST", "/inference/v1/generate", body)
         used = {span["version"] for choice in answer["choices"] for span in choice["weight_versions"] or ()}
         if used != {self.version}:
             raise self._error(

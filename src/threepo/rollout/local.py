@@ -1,7 +1,7 @@
 """The PyTorch engine: it decodes the rows of all draws in one batch, each row through its own weights (ensemble.py).
 
-For Hugging Face decoders, on CPU or CUDA (not run on a GPU yet). Rows of a draw that start together and have the same
-prompt read it once. Finished rows leave the batch. If memory is too small for all rows, waiting rows take their slots.
+For Hugging Face decoders, on CPU or CUDA (not run on a GPU yet). Rows of a draw that start together with the same
+prompt read it once. Finished rows leave the batch; if memory is too small for all rows, waiting rows take their slots.
 """
 
 import math
@@ -19,19 +19,19 @@ from threepo.posterior.noise import Key, uniforms
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.posterior.shards import is_spread
 from threepo.rollout.cache import Decode, Prefill, RowCache, whole_blocks
-from threepo.rollout.engines import completed, row_key, rows_by_draw
+from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.ensemble import Ensemble, Rows, check_positions
 from threepo.rollout.memory import GIB, bytes_per_token, own_bytes, sampling_bytes
-from threepo.rollout.sampling import choose, processed_logprobs
+from threepo.rollout.sampling import processed_logprobs, sample_tokens
 from threepo.types import Completion, Draw, Request
 
 SETTLE_BELOW = 15 / 16
-"""When fewer than this share of the batch is still running, finished rows leave it and waiting ones enter."""
+"""When less than this share of the batch is still running, finished rows leave it and waiting ones enter."""
 PREFILL_TOKENS = 1 << 14
 """Most prompt tokens, padding included, that one pass reads."""
 
 ROW, LENGTH, TOKEN, MADE, SLOT = range(5)
-"""What stands in the batch of a decoding for each of its rows."""
+"""The numbers of a row in the batch, by their position."""
 Prompt = tuple[int, ...]
 
 
@@ -39,7 +39,7 @@ class LocalEngine:
     """A `RolloutEngine` in this process, with a copy of the weights for each loaded draw, in the engine's dtype."""
 
     def __init__(self, policy: Policy, settings: LocalEngineConfig) -> None:
-        """`UserError` if the model's weights cannot be stacked."""
+        """Raise `UserError` if the model's weights cannot be stacked."""
         self._policy, self._settings = policy, settings
         self._model = getattr(policy.architecture, "_orig_mod", policy.architecture)  # before torch.compile
         self._trained = getattr(policy.model, "_orig_mod", policy.model)
@@ -58,7 +58,7 @@ class LocalEngine:
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Make the weights of every draw: perturbed in float32, rounded once to the engine's dtype.
 
-        Parameters that the posterior does not have are the model's. `UserError` if it has others than the model.
+        Parameters that the posterior lacks are the model's. `UserError` if it has parameters that the model lacks.
         """
         self._draws, distinct = [], list(dict.fromkeys(draws))  # none can be used until all are made
         stacks = self._ensemble.stacks
@@ -74,7 +74,7 @@ class LocalEngine:
                         f"have; construct it with the policy's model.named_parameters()"
                     )
                 if name in mine:
-                    mine[name].copy_(value)  # does nothing where the value is already there
+                    mine[name].copy_(value)  # does nothing if the posterior wrote it there
                     others.discard(stacks[name])
             for full_name, p in self._trained.named_parameters() if others else ():
                 if stacks[name := without_adapter(full_name)] in others:
@@ -99,7 +99,7 @@ class LocalEngine:
                     f"{self._step}: the policy has diverged; lower optimizer.lr, or with IVON raise optimizer.ess"
                 )
         return [
-            completed(self._policy, request, *of, self._step) for request, of in zip(requests, decoded, strict=True)
+            completion_of(self._policy, request, *of, self._step) for request, of in zip(requests, decoded, strict=True)
         ]
 
     def close(self) -> None:
@@ -133,7 +133,8 @@ class LocalEngine:
 
 
 class Decoding:
-    """One call of the engine, from prompts to new tokens and log-probs: which rows are in the batch, token by token.
+    """One call of the engine, from prompts to new tokens and log-probs. It decodes token by token, and rearranges the
+    batch when rows have finished.
 
     Legend: N draws, B rows in the batch, ordered by draw, R rows in all, T new tokens, V vocabulary.
     """
@@ -148,7 +149,7 @@ class Decoding:
         stops: Sequence[int],
         sampling: SamplingConfig,
     ) -> None:
-        """Rows 0 to R - 1 have `prompts`, and random numbers of `keys`; `stops` are the tokens that end them.
+        """Prompts and keys of random numbers of R rows, and `stops`, the tokens that end a row.
 
         `rows_by_draw`: the rows of each of the N draws. `rows_per_draw`: most rows of a draw to decode together.
         """
@@ -156,7 +157,7 @@ class Decoding:
         self._waiting = [deque(rows) for rows in rows_by_draw]
         device = self._device = ensemble.device
         self._none = rows = len(prompts)
-        """The index of no row; results of empty rows go to an entry of their own at the end."""
+        """The index of empty rows, whose results go to an entry of their own at the end."""
         longest = sampling.max_new_tokens
         self._random = torch.zeros(rows + 1, longest, dtype=torch.float64, device=device)
         self._random[:rows] = uniforms(keys, 0, longest, device)
@@ -171,7 +172,7 @@ class Decoding:
         """Rows of each draw in the batch."""
 
     def run(self) -> list[tuple[list[int], list[float]]]:
-        """Decode all rows: new tokens and log-probs of each."""
+        """Decode all rows; returns the new tokens and log-probs of each."""
         self._settle()
         while any(self._counts):
             running = self._advance()
@@ -185,11 +186,11 @@ class Decoding:
         ]
 
     def _batch_counts(self, counts: Sequence[int]) -> list[int]:
-        """Rows of each draw in a batch with so many real ones: empty rows are added if all draws need equally many."""
+        """Rows of each draw in a batch with so many real rows; empty ones are added if all draws need equally many."""
         return list(counts) if self._ensemble.ragged else [max(counts)] * len(counts)
 
     def _advance(self) -> list[int]:
-        """Decode one more token of every row; returns how many rows of each draw go on."""
+        """Decode one more token of every row; returns the number of unfinished rows of each draw."""
         sampling = self._sampling
         row, length, token, made, slot = self._batch
         output = self._ensemble.model_for(self._rows)(
@@ -201,7 +202,7 @@ class Decoding:
         distribution = processed_logprobs(output.logits[:, -1], sampling.temperature, sampling.top_p, sampling.top_k)
         index = row * sampling.max_new_tokens + made  # in tensors [R + 1, T]
         random = self._random.take(index)
-        chosen = choose(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
+        chosen = sample_tokens(distribution, random) if sampling.temperature else distribution.argmax(dim=-1)
         self._tokens.put_(index, chosen)
         self._logprobs.put_(index, distribution.gather(1, chosen.unsqueeze(1)).squeeze(1))
         token.copy_(chosen)
@@ -215,8 +216,6 @@ class Decoding:
         length.masked_fill_(over, 0)
         made.masked_fill_(over, 0)
         return self._rows.draws[row != self._none].bincount(minlength=len(self._counts)).tolist()
-
-    # Which rows are in the batch
 
     def _settle(self) -> None:
         """Remove finished rows, add waiting ones, and move all into the first slots."""
@@ -259,7 +258,7 @@ class Decoding:
             self._prefill([found[begin : begin + step] for found in by_length])
 
     def _prefill(self, prompts: list[list[tuple[Prompt, list[int]]]]) -> None:
-        """Read some prompts of each draw into the given slots."""
+        """Read some prompts of each draw into the slots that are paired with them."""
         counts = self._batch_counts([len(mine) for mine in prompts])
         longest = max(len(prompt) for mine in prompts for prompt, _ in mine)
         ids = torch.zeros(sum(counts), longest, dtype=torch.int64)

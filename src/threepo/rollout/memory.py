@@ -1,4 +1,4 @@
-"""Memory of rollout engines: how much they need, how much there is, and tensors that two processes see."""
+"""Memory of rollout engines: how much they need, how much is free, and tensors that processes share."""
 
 import math
 import os
@@ -21,7 +21,7 @@ _ALIGN = 64
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers of a Hugging Face decoder."""
+    """Bytes of one token's keys and values in all layers of a Hugging Face decoder."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -36,9 +36,8 @@ def sampling_bytes(vocabulary: int) -> int:
 def available_bytes(device: torch.device) -> int:
     """Free memory of a device, less a tenth for activations; on a CPU within the limits of the control group (v2).
 
-    On a GPU this includes what torch's allocator keeps of freed tensors, which is free for new ones.
-
-    Where the system is not Linux, which says what is free, half of all memory.
+    On a GPU this includes the memory of freed tensors that torch's allocator keeps for new ones. Only Linux says how
+    much memory is free; elsewhere half of all memory counts as free.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -56,12 +55,12 @@ def available_bytes(device: torch.device) -> int:
 
 
 def own_bytes(device: torch.device) -> int:
-    """This process's part of `available_bytes`: the ranks of a machine share its memory, and have a GPU each."""
+    """This process's part of `available_bytes`: the ranks of a machine share its memory, and each has its own GPU."""
     return available_bytes(device) // (1 if device.type == "cuda" else processes_here())
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The numbers of a file with lines such as `MemFree: 123 kB`, by the first word."""
+    """The numbers in a file of lines such as `MemFree: 123 kB`, by the first word."""
     return {words[0]: int(words[1]) for line in file.read_text().splitlines() if (words := line.split())}
 
 
@@ -73,14 +72,14 @@ def layout_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Layout
 class SharedTensors:
     """Tensors by name in shared memory: new memory, or the memory at the `path` of another process's tensors.
 
-    It is an anonymous file (memfd): it needs no room in /dev/shm, and nothing is left behind by a killed process.
+    It is an anonymous file (memfd), which needs no room in /dev/shm and vanishes with a killed process.
     """
 
     def __init__(self, layout: Layout, path: str = "") -> None:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         *begins, total = accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
         if not path:
-            # Checked first: instead of refusing this memory, the kernel would kill a process later.
+            # Checked first, because the kernel would not refuse this memory but kill a process later.
             available = available_bytes(torch.device("cpu"))
             if total > available:
                 raise UserError(
@@ -98,10 +97,10 @@ class SharedTensors:
         }
 
     def checksum(self) -> int:
-        """The sum of all that lies there, as 64-bit integers that wrap around; other weights hardly have the same."""
+        """The sum of all bytes as 64-bit integers that wrap around; other weights are unlikely to have the same."""
         return int(self._memory.view(torch.int64).sum())
 
     def close(self) -> None:
-        """Free memory that was made here, as soon as the other process has ended too."""
+        """Free memory that was made here; the system keeps it until the other process has ended too."""
         self.tensors, self._memory = {}, torch.empty(0)
         os.close(self._descriptor)

@@ -1,7 +1,7 @@
 """Processes that each hold an engine, watched by the trainer.
 
-A request is the name of a method and its arguments; the answer is its result. Work may take hours, so its time is not
-limited. Silence is: the loop that does the work reports that it goes on, and a process that reports nothing for some
+A request is the name of a method and its arguments; the answer is its result. Work may take hours, so not its time is
+limited but silence: the loop that does the work reports that it is running, and a process that reports nothing for some
 time counts as stuck.
 """
 
@@ -24,7 +24,7 @@ TICK_SECONDS = 1.0
 
 
 class ReplicaError(RuntimeError):
-    """A method raised in a replica, whose log has the traceback, too."""
+    """A method raised in a replica, whose log has the traceback too."""
 
 
 class Replica(Process):
@@ -37,9 +37,9 @@ class Replica(Process):
         self.limit_silence(timeout)
 
     def limit_silence(self, timeout: float) -> None:
-        """Set the seconds of silence after which the process counts as stuck, also in the middle of a message."""
+        """Set the seconds of silence, also in the middle of a message, after which the process counts as stuck."""
         self.timeout = timeout
-        # The kernel counts them for each system call, and starts again after this process was stopped.
+        # The kernel counts them for each system call, and starts anew after this process was stopped.
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as link:
             for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 link.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", math.ceil(timeout), 0))
@@ -48,7 +48,7 @@ class Replica(Process):
         """The answer. `UserError` if the process dies or gets stuck; `ReplicaError` if the method raised."""
         try:
             self.connection.send((request, arguments))
-            while not (answer := self.connection.recv()):  # a report that the work goes on
+            while not (answer := self.connection.recv()):  # a report that the work is running
                 pass
         except BlockingIOError as error:
             raise UserError(
@@ -72,7 +72,7 @@ class Replica(Process):
 
 
 def call_all(requests: Mapping[Replica, tuple[Any, ...]]) -> list[Any]:
-    """The answers of replicas that work at the same time, each on its request; after an error all are closed."""
+    """The answers of replicas that work at the same time, each on its own request; after an error all are closed."""
     with ThreadPoolExecutor(len(requests) or 1) as threads:
         answers = [threads.submit(replica.call, *request) for replica, request in requests.items()]
         try:
@@ -88,7 +88,7 @@ def call_all(requests: Mapping[Replica, tuple[Any, ...]]) -> list[Any]:
 def serve_requests(make: Callable[[Callable[[], None]], Any]) -> NoReturn:
     """The program of a replica: call the methods of `make(report)` that requests name, until the process is killed.
 
-    `report()` says that the work goes on. Call it often, and only from the thread that does the work.
+    `report()` says that the work is running. Call it often, and only from the thread that does the work.
     """
     connection, reported = owner(), time.monotonic()
 

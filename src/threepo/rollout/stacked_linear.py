@@ -14,7 +14,7 @@ import torch
 from threepo.compiled import Library, fields
 
 LANES = 16
-"""Outputs in a panel, and 32-bit words that are read at a time."""
+"""Outputs in a panel, and 32-bit words that are read together."""
 _SLOWER = "rollouts in bfloat16 take up to 1.5 times as long"
 LIBRARY = Library(Path(__file__).with_name("_stacked_linear.so"), version=2, slower=_SLOWER)
 _WORD = 4
@@ -34,7 +34,7 @@ class _Packing(ctypes.Structure):
 
 @cache
 def level(dtype: torch.dtype) -> int:
-    """Level of the processor's instructions that the library uses; 0: torch is faster, or the library is missing."""
+    """Level of processor instructions that the library uses; 0: torch is faster, or the library is missing."""
     if LIBRARY.loaded is None or dtype not in (torch.float32, torch.bfloat16):
         return 0
     return int(LIBRARY.loaded.threepo_stacked_linear_level(dtype == torch.bfloat16))
@@ -47,7 +47,7 @@ def serves(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def padded(outputs: int) -> int:
-    """Outputs that packed weights have memory for: a whole number of panels."""
+    """So many outputs, rounded up to whole panels: what packed weights have memory for."""
     return -(-outputs // LANES) * LANES
 
 
@@ -72,8 +72,8 @@ def product(
 ) -> torch.Tensor:
     """Rows [R, in] times the packed weights [N, P * 16, in] of their draws, plus a bias [N, outputs]: [R, outputs].
 
-    Rows `starts[n]` to `starts[n + 1]` (int64 [N + 1]) are those of draw n. Sums are float32, in the order of the
-    inputs; a row's result does not depend on the other rows, to the last bit.
+    Draw n has the rows `starts[n]` to `starts[n + 1]` (int64 [N + 1]). Sums are float32, in the order of the inputs; a
+    row's result does not depend on the other rows, to the last bit.
     """
     assert level(x.dtype), f"no compiled products of {x.dtype} here"
     assert all(other is None or other.dtype == x.dtype for other in (weights, bias)), "rows and weights of two dtypes"

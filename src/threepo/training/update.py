@@ -6,30 +6,27 @@ rows of a micro-batch, K of its tokens that the loss counts.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
 from threepo.methods.method import split_batch
-from threepo.models.logprobs import TokenLogprobs
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives import policy_loss
 from threepo.objectives.corrections import correct
 from threepo.objectives.inputs import LossInputs
 from threepo.objectives.token_losses import terms_of
-from threepo.posterior.evolution import compare, evolve
+from threepo.posterior.evolution import evolution_metrics, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import ALONE, World
 from threepo.training.reference import Reference
-from threepo.training.scoring import Key, RowScores, bundles_of, choose_tokens, score_rows
+from threepo.training.scoring import Key, Parts, RowScores, choose_tokens, score_rows
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Batch, CreditedRow, Draw
-
-Parts = Mapping[Draw | None, Sequence[CreditedRow]]
-"""See `Batch.parts`."""
 
 
 def update_policy(
@@ -38,11 +35,11 @@ def update_policy(
     batch: Batch,
     objective: ObjectiveConfig,
     token_budget: int = 0,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
     reference: Reference | None = None,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
-    update = _Update(policy, optimizer, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
+    update = _Update(policy, optimizer, batch, objective, token_budget, world, UpdateRecord(batch.correction))
     if not batch.parts:
         evolve(optimizer, batch.fitness)
         return UpdateRecord(None)
@@ -53,7 +50,7 @@ def update_policy(
     for mini_batch in split_batch(batch, objective.mini_batches):
         update.take_step(mini_batch.parts)
         update.moved = True
-    update.record.unite(ranks)
+    update.record.unite(world)
     return update.record
 
 
@@ -66,7 +63,7 @@ class _Update:
     batch: Batch
     objective: ObjectiveConfig
     token_budget: int
-    ranks: Ranks
+    world: World
     record: UpdateRecord
     moved: bool = False
     """Whether the policy may not be the old policy any more."""
@@ -96,7 +93,7 @@ class _Update:
 
     def score(self, rows: Sequence[CreditedRow]) -> dict[int, RowScores]:
         """Scores by row index at the weights that the model holds now."""
-        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.ranks)
+        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.world)
 
     def take_step(self, parts: Parts) -> None:
         """One optimizer step from the rows of a mini-batch."""
@@ -110,7 +107,7 @@ class _Update:
         record.loss += loss
         record.normalizer += count
         if batch.fitness and count:
-            record.evolution = compare(self.optimizer, batch.fitness)
+            record.evolution = evolution_metrics(self.optimizer, batch.fitness)
         if not count or not policy_loss.teaches((row for rows in parts.values() for row in rows), self.objective):
             self.optimizer.discard()  # nothing to learn from: every row was masked or dropped
         elif batch.normalize == "step":
@@ -150,17 +147,21 @@ class _Update:
         """
         total = count = 0.0
         for rows, with_gradient in self.split(draw, part):
-            for bundle in bundles_of(rows, self.token_budget, self.policy, self.ranks):
+            for bundle in deal_bundles(rows, self.token_budget, self.policy, self.world):
                 with torch.set_grad_enabled(with_gradient):
                     if not bundle:  # other ranks have rows left
                         self.policy.idle()
                         continue
-                    loss, counted = self.forward(draw, bundle)
+                    inputs = self.forward(draw, bundle)
+                    losses = policy_loss.token_losses(inputs, self.objective) * inputs.weights
+                    loss = losses.sum(dtype=torch.float64)
                 if with_gradient:
                     loss.backward()  # type: ignore[no-untyped-call]
+                # Everything below waits for the device, so it comes after the backward pass has been queued.
                 total += float(loss.detach())
-                count += counted
-        totals, counts = (math.fsum(column) for column in zip(*self.ranks.gather((total, count)), strict=True))
+                count += float((inputs.correction.counted * inputs.weights).sum(dtype=torch.float64))
+                self.record.add(bundle, inputs, policy_loss.statistics(inputs, self.objective))
+        totals, counts = (math.fsum(column) for column in zip(*self.world.gather((total, count)), strict=True))
         longest = self.batch.max_new_tokens
         return totals, policy_loss.divisor(counts, len(part), self.objective.aggregation, longest)
 
@@ -170,25 +171,15 @@ class _Update:
         chosen = {row.index for row in part if chosen_tokens and chosen_tokens[draw, row.index].any()}
         return policy_loss.split_by_gradient(part, self.objective, chosen)
 
-    def forward(self, draw: Draw | None, rows: Sequence[CreditedRow]) -> tuple[torch.Tensor, float]:
-        """The summed loss of rows that go through the model together, and the sum of weights of counted tokens."""
+    def forward(self, draw: Draw | None, rows: Sequence[CreditedRow]) -> LossInputs:
+        """Send rows through the model together; returns the inputs of their loss."""
         micro = flatten(rows, self.policy.device)
         of_entropy = any(term.of_entropy for term in terms_of(self.objective))
         scores = self.policy.logprobs(micro, self.batch.temperature, with_entropy_gradient=of_entropy)
-        inputs = self.inputs(draw, rows, micro.row_of, scores)
-        loss = (policy_loss.token_losses(inputs, self.objective) * inputs.weights).sum(dtype=torch.float64)
-        statistics = policy_loss.statistics(inputs, self.objective)
-        self.record.add(rows, inputs, statistics, scores.self_certainty)
-        return loss, float((inputs.correction.counted * inputs.weights).sum(dtype=torch.float64))
+        device, row_of = micro.row_of.device, micro.row_of
 
-    def inputs(
-        self, draw: Draw | None, rows: Sequence[CreditedRow], row_of: torch.Tensor, scores: TokenLogprobs
-    ) -> LossInputs:
-        """Inputs of the loss for the rows of a micro-batch; `row_of` and scores are [K]."""
-        device = row_of.device
-
-        def by_token(by_row: Iterable[torch.Tensor]) -> torch.Tensor:
-            return torch.cat(list(by_row)).to(device)
+        def by_token(values_of_rows: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(list(values_of_rows)).to(device)
 
         # Before anything has moved, a pass in other micro-batches would give the same, except for rounding.
         old, reference = scores.logprobs.detach(), None
@@ -209,6 +200,7 @@ class _Update:
             behaviour_logprobs=behaviour,
             reference_logprobs=reference,
             entropy=scores.entropy,
+            self_certainty=scores.self_certainty,
             advantages=advantages * self.signal_factor,
             weights=weights,
             correction=correct(old, behaviour, row_of, len(rows), self.batch.correction or Correction()),

@@ -10,7 +10,7 @@ import torch
 from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
 from threepo.objectives.inputs import LossInputs
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.training.metrics import mean
 from threepo.types import CreditedRow
 
@@ -55,26 +55,24 @@ class UpdateRecord:
     evolution: dict[str, float] = field(default_factory=dict)
     """Metrics of the comparison with an evolution strategy."""
 
-    def add(
-        self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float], certainty: torch.Tensor
-    ) -> None:
-        """Add the sums and rows of a micro-batch; `certainty`: self-certainties [K]."""
+    def add(self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float]) -> None:
+        """Add the sums and rows of a micro-batch; `statistics` are those of `policy_loss.statistics`."""
         logprobs, correction = inputs.old_logprobs, inputs.correction
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():
             self.policy[name] = self.policy.get(name, 0.0) + total
         d = (logprobs - inputs.behaviour_logprobs).double()
         self.kl += float((d.exp() - 1 - d).sum())
-        by_token = (torch.ones_like(logprobs), logprobs, certainty, correction.weights, correction.kept)
+        by_token = (torch.ones_like(logprobs), logprobs, inputs.self_certainty, correction.weights, correction.kept)
         tokens, logprob, certain, weight, kept = (sum_by_row(x, inputs.row_of, len(rows)) for x in by_token)
         means = (certain / tokens, correction.rho, weight / tokens)
         columns = (tokens.int(), logprob, *means, kept.int(), correction.untouched)
         for row, values in zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 
-    def unite(self, ranks: Ranks) -> None:
+    def unite(self, world: World) -> None:
         """Add up what the ranks have recorded, each of its own rows."""
-        records = ranks.gather(self)
+        records = world.gather(self)
         self.tokens = sum(record.tokens for record in records)
         self.kl = math.fsum(record.kl for record in records)
         names = {name: None for record in records for name in record.policy}

@@ -6,8 +6,8 @@ import torch
 from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
-from threepo.rollout.probe import LENGTH, check_probe, expected_logprobs, probe_tokens
-from threepo.rollout.vllm_server import all_nan, fill_with_nan
+from threepo.rollout.vllm_replica import all_nan, fill_with_nan
+from threepo.rollout.weight_check import LENGTH, check_logprobs, expected_logprobs, fixed_prompt
 from threepo.types import Draw
 
 
@@ -15,7 +15,7 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
     optimizer = IVON(policy.model.named_parameters(), ess=1e6)
     draw = Draw(0, 0, 1)
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
-    tokens = probe_tokens(policy, 1000)
+    tokens = fixed_prompt(policy, 1000)
     found = expected_logprobs(policy.model, dict(optimizer.weights(draw)), tokens, policy.device)
     with optimizer.at(draw), torch.no_grad():
         logits = policy.model(torch.tensor([tokens])).logits[0]
@@ -26,22 +26,22 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
 
 
 def test_the_probe_fits_and_its_tokens_differ(policy: Policy) -> None:
-    assert len(set(probe_tokens(policy, 1000))) == LENGTH
-    assert len(probe_tokens(policy, 7)) == 7
-    assert max(probe_tokens(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
+    assert len(set(fixed_prompt(policy, 1000))) == LENGTH
+    assert len(fixed_prompt(policy, 7)) == 7
+    assert max(fixed_prompt(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
 
 
 def test_differences_are_refused() -> None:
     expected = torch.tensor([-1.0, -2.0])
-    check_probe(expected, [-1.01, -2.01], 0.02, "x")
+    check_logprobs(expected, [-1.01, -2.01], 0.02, "x")
     with pytest.raises(
         UserError, match=r"weights of x that it was given: .* off by 0\.03 on average and 0\.06 at most"
     ):
-        check_probe(expected, [-1.06, -2.0], 0.02, "x")
+        check_logprobs(expected, [-1.06, -2.0], 0.02, "x")
     with pytest.raises(UserError, match="off by nan"):
-        check_probe(expected, [-1.0, float("nan")], 0.02, "x")
+        check_logprobs(expected, [-1.0, float("nan")], 0.02, "x")
     with pytest.raises(UserError, match="training has diverged"):
-        check_probe(torch.tensor([-1.0, float("nan")]), [-1.0, -2.0], 0.02, "x")
+        check_logprobs(torch.tensor([-1.0, float("nan")]), [-1.0, -2.0], 0.02, "x")
 
 
 def test_every_number_of_the_rehearsal_is_nan() -> None:

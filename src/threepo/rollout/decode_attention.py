@@ -25,7 +25,7 @@ class _Attention(ctypes.Structure):
 
 
 def serves(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the library can attend to keys and values like these [B, K, L, D]."""
+    """Whether the library handles keys and values [B, K, L, D] of this device, dtype and width."""
     return (
         k.device.type == "cpu"
         and k.dtype in _DTYPES
@@ -46,7 +46,7 @@ def attend(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Write new keys and values [B, K, 1, D] into the cache, and attend to it: [B, 1, H, D].
+    """Write new keys and values [B, K, 1, D] into the cache, and return attention over it [B, 1, H, D].
 
     Args:
         q: queries [B, H, 1, D].

@@ -1,0 +1,92 @@
+"""A structure of noise is one class and one line of a table: here one is added while the program runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from threepo.errors import UserError
+from threepo.posterior import kernels, noise_structures, torch_kernels
+from threepo.posterior.evolution import evolve
+from threepo.posterior.gaussian import FixedWeights, Posterior
+from threepo.posterior.ivon import IVON
+from threepo.posterior.noise import normal_chunks
+from threepo.posterior.noise_structures import StructuredNoise, noise_of
+from threepo.posterior.operations import Perturb, Region, Scalars
+from threepo.posterior.point_optimizers import PointAdamW, PointSGD
+from threepo.types import Draw
+
+DRAW, MIRRORED = Draw(1, 2, 3), Draw(1, 2, 3, sign=-1)
+SIGNS = {"signs": 1}
+
+
+class SignNoise(StructuredNoise):
+    """Numbers of a matrix are -1 or 1: the signs of normal numbers, with mean 0, variance 1 and no correlation."""
+
+    def _numbers(self, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+        return ((offset, z.sign()) for offset, z in normal_chunks(self.key, start, stop, device))
+
+
+@pytest.fixture(autouse=True)
+def _added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(noise_structures.STRUCTURES, "signs", SignNoise)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+
+
+def test_it_perturbs_and_a_mirrored_draw_has_the_opposite_signs() -> None:
+    net = model()
+    before = net[0].weight.detach().clone()  # type: ignore[union-attr]
+    optimizer = PointAdamW(net.named_parameters(), noise_scale=0.5, noise_structure=SIGNS, lr=1e-3)
+    moved = [dict(optimizer.weights(draw))["0.weight"].detach() - before for draw in (DRAW, MIRRORED)]
+    torch.testing.assert_close(moved[0].abs(), torch.full_like(before, 0.5))
+    torch.testing.assert_close(moved[1], -moved[0])
+    assert 0 < moved[0].sign().add(1).sum() / 2 < before.numel()
+    with optimizer.perturbed(DRAW):
+        assert torch.equal(net[0].weight, before + moved[0])  # type: ignore[arg-type]
+    assert torch.equal(net[0].weight, before)  # type: ignore[arg-type]
+
+
+def test_shards_have_the_noise_of_the_whole() -> None:
+    noise, unit = noise_of(DRAW, "w", torch.Size([6, 10]), SIGNS), Scalars(0.0, 1.0, fixed_root=1.0, noise_scale=1.0)
+    whole, part = torch.zeros(6, 10), torch.zeros(6, 3)
+    kernels.run([Perturb(whole, whole, whole, noise, unit)])
+    torch_kernels.run([Perturb(part, part, part, noise, unit, Region(4, 3, 10))])
+    assert torch.equal(part, whole[:, 4:7])
+
+
+def test_ivon_learns_the_diagonal_with_it_and_saves_it(tmp_path: Path) -> None:
+    """z^2 = 1, so the price estimate of a diagonal quadratic has no variance: h is 2 after one step with beta2 = 0."""
+    w = torch.nn.Parameter(torch.zeros(3, 4))
+    optimizer = IVON([("w", w)], lr=0.0, ess=1e4, hess_init=1.0, betas=(0.9, 0.0), noise_structure=SIGNS)
+    for draw in (optimizer.next_draw(), optimizer.next_draw()):
+        with optimizer.perturbed(draw):
+            w.square().sum().backward()
+        optimizer.observe(draw)
+    optimizer.step()
+    expected = 2.0 + 0.5 * (1.0 - 2.0) ** 2  # with the Riemannian correction
+    torch.testing.assert_close(optimizer.state[w]["hessian"], torch.full((3, 4), expected), rtol=1e-4, atol=0)
+    Posterior.of(optimizer).save(tmp_path)
+    net = torch.nn.ParameterDict({"w": w})
+    read = dict(FixedWeights(net, Posterior.from_pretrained(tmp_path)).weights(MIRRORED))
+    assert torch.equal(read["w"], dict(optimizer.weights(MIRRORED))["w"])
+
+
+def test_evolution_steps_along_it() -> None:
+    w = torch.nn.Parameter(torch.zeros(4, 3))
+    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure=SIGNS)
+    evolve(optimizer, {DRAW: 1.0, MIRRORED: -1.0})
+    torch.testing.assert_close(w.detach().abs(), torch.full((4, 3), 2.0))  # (z + z) / 2 draws / sigma
+
+
+def test_an_unknown_structure_is_refused() -> None:
+    known = r'one of \{"rank": n\}, \{"signs": n\}, with n of 1 or more'
+    for wrong in ({"stripes": 1}, {"rank": 0}, {"rank": 1, "signs": 1}):
+        with pytest.raises(UserError, match=known):
+            IVON(model().named_parameters(), noise_structure=wrong)
+        with pytest.raises(UserError, match=known):
+            PointAdamW(model().named_parameters(), noise_structure=wrong)
