@@ -103,7 +103,7 @@ def test_the_rule_itself_can_fail() -> None:
         ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
         ("trl", "plugins/trl.py"),
         ("verl", "plugins/verl.py"),
-        ("ray", "plugins/verl.py lab/study_ray.py"),
+        ("ray", "plugins/verl.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
         ("verifiers", "plugins/verifiers.py"),
     ],

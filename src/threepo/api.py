@@ -23,7 +23,6 @@ from threepo.inputs import SavedInputs
 from threepo.lab import probe as probing
 from threepo.lab.probe_config import ProbeConfig
 from threepo.lab.probe_findings import recipe, write_recipe
-from threepo.lab.probe_report import draw_picture
 from threepo.lab.report import read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
@@ -187,6 +186,8 @@ def probe(
     `write`: where the recipe goes that follows, made of the tables `training`; none is written where noise does not
     help.
     """
+    from threepo.lab.probe_report import draw_picture  # which loads matplotlib
+
     summary = probing.probe(config, settings, folder)
     draw_picture(summary, folder / "probe.png")
     if write and summary["draws"]:
