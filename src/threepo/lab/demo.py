@@ -11,15 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from threepo.api import fine_tune, probe, train
+from threepo.api import complete, probe
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
-from threepo.config.records import build
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
 from threepo.lab.probe_config import load_probing
 from threepo.lab.report import RunReport, read_run, tables
-from threepo.run_folder import CONFIG, SUMMARY, RunFolder
+from threepo.run_folder import SUMMARY
 
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
 SECOND_ACT = ("choices/grpo", "choices/replay")
@@ -43,12 +42,12 @@ class Demonstration:
     def warm_start(self, name: str) -> Path:
         """Fine-tune from random weights."""
         self._announce("Warm start: supervised fine-tuning", name)
-        return self._run(fine_tune, SFTConfig, name, self.warm_start_overrides)
+        return self._stage(name, SFTConfig, self.warm_start_overrides)
 
     def method(self, name: str, start: Path) -> RunReport:
         """Train with reinforcement learning."""
         self._announce(f"RLVR: {Path(name).name}", name)
-        return read_run(self._run(train, TrainConfig, name, [*self.overrides, f"model.path={start}"]))
+        return read_run(self._stage(name, TrainConfig, [*self.overrides, f"model.path={start}"]))
 
     def probe(self, name: str, start: Path, recipe: str) -> dict[str, Any]:
         """Ask whether the noise of a recipe will help."""
@@ -65,14 +64,9 @@ class Demonstration:
     def _announce(self, what: str, name: str) -> None:
         self.console.print(f"{what}, in {self.folder / name}", highlight=False)
 
-    def _run(self, run: Any, record: Any, name: str, overrides: Sequence[str]) -> Path:
-        """Start or resume the recipe demo/NAME, unless it is finished; `run` takes a configuration, a `record`."""
-        folder = self.folder / name
-        if not (folder / CONFIG).is_file():
-            run(load(record, f"demo/{name}", [*overrides, f"run.folder={folder}"]))
-        elif not (folder / SUMMARY).is_file():
-            opened, config = RunFolder.open(folder)
-            run(build(record, config), opened)
+    def _stage(self, name: str, record: Any, overrides: Sequence[str]) -> Path:
+        """Bring the run of the recipe demo/NAME to its end."""
+        folder = complete(load(record, f"demo/{name}", [*overrides, f"run.folder={self.folder / name}"]))
         self.seconds += float(read_json(folder / SUMMARY)["seconds"])
         return folder
 

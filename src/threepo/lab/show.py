@@ -22,7 +22,7 @@ from threepo.models.prompts import messages, prompt_text, tokenized
 from threepo.types import Problem
 
 
-def list_sources() -> str:
+def source_table() -> str:
     """Every source of problems and conversations, and every benchmark, a line each."""
     endless = "endless, from level {}; default levels {}"
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
@@ -39,7 +39,7 @@ def list_sources() -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def show_problem(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
+def problem_text(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
     """Problem number `index` of a source as a policy reads it, with its verifier's reference and some counts.
 
     `overrides` are settings of [data]. `model` names the tokenizer; without one, the prompt is shown as chat messages.
