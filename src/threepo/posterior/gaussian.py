@@ -221,8 +221,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if (found := metadata.get("format", _FORMAT)) != _FORMAT:
-                raise UserError(f"{path}: format {found!r} is not {_FORMAT!r}; it was written by another version")
+            if metadata["format"] != _FORMAT:
+                written = metadata["format"]
+                raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
