@@ -39,7 +39,8 @@ from threepo.config.recipes import load
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import Policy
 from threepo.posterior import ivon, perturbation, point_optimizers
-from threepo.ranks.group import ALONE, Ranks, joined
+from threepo.ranks.launch import join_world
+from threepo.ranks.world import ALONE, World
 from threepo.training import rlvr
 from threepo.training.metrics import Clock
 
@@ -57,7 +58,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (_fsdp_param_group, "foreach_all_gather_copy_out"),
     ],
     "gradients summed and cut": [(_fsdp_param_group, "foreach_reduce")],
-    "objects exchanged, and waiting": [(Ranks, "gather")],
+    "objects exchanged, and waiting": [(World, "gather")],
     "prompts encoded (on every rank)": [(Policy, "encode_prompt")],
     "optimizer step": [(ivon.IVON, "step"), (point_optimizers.PointAdamW, "step")],
 }
@@ -102,7 +103,7 @@ def counted() -> Iterator[dict[str, list[float]]]:
         yield found
 
 
-def step(run: rlvr.Run, number: int, ranks: Ranks) -> Timing:
+def step(run: rlvr.Run, number: int, world: World) -> Timing:
     """One step of a run on these ranks."""
     with counted() as parts:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -110,7 +111,7 @@ def step(run: rlvr.Run, number: int, ranks: Ranks) -> Timing:
         between = time.perf_counter()
         rlvr.learn(run, groups, number, Clock())
         end, cpu = time.perf_counter(), time.process_time() - cpu
-    everywhere = ranks.gather((cpu, dict(parts)))
+    everywhere = world.gather((cpu, dict(parts)))
     means = {
         label: tuple(statistics.mean(own.get(label, (0.0, 0.0))[i] for _, own in everywhere) for i in (0, 1))
         for label in PARTS
@@ -120,30 +121,30 @@ def step(run: rlvr.Run, number: int, ranks: Ranks) -> Timing:
     return Timing(end - wall, between - wall, end - between, sum(cpu for cpu, _ in everywhere), means)  # type: ignore[arg-type]
 
 
-def assembled(method: Method, folder: Path, ranks: Ranks, options: argparse.Namespace) -> rlvr.Run:
+def assembled(method: Method, folder: Path, world: World, options: argparse.Namespace) -> rlvr.Run:
     """A new run of the benchmark's work."""
     settings = [
-        f"run.folder={folder / f'{method.name}-{ranks.size}'}",
+        f"run.folder={folder / f'{method.name}-{world.size}'}",
         f"data.prompts_per_step={options.prompts}",
         f"sampling.max_new_tokens={options.new_tokens}",
         f"method.preset={method.name}",
         *options.set,
     ]
     config = replace(load(TrainConfig, str(folder / "recipe.toml"), settings), method=method)
-    return rlvr.assemble(config, None, ranks)
+    return rlvr.assemble(config, None, world)
 
 
-def measure(method: Method, folder: Path, ranks: Ranks, options: argparse.Namespace) -> dict[str, list[Timing]]:
+def measure(method: Method, folder: Path, world: World, options: argparse.Namespace) -> dict[str, list[Timing]]:
     """Steps of all sides in turns; the first round warms up. Only the first rank has those of one process."""
-    together = assembled(method, folder, ranks, options)
-    alone = assembled(method, folder, ALONE, options) if ranks.first else None
+    together = assembled(method, folder, world, options)
+    alone = assembled(method, folder, ALONE, options) if world.rank == 0 else None
     timings: dict[str, list[Timing]] = {side: [] for side in SIDES}
     for number in range(options.rounds + 1):
         for side, (both, threads) in SIDES.items():
             torch.set_num_threads(threads)
-            ranks.gather(None)  # who waits takes no processor time
+            world.gather(None)  # who waits takes no processor time
             if both:
-                timings[side].append(step(together, number, ranks))
+                timings[side].append(step(together, number, world))
             elif alone:
                 timings[side].append(step(alone, number, ALONE))
     return {side: own[1:] for side, own in timings.items()}
@@ -202,20 +203,20 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=ThreepoWarning)  # of the learning rate
     methods = {"GRPO": GRPO, f"C3PO, N = {options.draws}": replace(C3PO, draws=options.draws)}
     shape = TinyConfig(hidden_size=options.width, intermediate_size=3 * options.width, layers=options.layers)
-    with joined(600.0) as ranks, tempfile.TemporaryDirectory() as temporary:
-        folder = Path(ranks.gather(temporary)[0])
-        if ranks.first:
+    with join_world(600.0) as world, tempfile.TemporaryDirectory() as temporary:
+        folder = Path(world.gather(temporary)[0])
+        if world.rank == 0:
             write_model(folder / "model", shape, 4 / options.new_tokens)
             write_prompts(folder / "prompts.jsonl", options.prompts)
             write_recipe(folder / "recipe.toml", folder / "model", folder / "prompts.jsonl")
             machine = platform.processor() or platform.machine()
             print(f"{machine}, torch {torch.__version__}, {options.rounds} rounds, {vars(options)}", flush=True)
-        ranks.gather(None)
+        world.gather(None)
         for name, method in methods.items():
-            timings = measure(replace(method, rollouts_per_prompt=options.rollouts), folder, ranks, options)
-            if ranks.first:
+            timings = measure(replace(method, rollouts_per_prompt=options.rollouts), folder, world, options)
+            if world.rank == 0:
                 report(name, timings)
-        ranks.gather(None)  # the first rank's folder is everyone's
+        world.gather(None)  # the first rank's folder is everyone's
     sys.stdout.flush()
     os._exit(0)  # device meshes keep gloo's threads, which may end badly together with Python
 

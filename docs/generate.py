@@ -54,7 +54,7 @@ BAR = "\\|"
 TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
-def table_of(hint: Any) -> Mapping[str, Named]:
+def table_of(hint: Any) -> Mapping[str, Any]:
     """The names of which a field takes one; empty if it takes others."""
     tables = [each.table for each in getattr(hint, "__metadata__", ()) if isinstance(each, OneOf)]
     return tables[0] if tables else {}
@@ -136,7 +136,7 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
     for f in listed:
         items = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is tuple else ()
         table_of_names = table_of(items[0] if items else hints[f.name])
-        named = [f"`{name}`: {row.says}." for name, row in table_of_names.items()]
+        named = [f"`{name}`: {row.says}." for name, row in table_of_names.items() if isinstance(row, Named)]
         text = " ".join([help_of(record, f.name), *named])
         kind, default = type_name(hints[f.name]), "" if base else defaults(table, f.name)
         if f.name == record._by and not base:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_the_rule_itself_can_fail() -> None:
         ("vllm", "rollout/vllm_replica.py plugins/vllm.py"),
         ("trl", "plugins/trl.py"),
         ("verl", "plugins/verl.py"),
-        ("ray", "plugins/verl.py lab/study_ray.py"),
+        ("ray", "plugins/verl.py"),
         *((tracker, "plugins/trackers.py") for tracker in ("tensorboard", "wandb", "trackio", "mlflow")),
         ("verifiers", "plugins/verifiers.py"),
     ],
@@ -165,3 +166,20 @@ def test_all_public_names_are_there() -> None:
     assert threepo.__version__ == importlib.metadata.version("threepo")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = threepo.nothing
+
+
+RANK_OR_SIZE = re.compile(r"world\.(rank|size|gloo)\b|get_(rank|world_size)\(|[\"'](RANK|WORLD_SIZE|LOCAL_RANK)[\"']")
+"""Ways to ask which rank a process is, or how many there are."""
+
+
+def test_only_one_room_knows_how_many_ranks_there_are() -> None:
+    """Elsewhere a `World` is passed on, and its verbs are used."""
+    asking = [
+        f"{path.relative_to(SOURCE)}: {match[0]}"
+        for path, room in rooms().items()
+        for match in RANK_OR_SIZE.finditer(path.read_text())
+        if room != "ranks"
+    ]
+    assert not asking
+    assert RANK_OR_SIZE.search("if self.world.rank == 0:")
+    assert RANK_OR_SIZE.search("os.environ['RANK']")

@@ -22,14 +22,13 @@ from threepo.files import atomic_folder, read_json, write_json
 from threepo.lab import probe as probing
 from threepo.lab.probe_config import ProbeConfig
 from threepo.lab.probe_findings import recipe, write_recipe
-from threepo.lab.probe_report import draw_picture
 from threepo.lab.report import read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
 from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.world import ALONE, World
 from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
@@ -42,31 +41,29 @@ logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
 def train(
-    config: TrainConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE, callbacks: Sequence[Follower] = ()
+    config: TrainConfig, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
 ) -> Path:
     """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = rlvr.assemble(config, resumed, ranks)
+    run = rlvr.assemble(config, resumed, world)
     with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
         return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
-def reopen(path: Path, config: Config, steps: int | None, ranks: Ranks = ALONE) -> tuple[Config, RunFolder]:
+def reopen(path: Path, config: Config, steps: int | None, world: World = ALONE) -> tuple[Config, RunFolder]:
     """The configuration and the open folder of the run to resume, with another length if `steps` says one."""
-    folder: RunFolder = FollowedFolder(path)
-    with ranks.together():
-        if ranks.first:
-            folder = RunFolder(path)
-            config = config if steps is None else folder.extend(config, steps)
-    return ranks.gather(config)[0], folder
+    folder = world.only_first(lambda: RunFolder(path), others=FollowedFolder(path))
+    if steps is not None:
+        config = world.on_first(lambda: folder.extend(config, steps))
+    return config, folder
 
 
 def fine_tune(
-    config: SFTConfig, resumed: RunFolder | None = None, ranks: Ranks = ALONE, callbacks: Sequence[Follower] = ()
+    config: SFTConfig, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
 ) -> Path:
     """Fine-tune to the end, and write the run's summary. Returns the run folder."""
     began = time.monotonic()
-    run = sft.assemble(config, resumed, ranks)
+    run = sft.assemble(config, resumed, world)
     with run.folder:
         return _finish(run, sft.fine_tune, began, resumed is not None, callbacks)
 
@@ -75,10 +72,12 @@ def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, 
     path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
     earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
     began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
-    if not run.ranks.first:
+    trackers = run.world.only_first(
+        lambda: Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed), others=None
+    )
+    if trackers is None:
         loop(run)
         return path
-    trackers = Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed)
     run.followers, summary = (trackers.log, *callbacks), None
     try:
         loop(run)
@@ -151,6 +150,8 @@ def probe(
     `write`: where the recipe goes that follows, made of the tables `training`; none is written where noise does not
     help.
     """
+    from threepo.lab.probe_report import draw_picture  # which loads matplotlib
+
     summary = probing.probe(config, settings, folder)
     draw_picture(summary, folder / "probe.png")
     if write and summary["draws"]:

@@ -7,20 +7,17 @@ import argparse
 import os
 import signal
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import threepo
 from threepo import commands
 from threepo.errors import Interrupted, ThreepoWarning, UserError
-from threepo.ranks.group import AgreedError, RankError, end_neighbours, started
+from threepo.ranks import launch
+from threepo.ranks.world import RankError
 
-_PATIENCE = 15.0
-"""Seconds in which the first rank can say what all have to say; it may take so long to end its engine."""
 _format_warning = warnings.formatwarning
 
 
@@ -31,13 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")
     warnings.formatwarning = _one_line
     options = _parse(build_parser(), arguments)
-    ranks = started()
     failure: type[Exception] | None = None
     neighbours: Sequence[int] = ()
     try:
-        if ranks.size > 1 and options.command not in (commands.train, commands.evaluate):
-            raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start it without")
-        with nullcontext() if ranks.first else _silence():
+        if options.command not in (commands.train, commands.evaluate):
+            launch.refuse_several(
+                "torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it"
+            )
+        with launch.one_voice():
             options.command(options)
         sys.stdout.flush()
         return 0
@@ -51,28 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at exit
         return 128 + signal.SIGPIPE
-    if ranks.first:
-        print(f"threepo: {message}", file=sys.stderr, flush=True)
-    else:
-        _follow(ranks.rank, message, failure)
-    if neighbours:
-        end_neighbours(neighbours)
+    launch.report_end(message, failure, neighbours)
     return status
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Within the body, what is printed goes nowhere: the first rank prints the same."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-def _follow(rank: int, message: str, failure: type[Exception] | None) -> None:
-    """Ends a rank other than the first, which mostly says the same; torchrun ends all when one has ended."""
-    if not (failure and issubclass(failure, RankError)):
-        time.sleep(_PATIENCE if failure else 1.0)
-    if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
-        print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
 def _one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:
@@ -110,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         for kind in ("prompt", "response"):
             text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
             train.add_argument(f"--{kind}-tokens", type=int, default=0, help=text)
-        text = "--dry-run: number of ranks, each with a GPU (default: those of torchrun, or 1)"
+        text = "--dry-run: number of world, each with a GPU (default: those of torchrun, or 1)"
         train.add_argument("--ranks", type=int, default=0, help=text)
         train.set_defaults(command=commands.train, more="settings", kind=name)
 

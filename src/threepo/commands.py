@@ -12,7 +12,7 @@ from typing import Any
 
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.files import write_json
-from threepo.ranks.group import joined, started
+from threepo.ranks.launch import join_world, ranks_started
 
 
 def train(options: argparse.Namespace) -> None:
@@ -43,22 +43,21 @@ def train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from threepo.lab.plan import plan
 
-        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or started().size)
-        for label, lines in found.items() if started().first else ():
+        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
+        for label, lines in found.items():
             print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    with joined(config.parallel.timeout_s) as ranks:
+    with join_world(config.parallel.timeout_s) as world:
         from threepo import api
 
         folder = None
         if options.resume:
-            config, folder = api.reopen(options.resume, config, steps, ranks)
+            config, folder = api.reopen(options.resume, config, steps, world)
         train: Any = api.train if options.kind == "train" else api.fine_tune
-        path = train(config, folder, ranks)
-        if ranks.first:
-            print(api.closing_words(path))
+        path = train(config, folder, world)
+        world.on_first(lambda: print(api.closing_words(path)))
 
 
 _WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
@@ -103,11 +102,10 @@ def evaluate(options: argparse.Namespace) -> None:
     from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
-    with joined(config.parallel.timeout_s) as ranks:
-        summary = evaluate(config, folder, ranks=ranks)
-        if ranks.first:
-            Console().print(evaluation_table(summary))
-            print(f"every completion and the settings: {folder}")
+    with join_world(config.parallel.timeout_s) as world:
+        summary = evaluate(config, folder, world=world)
+    Console().print(evaluation_table(summary))
+    print(f"every completion and the settings: {folder}")
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from threepo.errors import UserError
 from threepo.evaluation.records import EVALUATION
 from threepo.files import atomic_file, atomic_folder
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.run_folder import CONFIG, GIVEN
 
 
@@ -73,17 +73,15 @@ class GivenObjects:
         return str(path)
 
     @contextmanager
-    def written(self, ranks: Ranks) -> Iterator[None]:
+    def written(self, world: World) -> Iterator[None]:
         """For the body; they are deleted again if a `UserError` ends it before anything has begun that reads them."""
         with _without_bars():
-            with ranks.together():
-                if ranks.first:
-                    self._write()
+            world.on_first(self._write)
             try:
                 yield
-            except UserError:
-                if ranks.first:
-                    self._forget()
+            except UserError as error:
+                if world.all_know(error):
+                    world.on_first(self._forget)
                 raise
 
     def _write(self) -> None:

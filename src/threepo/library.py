@@ -23,7 +23,7 @@ from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
 from threepo.given import GivenObjects, path_of
 from threepo.progress import CALLBACK
-from threepo.ranks.group import joined
+from threepo.ranks.launch import join_world
 from threepo.rewards.user_function import FROM_PYTHON, functions_from_python
 from threepo.run_folder import (
     COMPLETIONS,
@@ -222,9 +222,9 @@ def evaluate(
     output = path_of("folder", folder) if folder else default_folder(config)
     with ExitStack() as opened:
         opened.enter_context(functions_from_python(functions))
-        ranks = opened.enter_context(joined(config.parallel.timeout_s))
-        opened.enter_context(objects.written(ranks))
-        return api.evaluate(config, output, ranks=ranks)
+        world = opened.enter_context(join_world(config.parallel.timeout_s))
+        opened.enter_context(objects.written(world))
+        return api.evaluate(config, output, world=world)
 
 
 def _config(record: Any, recipe: str | Path, tables: Table, needed: Mapping[str, tuple[str, str]]) -> Any:
@@ -263,17 +263,15 @@ def _run(
     path, opened = resume or Path(config.run.folder), None
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
-    with joined(config.parallel.timeout_s) as ranks:
+    with join_world(config.parallel.timeout_s) as world:
         if resume:
-            config, opened = api.reopen(resume, config, steps, ranks)
+            config, opened = api.reopen(resume, config, steps, world)
         else:
-            with ranks.together():
-                if ranks.first:
-                    refuse_taken(path, config)
+            world.on_first(lambda: refuse_taken(path, config))
         loop: Any = api.train if isinstance(config, TrainConfig) else api.fine_tune
         try:
-            with objects.written(ranks):
-                loop(config, opened, ranks, callbacks)
+            with objects.written(world):
+                loop(config, opened, world, callbacks)
         except Interrupted as stop:
             if stop.signal_number != CALLBACK:
                 raise

@@ -300,17 +300,15 @@ class RunFolder(LockedFolder):
 
 
 class FollowedFolder(RunFolder):
-    """The folder of a run, on a rank that leaves the writing to the first."""
-
-    is_lost = False  # it has no lock
+    """The folder of a run, on a rank that leaves lock and writing to the first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def _nothing(self, *_: object, **__: object) -> None:
-        """The first rank does it."""
+    def __exit__(self, *_: object) -> None:
+        """The first rank has the lock."""
 
-    log = add_to_row = forget_after = write_completions = prune_checkpoints = close = __exit__ = _nothing
+    close = __exit__
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

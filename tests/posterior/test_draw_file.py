@@ -15,8 +15,8 @@ from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.point_optimizers import PointAdamW
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.files import save_sharded
-from threepo.ranks.group import ALONE
+from threepo.ranks.files import save_tensors
+from threepo.ranks.world import ALONE
 from threepo.rollout.payloads import parameter_names
 from threepo.training.optimizers import build_optimizer
 from threepo.types import Draw
@@ -51,7 +51,7 @@ def sources_of(model: torch.nn.Module) -> dict[str, WeightSource]:
 def written(source: WeightSource, model: torch.nn.Module, path: Path, noisy: bool = True) -> Path:
     saved = {name: p.detach() for name, p in model.named_parameters()}
     tensors, metadata = file_contents(source, saved, parameter_names(model), noisy)
-    save_sharded(path, tensors, ALONE, metadata)
+    save_tensors(path, tensors, ALONE, metadata)
     return path
 
 

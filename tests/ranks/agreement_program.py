@@ -22,7 +22,8 @@ from threepo.config.recipes import load
 from threepo.errors import UserError
 from threepo.posterior.shards import local
 from threepo.ranks import agreement
-from threepo.ranks.group import Ranks, joined
+from threepo.ranks.launch import join_world
+from threepo.ranks.world import World
 from threepo.training import rlvr
 from threepo.training.run import TrainingRun
 
@@ -118,22 +119,22 @@ ON_BOTH = {
 """What both ranks set for a fault; with the word replica, each has a whole copy."""
 
 
-def outcome(fault: str, folder: Path, common: list[str], ranks: Ranks) -> dict[str, Any]:
+def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[str, Any]:
     """How a run with this fault on rank 1 ended."""
     settings = [*common, f"run.folder={folder / fault.replace(' ', '-')}", *ON_BOTH.get(fault, [])]
-    if fault in SETTINGS and ranks.rank == 1:
+    if fault in SETTINGS and world.rank == 1:
         settings.append(SETTINGS[fault])
     if "replica" in fault or "last" in fault:
         settings.append("parallel.replicate=2")
     config, resumed = load(TrainConfig, "", settings), None
     if fault == "another run":
-        name = ("nothing", "the-last-update")[ranks.rank]
-        config, resumed = api.reopen(folder / name, config, None, ranks)
+        name = ("nothing", "the-last-update")[world.rank]
+        config, resumed = api.reopen(folder / name, config, None, world)
     with ExitStack() as opened:
-        if fault in FAULTS and ranks.rank == 1:
+        if fault in FAULTS and world.rank == 1:
             opened.enter_context(FAULTS[fault]())
         try:
-            api.train(config, resumed, ranks)
+            api.train(config, resumed, world)
         except UserError as error:
             return {"error": str(error)}
     return {"error": None}
@@ -142,7 +143,7 @@ def outcome(fault: str, folder: Path, common: list[str], ranks: Ranks) -> dict[s
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     under, shared = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-    with joined(100.0) as here:
+    with join_world(100.0) as here:
         ended = {fault: outcome(fault, under, shared, here) for fault in ("nothing", *SETTINGS, *FAULTS, "another run")}
         (under / f"ended-{here.rank}.json").write_text(json.dumps(ended))
     sys.stderr.flush()

@@ -26,7 +26,7 @@ from threepo.models.attention import NAME, register_attention
 from threepo.models.policy import Policy, Scorer, recompute_activations
 from threepo.posterior.ivon import IVON
 from threepo.ranks import sharding
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.types import Draw, MicroBatch
 
 
@@ -49,14 +49,14 @@ def bytes_by_kind(tracker: FSDPMemTracker, which: str = "current") -> dict[str, 
     return {getattr(kind, "value", kind): size for kind, size in found.items()}
 
 
-def measure(model: Any, recomputed: bool, ranks: Ranks, packed: MicroBatch) -> dict[str, dict[str, int]]:
+def measure(model: Any, recomputed: bool, world: World, packed: MicroBatch) -> dict[str, dict[str, int]]:
     """What rank 0 holds before, under a draw, and at the peak."""
     model.set_attn_implementation(NAME)
     if recomputed:
         recompute_activations(model)
     policy = Policy(Scorer(model, linear_head=True, packed_rows=True), None, torch.bfloat16)
     with patch.object(sharding, "init_device_mesh", real_mesh):
-        sharding._spread(policy, torch.device("cpu"), ParallelConfig(), ranks)
+        sharding._spread(policy, torch.device("cpu"), ParallelConfig(), world)
     optimizer = IVON(policy.model.named_parameters(), model=policy.model)
     for p in policy.model.parameters():
         p.grad = torch.zeros_like(p)  # of an earlier micro-batch
@@ -83,7 +83,7 @@ def main() -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape).eval()
         with FakeTensorMode(allow_non_fake_inputs=True):
-            found[str(recomputed)] = measure(model, recomputed, Ranks(0, ranks), micro_batch(*rows))
+            found[str(recomputed)] = measure(model, recomputed, World(0, ranks), micro_batch(*rows))
     Path(out).write_text(json.dumps(found))
 
 

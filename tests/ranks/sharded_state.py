@@ -20,8 +20,8 @@ from threepo.models.packing import flatten
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import posterior_metrics, sigma_growth
 from threepo.posterior.shards import like_parameter
-from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
+from threepo.ranks.world import World
 from threepo.types import Draw, Row
 
 SHAPES = {"matrix": (37, 45), "wide": (3, 2503), "cube": (4, 6, 10), "column": (2050, 2), "vector": (9,)}
@@ -121,15 +121,15 @@ def loading() -> None:
 
     A tied model, and one in bfloat16 whose weights lie in several files; two families with different norms and windows.
     """
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     with tempfile.TemporaryDirectory() as own:
-        folder = ranks.gather(own)[0]
+        folder = world.gather(own)[0]
         for config in (
             Qwen2Config(tie_word_embeddings=True, **SIZES),
             Olmo3Config(tie_word_embeddings=False, sliding_window=8, **SIZES),
         ):
             path = f"{folder}/{config.model_type}"
-            if ranks.first:
+            if world.rank == 0:
                 torch.manual_seed(1)
                 model = AutoModelForCausalLM.from_config(config)
                 dtype = torch.float32 if config.tie_word_embeddings else torch.bfloat16
@@ -137,7 +137,7 @@ def loading() -> None:
                 make_tokenizer().save_pretrained(path)
             dist.barrier()
             settings = ModelConfig(path=path, gradient_checkpointing=True)
-            policy = load_sharded(settings, ParallelConfig(), ranks)
+            policy = load_sharded(settings, ParallelConfig(), world)
             expected = load_policy(settings)
             assert policy.scorer.packed_rows == expected.scorer.packed_rows
             assert policy.scorer.linear_head == expected.scorer.linear_head

@@ -8,7 +8,7 @@ from launch import launch
 from threepo.config import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
 from threepo.ranks.dealing import RankedEngine, refuse_engine
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.world import ALONE, World
 from threepo.types import Draw
 
 
@@ -26,7 +26,7 @@ def test_what_several_ranks_cannot_have_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     engine = VLLMEngineConfig(vllm=settings)
     with pytest.raises(UserError, match=message):
-        refuse_engine(engine, Ranks(0, 8))
+        refuse_engine(engine, World(0, 8))
     refuse_engine(engine, ALONE)
 
 
@@ -42,7 +42,7 @@ def test_what_several_ranks_cannot_have_is_refused(
 )
 def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: list[list[int]]) -> None:
     """`each` ranks share an engine, which the first of them has."""
-    engine = RankedEngine(None, Ranks(0, ranks), each)
+    engine = RankedEngine(None, World(0, ranks), each)
     engine._draws = [Draw(0, 0, i) for i in range(draws)]
     assert [[i for i in range(draws) if rank in engine._servers(i)] for rank in range(ranks)] == served
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from threepo.posterior.policy_optimizer import Weights
-from threepo.ranks.group import RankError
 from threepo.ranks.sharding import Gathered
+from threepo.ranks.world import RankError
 from threepo.types import Draw
 
 

@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from runs import BRITTLE, RLVR, SFT, outcome
 from threepo.cli import main
 from threepo.config import ModelConfig, TinyConfig
-from threepo.models.packing import pack
 from threepo.models.policy import Policy, load_policy
-from threepo.ranks.dealing import deal_rows
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import ALONE, World
 from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import scoring, sft, update
 from threepo.types import CreditedRow, Draw, Row
@@ -137,19 +136,19 @@ class Played:
         loss, count = (math.fsum(column) for column in zip(*sums, strict=True))
         return loss, count
 
-    def bundles(self, rows: Sequence[Any], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[Any]]:
+    def bundles(self, rows: Sequence[Any], token_budget: int, policy: Policy, world: World) -> list[list[Any]]:
         """The micro-batches of all ranks, for `score_rows`: other ones round differently."""
         return list(chain(*self.hands(policy, rows, token_budget)))
 
-    def cross_entropy(self, policy: Policy, rows: Sequence[Row], token_budget: int, ranks: Ranks = ALONE) -> float:
+    def cross_entropy(self, policy: Policy, rows: Sequence[Row], token_budget: int, world: World = ALONE) -> float:
         """`sft.cross_entropy`, played."""
         compute = REAL["cross_entropy"]
-        return self.played(policy, rows, token_budget, lambda bundle: [compute(policy, bundle, token_budget, ranks)])[0]
+        return self.played(policy, rows, token_budget, lambda bundle: [compute(policy, bundle, token_budget, world)])[0]
 
     def hands(self, policy: Policy, rows: Sequence[Any], budget: int) -> list[list[list[Any]]]:
         """The micro-batches of each rank."""
-        padding = not policy.scorer.packed_rows
-        return [list(pack(hand, budget, policy.device, padding=padding)) for hand in deal_rows(rows, self.ranks)]
+        dealt = [deal_bundles(rows, budget, policy, World(rank, self.ranks)) for rank in range(self.ranks)]
+        return [[bundle for bundle in bundles if bundle] for bundles in dealt]
 
 
 def add(some: Sequence[torch.Tensor | None], more: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -167,7 +166,7 @@ def played(folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All runs in one process that adds up as so many ranks do."""
     player, under = Played(ranks), folder / f"played-{ranks}"
     monkeypatch.setattr(update._Update, "backward", lambda this, draw, part: player.backward(this, draw, part))
-    monkeypatch.setattr(scoring, "bundles_of", player.bundles)
+    monkeypatch.setattr(scoring, "deal_bundles", player.bundles)
     monkeypatch.setattr(sft, "cross_entropy", player.cross_entropy)
     for command in commands(str(under)):
         assert main(command) == 0

@@ -20,7 +20,7 @@ from threepo.cli import main
 from threepo.models.policy import Policy
 from threepo.posterior.perturbation import NoisyParameter
 from threepo.ranks import sharding
-from threepo.ranks.group import joined
+from threepo.ranks.launch import join_world
 from threepo.rollout.local import LocalEngine
 
 
@@ -79,9 +79,9 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)
     if sys.argv[2:] and os.environ["RANK"] == "1":
         fail_after(*FAILING[sys.argv[2]])
-    with joined(100.0) as ranks, patch("threepo.training.run.load_sharded", loaded_in_order):
+    with join_world(100.0) as world, patch("threepo.training.run.load_sharded", loaded_in_order):
         for command in json.loads(Path(sys.argv[1]).read_text()):
-            with patch("threepo.commands.joined", lambda _: nullcontext(ranks)):  # ranks meet once in a process
+            with patch("threepo.commands.join_world", lambda _: nullcontext(world)):  # ranks meet once in a process
                 status = main(command)
             if status:
                 os._exit(status)

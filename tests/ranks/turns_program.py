@@ -8,7 +8,7 @@ import sys
 import time
 
 from threepo.ranks.dealing import RankedEngine
-from threepo.ranks.group import joined
+from threepo.ranks.launch import join_world
 from threepo.rollout.engines import RolloutEngine
 
 
@@ -24,5 +24,5 @@ class Noting(RolloutEngine):
         os.write(self._file, f"{os.environ['RANK']} ends\n".encode())
 
 
-with joined(60) as ranks:
-    RankedEngine(Noting(sys.argv[1]), ranks, 1).prepare(4, 100)
+with join_world(60) as world:
+    RankedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)

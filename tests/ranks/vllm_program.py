@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from threepo.cli import main
-from threepo.ranks.group import joined
+from threepo.ranks.launch import join_world
 from threepo.rollout.vllm import VLLMEngine
 
 PATIENCE = 8.0
@@ -59,12 +59,12 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         with patch.object(VLLMEngine, "__init__", impatient):
             sys.exit(main(sys.argv[1:]))
-    with joined(300.0) as ranks:
+    with join_world(300.0) as world:
         for folder, fault, expected, command in json.loads(Path(sys.argv[1]).read_text()):
             os.chdir(folder)
             with (
                 patch("threepo.cli._PATIENCE", 0),  # nobody waits for torchrun here
-                patch("threepo.commands.joined", lambda _: nullcontext(ranks)),  # ranks meet once in a process
+                patch("threepo.commands.join_world", lambda _: nullcontext(world)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
                 patch.object(VLLMEngine, "load", FAULTS[fault]),
             ):

@@ -37,8 +37,8 @@ from threepo.posterior.draw_file import file_contents
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
 from threepo.ranks import vllm_servers
-from threepo.ranks.group import ALONE
 from threepo.ranks.vllm_servers import VLLMServers
+from threepo.ranks.world import ALONE
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.weight_check import expected_logprobs
 from threepo.run_folder import read_metrics

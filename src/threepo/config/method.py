@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.records import (
     Count,
     CountOrZero,
@@ -118,7 +119,7 @@ class Method(Settings, table="method"):
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
-    optimizer: Literal["adamw", "ivon", "sgd"] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """What trains: always the same as optimizer.kind. A recipe sets either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from threepo.config.records import NotNegative, Positive, PositiveOrInfinite, Settings, must
+from threepo.config.records import RECORDS, NotNegative, Positive, PositiveOrInfinite, Settings, must
 from threepo.config.sources import LocalPath
 
 Betas = Annotated[tuple[float, float], must(lambda pair: all(0 <= b < 1 for b in pair), "both must lie in [0, 1)")]
@@ -115,3 +115,5 @@ class SGDConfig(OptimizerConfig):
 
 
 AnyOptimizer = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]
+OPTIMIZERS = RECORDS["optimizer"]
+"""The records by kind."""

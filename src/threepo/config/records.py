@@ -76,7 +76,7 @@ class Named(NamedTuple):
 class OneOf:
     """Annotates a text that must be a key of `table`, as a `Literal` of its keys would be."""
 
-    table: Mapping[str, Named]
+    table: Mapping[str, Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.literal_schema(list(self.table))

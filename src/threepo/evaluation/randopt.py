@@ -15,8 +15,8 @@ from threepo.data.source import open_training
 from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.records import Part, parts_of
 from threepo.models.policy import Policy
-from threepo.ranks.dealing import dealt_grader
-from threepo.ranks.group import Ranks
+from threepo.ranks.dealing import divide_grading
+from threepo.ranks.world import World
 from threepo.types import Purpose
 
 
@@ -59,15 +59,15 @@ class Search:
         return parts
 
 
-def search_for(config: EvaluationConfig, policy: Policy, ranks: Ranks, exams: Iterable[Examination]) -> Search:
+def search_for(config: EvaluationConfig, policy: Policy, world: World, exams: Iterable[Examination]) -> Search:
     """Return the search that `eval.best_draws` asks for; its problems are the first of data.train.
 
     Warns of problems of `exams` that are among them.
     """
-    with ranks.together():
+    with world.together():
         source, grader = with_grader(open_training(config.data), config.reward, config.data)
     selection = replace(config, eval=replace(config.eval, problems=config.eval.selection_problems))
-    exam = examine(source, dealt_grader(grader, ranks), policy, selection)
+    exam = examine(source, divide_grading(grader, world), policy, selection)
     trained = list(map(content, exam.problems))
     for heldout in exams:
         what = f"{heldout.problem_set.label}, with draws that are chosen on {source.source}"

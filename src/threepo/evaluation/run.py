@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from threepo.config import EvaluationConfig
 from threepo.data.finite import problems_digest
@@ -39,9 +38,9 @@ from threepo.posterior.gaussian import FixedWeights, Posterior, posterior_of
 from threepo.posterior.shards import is_spread, whole
 from threepo.progress import obey, polite_stop, progress
 from threepo.ranks.agreement import agree_on_setup
-from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.sharding import load_sharded
+from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, load_grader
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import SUMMARY, completion_row, model_folder, write_parquet
@@ -50,46 +49,45 @@ _OF_THE_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a model's configuration that depend on where it was saved or loaded, not on what it computes."""
 
 
-def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, ranks: Ranks = ALONE) -> dict[str, Any]:
+def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World = ALONE) -> dict[str, Any]:
     """Score a model on benchmarks or held-out problems, at the mean or over draws of its posterior.
 
     Everything is kept in `folder` (evaluation.records): an unfinished evaluation there is continued, a finished one is
     only read. Returns the contents of summary.json. `step` is part of the random address of every completion: an
     evaluation while training passes its training step.
     """
-    agree_on_setup(config, ranks)
+    agree_on_setup(config, world)
     settings = {**what_matters(config), "step": step}
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    refuse_engine(config.engine, ranks)
+    refuse_engine(config.engine, world)
     with contextlib.ExitStack() as opened:
-        with ranks.together():
-            if ranks.first:
-                refuse_taken(folder, settings, {})  # before minutes go into loading a model
-                opened.enter_context(EvaluationFolder(folder))
-        with ranks.together():
+        world.on_first(lambda: refuse_taken(folder, settings, {}))  # before minutes go into loading a model
+        world.only_first(lambda: opened.enter_context(EvaluationFolder(folder)), others=None)
+        with world.together():
             config, sets = _open_sets(config)
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
-        policy = load_sharded(model, config.parallel, ranks, config.run.seed)
+        policy = load_sharded(model, config.parallel, world, config.run.seed)
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
-        exams = {source.label: examine(source, dealt_grader(grader, ranks), policy, config) for source, grader in sets}
-        search = search_for(config, policy, ranks, exams.values()) if config.eval.best_draws else None
+        exams = {
+            source.label: examine(source, divide_grading(grader, world), policy, config) for source, grader in sets
+        }
+        search = search_for(config, policy, world, exams.values()) if config.eval.best_draws else None
         asked = exams | ({search.label: search.exam} if search else {})
         fingerprint = {"weights": weights_digest(policy, posterior)}
         fingerprint |= {f"problems of {label}": problems_digest(e.problems, e.prompts) for label, e in asked.items()}
-        ranks.agree(fingerprint, "give all ranks the same model and problems")
-        with ranks.together():
-            origin = begin(folder, settings, fingerprint) if ranks.first else {}
-        if not ranks.gather((folder / SUMMARY).is_file())[0]:
+        world.agree(fingerprint, "give all ranks the same model and problems")
+        origin = world.on_first(lambda: begin(folder, settings, fingerprint))
+        if not world.on_first((folder / SUMMARY).is_file):
             weights = FixedWeights(policy.model, posterior)
-            evaluation = _Evaluation(folder, config, policy, weights, step, ranks, list(asked.values()), opened)
+            evaluation = _Evaluation(folder, config, policy, weights, step, world, list(asked.values()), opened)
             scores = evaluation.vote(exams, search) if search else evaluation.scores(exams)
-            with ranks.together():
-                if ranks.first:
-                    write_json(folder / SUMMARY, finite({"model": config.model.path} | scores) | origin)
-        if ranks.first:  # also the parts of a process that was killed before this
-            shutil.rmtree(folder / PARTS, ignore_errors=True)
-        return ranks.gather(read_json(folder / SUMMARY) if ranks.first else {})[0]
+            summary = finite({"model": config.model.path} | scores) | origin
+            world.on_first(lambda: write_json(folder / SUMMARY, summary))
+        # Also the parts of a process that was killed before this.
+        world.on_first(lambda: shutil.rmtree(folder / PARTS, ignore_errors=True))
+        found: dict[str, Any] = world.on_first(lambda: read_json(folder / SUMMARY))
+        return found
 
 
 def _open_sets(config: EvaluationConfig) -> tuple[EvaluationConfig, list[tuple[ProblemSet, Grader]]]:
@@ -118,7 +116,7 @@ class _Evaluation:
     policy: Policy
     weights: FixedWeights
     step: int
-    ranks: Ranks
+    world: World
     exams: Sequence[Examination]
     """All examinations for which the engine needs memory."""
     opened: contextlib.ExitStack
@@ -127,7 +125,7 @@ class _Evaluation:
     @cached_property
     def engine(self) -> RolloutEngine:
         """The engine, built when the first missing part needs it."""
-        built = build_ranked(self.config.engine, self.policy, self.ranks)
+        built = build_shared_engine(self.config.engine, self.policy, self.world)
         engine: RolloutEngine = self.opened.enter_context(contextlib.closing(built))
         for exam in self.exams:
             exam.prepare(engine)
@@ -137,11 +135,7 @@ class _Evaluation:
         """Contents of summary.json for RandOpt: the vote of the chosen draws, the choice, and the mean's scores."""
         parts = search.parts(self.folder, self.config.eval.part_size)
         self.complete(parts, "choosing draws")
-        choices_made = []
-        with self.ranks.together():
-            if self.ranks.first:
-                choices_made = [choose(join_parts(self.folder, search.label, parts), search.best)]
-        choice = self.ranks.gather(choices_made)[0][0]
+        choice = self.world.on_first(lambda: choose(join_parts(self.folder, search.label, parts), search.best))
         problems = {"source": search.exam.problem_set.source, "problems": len(search.exam.problems)}
         at_mean = {label: replace(exam, numbers=()) for label, exam in exams.items()}
         at_best = {label: replace(exam, numbers=choice.best) for label, exam in exams.items()}
@@ -156,31 +150,27 @@ class _Evaluation:
         size = self.config.eval.part_size
         parts = [part for label, exam in exams.items() for part in parts_of(self.folder, label + suffix, exam, size)]
         self.complete(parts, title)
-        with self.ranks.together():
-            return self._scored(exams, suffix, parts) if self.ranks.first else {}
+        return self.world.on_first(lambda: self._scored(exams, suffix, parts))
 
     def complete(self, parts: Sequence[Part], title: str) -> None:
         """Make the missing parts; raises `Interrupted` between two of them after a signal."""
-        ranks, folder = self.ranks, self.folder
-        to_make = [parts[i] for i in ranks.gather(missing(folder, parts))[0]]
+        world, folder = self.world, self.folder
+        to_make = [parts[i] for i in world.on_first(lambda: missing(folder, parts))]
         if not to_make:
             return
         total = sum(len(part.exam.problems) for part in parts)
         done = total - sum(len(part.exam.problems) for part in to_make)
         engine, loaded = self.engine, None
-        console = Console(stderr=True, quiet=not ranks.first)
-        with polite_stop() as stop, progress(title, total, done, folder, console, "problem") as reporter:
+        with polite_stop() as stop, progress(title, total, done, folder, world.console(), "problem") as reporter:
             for part in to_make:
                 if part.exam.numbers != loaded:
                     part.exam.load(engine, self.weights, self.step)
                     loaded = part.exam.numbers
                 rows = [completion_row(self.step, c) for c in part.exam.complete(engine, self.step)]
-                with ranks.together():
-                    if ranks.first:
-                        write_parquet(part.file, rows)
+                world.on_first(partial(write_parquet, part.file, rows))
                 done += len(part.exam.problems)
                 reporter.update(done, {f"{part.label} pass@1": sum(row["correct"] for row in rows) / len(rows)})
-                stopping = max(ranks.gather(stop.signal_number))
+                stopping = max(world.gather(stop.signal_number))
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
     def _scored(self, exams: Mapping[str, Examination], suffix: str, parts: Sequence[Part]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from threepo.plugins.transformers import PushPosterior, passed_settings_kept
 from threepo.plugins.trl_settings import check, check_decoding, optimizer_settings, split_by_decay
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.ivon import IVON
-from threepo.ranks.dealing import build_ranked, refuse_engine
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import build_shared_engine, refuse_engine
+from threepo.ranks.world import ALONE, World
 from threepo.rollout.engines import RolloutEngine
 from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw, Problem, Request
@@ -251,34 +251,35 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions of this rank's rows, and the log-prob of each token where it was drawn; all draws at once."""
-        ranks, args = self._ranks, self.args
+        world, args = self._world, self.args
         if self._engine is None:
             assert self._engine_settings
             for buffer in self._architecture.buffers():
                 buffer.data = buffer.to(args.device)
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             policy = Policy(Scorer(self.model, linear_head=False), tokenizer, without_weights=self._architecture)
-            refuse_engine(self._engine_settings, ranks)
-            self._engine = build_ranked(self._engine_settings, policy, ranks)
+            refuse_engine(self._engine_settings, world)
+            self._engine = build_shared_engine(self._engine_settings, policy, world)
         if self.model.training or not self._holds_mean:
             self._engine.load(self.policy_optimizer, draws, self.state.global_step)
             self._holds_mean = not self.model.training
-        parts = ranks.gather(list(zip(prompt_ids, draw_of, strict=True)))  # the engines of all ranks share them
+        asked, own = world.concatenate(
+            list(zip(prompt_ids, draw_of, strict=True))
+        )  # the engines of all ranks share them
         requests = [
             Request(Problem(str(ids), "", location="a prompt"), tuple(ids), draws[draw], row)
-            for row, (ids, draw) in enumerate(pair for part in parts for pair in part)
+            for row, (ids, draw) in enumerate(asked)
         ]
-        first = sum(map(len, parts[: ranks.rank]))
-        mine = self._engine.generate(requests, self._sampling, args.seed)[first : first + len(prompt_ids)]
+        mine = self._engine.generate(requests, self._sampling, args.seed)[own]
         return [list(made.tokens) for made in mine], [list(made.logprobs) for made in mine]
 
     @cached_property
-    def _ranks(self) -> Ranks:
+    def _world(self) -> World:
         """The processes that accelerate has started, with a group of their own for objects."""
         state = self.accelerator
         if state.num_processes == 1:
             return ALONE
-        return Ranks(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
+        return World(state.process_index, state.num_processes, dist.new_group(backend="gloo"))
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
         """Evaluate as GRPOTrainer does; an engine gets the mean once for all batches."""

@@ -2,7 +2,7 @@
 
 Gradients are sums over ranks, whatever each of them computed. So a rank that runs another recipe, or whose copy of
 the weights has changed, would spoil the run without a word. Here the ranks compare what must be equal, and end together
-with one line that says what differs and on which rank (`Ranks.agree`). A process on its own compares nothing.
+with one line that says what differs and on which rank (`World.agree`). A process on its own compares nothing.
 
 What cannot be seen: a shard that was wrong when it was loaded. Only one rank holds it; but the first rank alone reads
 the files, and hands the shards on.
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from threepo.config.records import to_dict
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
 from threepo.posterior.shards import local
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.types import Batch, Row
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -37,13 +37,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size in bytes."""
 
 
-def agree_on_setup(config: Any, ranks: Ranks) -> None:
-    """End all ranks, before a model is loaded, unless they have the same settings, versions of packages and code."""
-    if ranks.size > 1:
+def agree_on_setup(config: Any, world: World) -> None:
+    """End all world, before a model is loaded, unless they have the same settings, versions of packages and code."""
+    if world.size > 1:
         packages = {f"the version of {name}": version(name) for name in PACKAGES}
         own = {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
         fix = "start all ranks with one recipe, in one environment"
-        ranks.agree(dict(_settings("", to_dict(config))) | packages | own, fix, everywhere=True)
+        world.agree(dict(_settings("", to_dict(config))) | packages | own, fix, everywhere=True)
 
 
 def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -106,21 +106,21 @@ def _hashed(parts: Iterable[bytes]) -> str:
 class StateCheck:
     """Compares what the ranks hold, before an update and before a checkpoint."""
 
-    ranks: Ranks
+    world: World
     optimizer: PolicyOptimizer
     _last: dict[str, int] = field(default_factory=dict)
     """The sums as the last update left them."""
 
     def note(self) -> None:
         """Remember the weights as an update, or loading, has left them: until the next one nothing may change them."""
-        if self.ranks.size > 1:
+        if self.world.size > 1:
             self._last = bit_sums(self.optimizer, ())
 
     def agree(
         self, state: Any, facts: Callable[[], Mapping[str, Any]] = dict, reference: Weights | None = None
     ) -> None:
         """End all ranks unless they agree on `facts`, on the fields of `state`, and on the tensors they share."""
-        if self.ranks.size == 1:
+        if self.world.size == 1:
             return
         sums, first = bit_sums(self.optimizer, reference=reference), self.optimizer.param_groups[0]
         changed = sorted(name for name, value in self._last.items() if sums[name] != value)
@@ -131,7 +131,7 @@ class StateCheck:
             "what has changed since the last update": ", ".join(changed) or "nothing",
             **{f"the sum of the bits of {name}": value for name, value in sums.items()},
         }
-        self.ranks.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
+        self.world.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
 
 
 @torch.no_grad()

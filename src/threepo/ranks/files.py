@@ -17,31 +17,28 @@ from torch.distributed.tensor import DTensor
 from threepo.errors import UserError
 from threepo.files import atomic_folder, disk_errors
 from threepo.posterior.shards import held_parts, local
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 
 
 @contextmanager
-def shared_folder(path: Path, ranks: Ranks) -> Iterator[Path]:
+def shared_folder(path: Path, world: World) -> Iterator[Path]:
     """An atomic folder (`files.atomic_folder`) that all ranks write into; it gets its name when all are done."""
     with ExitStack() as stack:
-        with ranks.together():
-            made = stack.enter_context(atomic_folder(path)) if ranks.first else None
-        folder = ranks.gather(made)[0]
-        assert folder is not None
-        with ranks.together():
+        folder = world.on_first(lambda: stack.enter_context(atomic_folder(path)))
+        with world.together():
             if not folder.is_dir():
-                raise UserError(f"run.folder: rank {ranks.rank} does not see {folder}; all ranks must share its disk")
+                raise UserError(f"run.folder: rank {world.rank} does not see {folder}; all ranks must share its disk")
         yield folder
-        with ranks.together():
+        with world.together():
             pass  # all have written
-    with ranks.together():
+    with world.together():
         pass  # the first has given it its name
 
 
-def save_sharded(
-    path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks, metadata: Mapping[str, str] | None = None
+def save_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], world: World, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a new safetensors file. All ranks call, with tensors of the same names, and see the same folder."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -56,14 +53,14 @@ def save_sharded(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    with ranks.together(), disk_errors(path):
-        if ranks.first:
+    with world.together(), disk_errors(path):
+        if world.rank == 0:
             with open(path, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(start + end)
-    with ranks.together(), disk_errors(path), open(path, "r+b") as file:
+    with world.together(), disk_errors(path), open(path, "r+b") as file:
         for name, tensor in tensors.items():
-            if _another_writes(tensor, ranks):
+            if _another_writes(tensor, world):
                 continue
             flat = local(tensor.detach()).cpu().contiguous().view(-1)
             for region, held in held_parts(tensor, flat):
@@ -75,9 +72,9 @@ def save_sharded(
         os.fsync(file.fileno())
 
 
-def _another_writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
+def _another_writes(tensor: torch.Tensor, world: World) -> bool:
     """Whether a rank before this one holds the same elements."""
     if not isinstance(tensor, DTensor):
-        return not ranks.first
+        return world.rank > 0
     coordinates = tensor.device_mesh.get_coordinate() or ()
     return any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinates, strict=True))

@@ -22,12 +22,12 @@ from threepo.models.loading import pick_device
 from threepo.models.policy import Policy, Scorer, load_policy, recompute_activations, without_weights
 from threepo.posterior.policy_optimizer import Weights, WeightSource
 from threepo.posterior.shards import like_parameter, local
-from threepo.ranks.group import RankError, RankLost, Ranks, is_lost, words_of
+from threepo.ranks.world import RankError, RankLost, World, in_one_line, is_lost
 from threepo.types import Draw
 
 
 def load_sharded(
-    settings: ModelConfig, parallel: ParallelConfig, ranks: Ranks, seed: int = 0, adapters: Path | None = None
+    settings: ModelConfig, parallel: ParallelConfig, world: World, seed: int = 0, adapters: Path | None = None
 ) -> Policy:
     """The policy that `settings` name with its weights spread over all ranks; alone, `load_policy`.
 
@@ -35,22 +35,22 @@ def load_sharded(
     those of from_pretrained for every format that it reads, files are downloaded once, and no other rank holds a whole
     model.
     """
-    parallel.shards(ranks.size)  # refuse first
-    if ranks.size == 1:
+    parallel.shards(world.size)  # refuse first
+    if world.size == 1:
         if parallel.offload:
             raise UserError("parallel.offload = true: needs several ranks; start with torchrun, or set it to false")
         return load_policy(settings, seed, adapters)
     whole = None
-    with ranks.together():
+    with world.together():
         settings.lora.check("base_dtype", settings.lora.base_dtype == "float32", "is for one process; remove it")
         device = pick_device(settings.device)
         if device != torch.device(device.type):
             raise UserError(f"model.device = {settings.device!r}: every rank has a device of its own; set it to 'auto'")
-        if ranks.first:
+        if world.rank == 0:
             whole = load_policy(replace(settings, device="cpu", gradient_checkpointing=False), seed, adapters)
             if any(isinstance(p, FourBit) for p in whole.model.parameters()):
                 raise UserError(f"model.path = {settings.path!r}: has a base in four bits, which is for one process")
-    policy = ranks.gather(whole and _without_weights(whole))[0]
+    policy = world.gather(whole and _without_weights(whole))[0]
     assert policy is not None
     register_attention()
     architecture = policy.without_weights or deepcopy(policy.model)
@@ -58,7 +58,7 @@ def load_sharded(
         buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(policy.model)
-    _spread(policy, device, parallel, ranks)
+    _spread(policy, device, parallel, world)
     weights = dict(whole.model.named_parameters()) if whole else {}
     for name, p in policy.model.named_parameters():
         full = weights[name].detach().to(device) if whole else torch.empty(p.shape, dtype=p.dtype, device=device)
@@ -73,9 +73,9 @@ def _without_weights(policy: Policy) -> Policy:
     return replace(policy, scorer=scorer)
 
 
-def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, ranks: Ranks) -> None:
-    """Spread the policy's parameters over the ranks, and give them memory; their values are whatever lies there."""
-    shape, names = (parallel.replicate, parallel.shards(ranks.size)), ("replicate", "shard")
+def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, world: World) -> None:
+    """Spread the policy's parameters over the world, and give them memory; their values are whatever lies there."""
+    shape, names = (parallel.replicate, parallel.shards(world.size)), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape[-1:], mesh_dim_names=names[-1:])
     if parallel.replicate > 1:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -141,4 +141,4 @@ class Gathered:
             self._begun = self._rounds
             if is_lost(error):
                 raise RankLost(error) from error
-            raise RankError(f"the weights of a draw cannot be made: {words_of(error)}") from error
+            raise RankError(f"the weights of a draw cannot be made: {in_one_line(error)}") from error

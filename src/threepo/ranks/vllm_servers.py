@@ -26,8 +26,8 @@ from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy
 from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.files import save_sharded
-from threepo.ranks.group import Ranks
+from threepo.ranks.files import save_tensors
+from threepo.ranks.world import World
 from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
@@ -42,11 +42,11 @@ _NAME = "threepo-push-{}.safetensors"
 class VLLMServers:
     """A `RolloutEngine` that all ranks have together."""
 
-    def __init__(self, policy: Policy, settings: VLLMEngineConfig, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, settings: VLLMEngineConfig, world: World) -> None:
         """`UserError` if a server is not there, was started with options that do not fit, or serves another run."""
         if policy.has_adapters:
             raise UserError("engine.vllm.servers: take no adapters yet; use engine.vllm.replicas")
-        own, self._policy, self._ranks = settings.vllm, policy, ranks
+        own, self._policy, self._world = settings.vllm, policy, world
         self._dtype, self._together = getattr(torch, settings.dtype), settings.max_batch_rows
         self._tolerance = own.probe_tolerance or TOLERANCE[self._dtype]
         self._sources = parameter_names(policy.architecture)
@@ -57,15 +57,15 @@ class VLLMServers:
         """The probe's log-probs under each loaded draw."""
         self._step, self._path = -1, self._folder
         held: list[IO[bytes]] = []
-        with ranks.together():
+        with world.together():
             lengths = _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven())
-            if ranks.first:
+            if world.rank == 0:
                 with disk_errors(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
                 held.append(lock(self._folder / "threepo-push.lock"))
                 _remove_weights(self._folder)  # of a run that was killed
         self._end = weakref.finalize(self, _close, self._folder, held)
-        self._longest = min(length for some in ranks.gather(lengths) for length in some)
+        self._longest = min(length for some in world.gather(lengths) for length in some)
         self._probe = fixed_prompt(policy, self._longest - 1)
         _allow_connections(len(self._driven()) * self._together)
 
@@ -81,14 +81,14 @@ class VLLMServers:
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = any(draw is not None for draw in self._draws)
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
-        with self._ranks.together():
-            if self._ranks.first:
+        with self._world.together():
+            if self._world.rank == 0:
                 _remove_weights(self._folder)
         # No name comes twice: a disk of several nodes may remember what a name stood for.
-        self._path = self._folder / _NAME.format(self._ranks.gather(uuid.uuid4().hex)[0])
-        save_sharded(self._path, tensors, self._ranks, metadata)
+        self._path = self._folder / _NAME.format(self._world.gather(uuid.uuid4().hex)[0])
+        save_tensors(self._path, tensors, self._world, metadata)
         self._expected = self._references(posterior)
-        with self._ranks.together():
+        with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
@@ -111,7 +111,7 @@ class VLLMServers:
             decoded = {row: completion for some in found for row, completion in some.items()}
             return [decoded[row] for row in mine]
 
-        decoded = self._ranks.deal([server % self._ranks.size for server in servers], complete)
+        decoded = self._world.assign([server % self._world.size for server in servers], complete)
         return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:
@@ -146,9 +146,9 @@ class VLLMServers:
 
     def _references(self, posterior: WeightSource) -> list[torch.Tensor]:
         """The probe's log-probs under each draw, by the trainer's model. The draws are dealt to the ranks."""
-        size, found = self._ranks.size, []
+        size, found = self._world.size, []
         for first in range(0, len(self._draws), size):
-            mine = first + self._ranks.rank
+            mine = first + self._world.rank
             weights = posterior.weights(self._draws[mine % len(self._draws)], gather=True)  # by all, at the same time
             if mine >= len(self._draws):
                 for _ in weights:
@@ -156,12 +156,12 @@ class VLLMServers:
                 continue
             own = {self._sources[name]: value.to(self._dtype) for name, value in weights}
             found.append(expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device))
-        shares = self._ranks.gather(found)
+        shares = self._world.gather(found)
         return [shares[index % size][index // size] for index in range(len(self._draws))]
 
     def _driven(self) -> range:
         """The servers that this rank drives."""
-        return range(self._ranks.rank, len(self._servers), self._ranks.size)
+        return range(self._world.rank, len(self._servers), self._world.size)
 
     def _serving(self, index: int) -> list[int]:
         """The servers of the draw of this index."""

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from threepo.config.records import must
 from threepo.errors import UserError
@@ -31,8 +31,8 @@ from threepo.posterior.gaussian import Posterior, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights, named_in_groups
 from threepo.posterior.shards import like_parameter
-from threepo.ranks.files import save_sharded, shared_folder
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.files import save_tensors, shared_folder
+from threepo.ranks.world import ALONE, World
 from threepo.training.schedules import ScheduleState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -70,7 +70,7 @@ def save_checkpoint(
     policy: Policy,
     optimizer: PolicyOptimizer,
     state: TrainState,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
     more: Files = MappingProxyType({}),
 ) -> None:
     """Write the checkpoint folder `path`, atomically. The format does not depend on the number of ranks.
@@ -84,32 +84,25 @@ def save_checkpoint(
         for key, value in entry.items()
         if key != "hessian"  # belongs to the posterior, which has a file of its own
     }
-    files = {OPTIMIZER_FILE: tensors, **more}
     posterior = Posterior.of(optimizer, gather=False)
-    with shared_folder(path, ranks) as folder:
-        if ranks.size > 1:
-            save_sharded(folder / policy.weights_file, policy.saved_tensors(), ranks, {"format": "pt"})
-            if not posterior.is_point:
-                save_sharded(folder / POSTERIOR_FILE, posterior.hessian, ranks, posterior.metadata())
-            for file, found in files.items():
-                save_sharded(folder / file, found, ranks)
-        else:
-            policy.save(folder)
-            if not posterior.is_point:
-                posterior.save(folder)
-            for file, found in files.items():
-                save_file({name: value.cpu().contiguous() for name, value in found.items()}, folder / file)
-        with ranks.together():
-            if ranks.first:
-                if ranks.size > 1:
-                    policy.save_all_but_weights(folder)
-                first = optimizer.param_groups[0]
-                saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
-                write_json(folder / _STATE_FILE, asdict(saved_state))
-                saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
-                contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
-                contents.pop(ADAPTERS, None)  # people edit its base
-                write_json(folder / CONTENTS, contents)
+    with shared_folder(path, world) as folder:
+        save_tensors(folder / policy.weights_file, policy.saved_tensors(), world, {"format": "pt"})
+        if not posterior.is_point:
+            save_tensors(folder / POSTERIOR_FILE, posterior.hessian, world, posterior.metadata())
+        for file, found in {OPTIMIZER_FILE: tensors, **more}.items():
+            save_tensors(folder / file, found, world)
+
+        def save_the_rest() -> None:
+            policy.save_all_but_weights(folder)
+            first = optimizer.param_groups[0]
+            saved_state = _SavedState(state, first.get("step", 0), first["skipped_steps"])
+            write_json(folder / _STATE_FILE, asdict(saved_state))
+            saved = (file for file in sorted(folder.rglob("*")) if file.is_file())
+            contents = {file.relative_to(folder).as_posix(): _content(file) for file in saved}
+            contents.pop(ADAPTERS, None)  # people edit its base
+            write_json(folder / CONTENTS, contents)
+
+        world.on_first(save_the_rest)
 
 
 def _content(file: Path) -> str:

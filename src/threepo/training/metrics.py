@@ -10,7 +10,7 @@ import torch
 
 from threepo.config import Method
 from threepo.methods.method import flat_groups
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.world import ALONE, World
 from threepo.training.flops import step_flops
 from threepo.training.rollouts import Rollouts
 from threepo.types import Completion, Group, Verdict
@@ -72,13 +72,13 @@ Embed = Callable[[Sequence[Completion]], torch.Tensor]
 """Turns completions into vectors [G, width]."""
 
 
-def similarity(groups: Sequence[Group], embed: Embed, ranks: Ranks = ALONE) -> float:
+def similarity(groups: Sequence[Group], embed: Embed, world: World = ALONE) -> float:
     """Similarity of the completions of a prompt: mean cosine of their vectors over pairs, then over prompts."""
 
     def of_groups(mine: list[int]) -> list[float]:
         return [mean_cosine(embed(groups[i].completions)) for i in mine]
 
-    return mean(ranks.deal([i % ranks.size for i in range(len(groups))], of_groups))
+    return mean(world.deal(range(len(groups)), of_groups))
 
 
 def token_counts(completions: Sequence[Completion]) -> torch.Tensor:

@@ -14,8 +14,8 @@ from threepo.errors import UserError
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import Weights
 from threepo.posterior.shards import drop_gathered_copies, like_parameter, local
-from threepo.ranks.group import Ranks
 from threepo.ranks.sharding import load_sharded
+from threepo.ranks.world import World
 from threepo.run_folder import RunFolder, checkpoints
 from threepo.training.checkpoint import Files, read_tensors
 
@@ -65,7 +65,7 @@ class Reference:
         return {FILE: self.weights} if self._reset_every else {}
 
 
-def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, ranks: Ranks) -> Reference | None:
+def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | None, world: World) -> Reference | None:
     """The reference that the recipe asks for: the policy as the run began, or as the newest checkpoint has it."""
     every = config.objective.reference_reset_every
     if not config.objective.reference_kl:
@@ -79,5 +79,5 @@ def open_reference(config: TrainConfig, policy: Policy, resumed: RunFolder | Non
         if {name: value.shape for name, value in weights.items()} != own:
             raise UserError(f"{file}: has the tensors of another model; restore it, or delete the checkpoint")
         return Reference(policy, every, {name: value.to(policy.device) for name, value in weights.items()})
-    first = load_sharded(config.model, config.parallel, ranks, config.run.seed)
+    first = load_sharded(config.model, config.parallel, world, config.run.seed)
     return Reference(policy, every, dict(first.model.named_parameters()))

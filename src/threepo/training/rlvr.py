@@ -20,8 +20,8 @@ from threepo.evaluation.examination import Examination, examine, fit_context, wi
 from threepo.methods import method as lattice
 from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
-from threepo.ranks.dealing import build_ranked, dealt_grader, refuse_engine
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
+from threepo.ranks.world import ALONE, World
 from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
@@ -90,8 +90,8 @@ def train(run: Run) -> None:
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             metrics |= certainty_metric(config, schedules, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
-            with run.ranks.together():
-                run.folder.write_completions(step, completion_rows(step, rollouts.completions, record))
+            rows = completion_rows(step, rollouts.completions, record)
+            run.world.on_first(partial(run.folder.write_completions, step, rows))
             clock.lap("time/log")
             end_step(metrics | time_metrics(clock, rollouts))
 
@@ -124,7 +124,7 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
     run.check.agree(run.state, lambda: batch_facts(batch), run.reference.weights if run.reference else None)
     record = update_policy(
-        run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.ranks, run.reference
+        run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
     )
     run.check.note()
     clock.lap("time/update")
@@ -144,7 +144,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
         "sampling/temperature": step_sampling(config, run.state.schedules).temperature,
     }
     if config.ess_schedule.metric_read == "groups/similarity":
-        metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.ranks)
+        metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.world)
     return metrics
 
 
@@ -168,27 +168,27 @@ def completion_rows(step: int, completions: Sequence[Completion], record: Update
     return rows
 
 
-def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks = ALONE) -> Run:
+def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
     """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are deleted.
 
     All that can be refused is refused before a new run has a folder.
     """
-    refuse_early(config, folder, ranks)
-    refuse_engine(config.engine, ranks)
+    refuse_early(config, folder, world)
+    refuse_engine(config.engine, world)
     refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
-    with ranks.together():
+    with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
-    policy, optimizer, state = build_or_restore(config, folder, ranks)
-    reference = open_reference(config, policy, folder, ranks)
-    with ranks.together():
+    policy, optimizer, state = build_or_restore(config, folder, world)
+    reference = open_reference(config, policy, folder, world)
+    with world.together():
         encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
         embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
-    examination = examine(heldout[0], dealt_grader(heldout[1], ranks), policy, config) if heldout else None
+    examination = examine(heldout[0], divide_grading(heldout[1], world), policy, config) if heldout else None
     if examination and isinstance(source, FiniteProblems):
         warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
     # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
@@ -200,15 +200,15 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, ranks: Ranks 
         for part, (name, found) in parts.items()
     }
     known = {f"the problems of data.{part}": about for part, about in problems.items()}
-    ranks.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
+    world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
     with ExitStack() as on_failure:
-        engine = on_failure.enter_context(closing(build_ranked(config.engine, policy, ranks)))
+        engine = on_failure.enter_context(closing(build_shared_engine(config.engine, policy, world)))
         engine.prepare(max(config.method.draws, 1), max(longest_prompt, *map(len, first)) + longest)
         if examination:
             examination.prepare(engine)
-        folder = open_folder(config, folder, state.step, ranks, problems)
+        folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    shared = (config, folder, policy, optimizer, state, ranks)
-    return Run(*shared, engine, source, dealt_grader(grader, ranks), examination, reference, embed)
+    shared = (config, folder, policy, optimizer, state, world)
+    return Run(*shared, engine, source, divide_grading(grader, world), examination, reference, embed)

@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
@@ -21,8 +20,8 @@ from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
 from threepo.ranks.agreement import StateCheck, agree_on_setup
-from threepo.ranks.group import AgreedError, Ranks
 from threepo.ranks.sharding import load_sharded
+from threepo.ranks.world import World
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import Files, TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
@@ -65,14 +64,14 @@ class TrainingRun(Generic[Config]):
     policy: Policy
     optimizer: PolicyOptimizer
     state: TrainState
-    ranks: Ranks
+    world: World
     followers: Sequence[Follower] = field(default=(), kw_only=True)
     """On the first rank: they get every row that is written into metrics.jsonl."""
     asked_to_stop: bool = field(default=False, kw_only=True)
     """Whether one of them has asked for it."""
 
     def __post_init__(self) -> None:
-        self.check = StateCheck(self.ranks, self.optimizer)
+        self.check = StateCheck(self.world, self.optimizer)
         self.check.note()
         self._warned = False
 
@@ -116,42 +115,42 @@ class TrainingRun(Generic[Config]):
         done = self.state.step
         if not due(done, every, steps):
             return
-        with self.ranks.together():  # only the first rank sees the log
-            rows = {row["step"]: row for row in read_metrics(self.folder.path)} if self.ranks.first else {}
-        # A step's row that somebody has deleted is not begun again with its evaluation alone.
-        lost = self.ranks.first and done > 0 and done - 1 not in rows
-        if any(self.ranks.gather(lost or name in rows.get(done - 1, ()))):
+
+        def is_done() -> bool:
+            rows = {row["step"]: row for row in read_metrics(self.folder.path)}
+            # A step's row that somebody has deleted is not begun again with its evaluation alone.
+            return name in rows.get(done - 1, ()) or (done > 0 and done - 1 not in rows)
+
+        if self.world.on_first(is_done):
             return
         clock = Clock()
         metrics = measure()
         clock.lap("time/eval")
-        with self.ranks.together():
-            self.folder.add_to_row({"step": done - 1, **metrics, **clock.times})
-        self.tell({"step": done - 1, **metrics, **clock.times})
+        row = {"step": done - 1, **metrics, **clock.times}
+        self.world.on_first(lambda: self.folder.add_to_row(row))
+        self.tell(row)
 
     def tell(self, row: Mapping[str, Any]) -> None:
         """Pass a row of metrics.jsonl on to the followers."""
-        with self.saved_on_failure(), self.ranks.together():
-            for follow in self.followers:
-                self.asked_to_stop |= isinstance(asked := follow(row), bool | np.bool_) and bool(asked)
+        with self.saved_on_failure():
+            answers = self.world.on_first(lambda: [follow(row) for follow in self.followers])
+        self.asked_to_stop |= any(isinstance(answer, bool | np.bool_) and answer for answer in answers)
 
     def save(self) -> None:
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
-        with self.ranks.together():
-            path = self.folder.checkpoint_path(self.state.step)
-        if self.state.step and not any(self.ranks.gather(path.exists())):
+        path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
+        if self.state.step and not self.world.on_first(path.exists):
             self.check.agree(self.state)
-            save_checkpoint(path, self.policy, self.optimizer, self.state, self.ranks, self.more_tensors())
-        with self.ranks.together():
-            self.folder.prune_checkpoints(self.config.run.keep_checkpoints)
+            save_checkpoint(path, self.policy, self.optimizer, self.state, self.world, self.more_tensors())
+        self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Keep what was learnt if an error ends the body: alone, any; on ranks, what all know of, to save together."""
+        """Keep what was learnt if an error ends the body: alone, any; on world, what all know of, to save together."""
         try:
             yield
         except Exception as error:
-            if self.ranks.size == 1 or isinstance(error, UserError):
+            if self.world.all_know(error):
                 self.save()
             raise
 
@@ -161,15 +160,15 @@ class TrainingRun(Generic[Config]):
         try:
             yield
         except UserError as error:
-            known = self.ranks.size == 1 or isinstance(error, AgreedError)  # to all ranks, which save together
-            if not known or not self.state.step or not any(self.ranks.gather(self.folder.is_lost)):
+            known = self.world.all_know(error) and self.state.step > 0
+            if not known or not self.world.on_first(lambda: self.folder.is_lost):
                 raise
             path = f"{self.folder.path}-rescued-at-step-{self.state.step}"
             config = replace(self.config, run=replace(self.config.run, folder=path))
-            self.folder = open_folder(config, None, self.state.step, self.ranks)
+            self.folder = open_folder(config, None, self.state.step, self.world)
             self.save()
             self.folder.close()
-            with self.ranks.together():
+            with self.world.together():
                 raise UserError(f"{error}; its state is saved: continue with --resume {path}") from error
 
     @contextmanager
@@ -180,7 +179,7 @@ class TrainingRun(Generic[Config]):
         the progress bar, by their short names there. What ends an evaluation, or comes before it, leaves a row without
         it, which a resumed run adds before its first step.
         """
-        console = Console(stderr=True, quiet=not self.ranks.first)
+        console = self.world.console()
         if self.state.step >= steps:
             more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
             console.print(f"this run has done all its {steps} steps{more}", highlight=False, soft_wrap=True)
@@ -192,15 +191,15 @@ class TrainingRun(Generic[Config]):
 
             def stop_if_asked() -> None:
                 asked = CALLBACK if self.asked_to_stop else 0
-                if stopping := max(self.ranks.gather(stop.signal_number or asked)):  # a later signal: the next time
+                if stopping := max(self.world.gather(stop.signal_number or asked)):  # a later signal: the next time
                     self.save()
                 obey(stopping, self.state.step, steps, self.folder.path)
 
             def end_step(metrics: Metrics) -> None:
                 done = self.state.step
-                with self.ranks.together():
-                    self.folder.log({"step": done - 1, **metrics})
-                self.tell({"step": done - 1, **metrics})
+                row = {"step": done - 1, **metrics}
+                self.world.on_first(lambda: self.folder.log(row))
+                self.tell(row)
                 if due(done, self.config.run.checkpoint_every, steps):
                     self.save()
                 stop_if_asked()
@@ -214,30 +213,30 @@ class TrainingRun(Generic[Config]):
             yield end_step
 
 
-def refuse_early(config: Config, resumed: RunFolder | None, ranks: Ranks) -> None:
+def refuse_early(config: Config, resumed: RunFolder | None, world: World) -> None:
     """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
-    agree_on_setup(config, ranks)
-    with ranks.together():
-        if not resumed and ranks.first:
-            refuse_taken(Path(config.run.folder), config)
+    agree_on_setup(config, world)
+    if not resumed:
+        world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
+    with world.together():
         for name in config.run.trackers:
             if not find_spec(name):
                 raise UserError(f"run.trackers: {name!r} needs the package; in a clone, pip install '.[{name}]'")
 
 
 def build_or_restore(
-    config: Config, resumed: RunFolder | None, ranks: Ranks
+    config: Config, resumed: RunFolder | None, world: World
 ) -> tuple[Policy, PolicyOptimizer, TrainState]:
     """Policy, optimizer and state as the newest checkpoint of a resumed run has them; new ones if there is none."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
     path = checkpoints(resumed.path)[-1][1] if resumed and checkpoints(resumed.path) else None
-    ranks.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
+    world.agree({"the checkpoint to resume": path}, "resume one run on all ranks, on a disk that they share")
     state = load_train_state(path) if path else TrainState()
     whole = path and not (path / ADAPTERS).is_file()
     source = replace(model, path=str(path), tokenizer="") if whole else model
-    policy = load_sharded(source, config.parallel, ranks, seed, None if whole else path)
+    policy = load_sharded(source, config.parallel, world, seed, None if whole else path)
     if policy.has_adapters and not model.lora.rank:
         raise UserError(f"model.path = {model.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
     optimizer = build_optimizer(settings, config.noise, policy.model, seed, path)
@@ -280,7 +279,7 @@ def open_folder(
     config: TrainConfig | SFTConfig,
     resumed: RunFolder | None,
     done: int,
-    ranks: Ranks,
+    world: World,
     data: Mapping[str, Any] | None = None,
 ) -> RunFolder:
     """The folder to write into from step `done` on. A new one gets `data` as problems.json.
@@ -288,9 +287,7 @@ def open_folder(
     Rows of a resumed run that are later than its checkpoint are deleted, because they will be made again.
     """
     if resumed:
-        resumed.forget_after(done)
-    folder = resumed
-    with ranks.together():
-        if not folder and ranks.first:
-            folder = RunFolder.create(Path(config.run.folder), config, data)
-    return folder or FollowedFolder(Path(config.run.folder))
+        world.on_first(lambda: resumed.forget_after(done))
+        return resumed
+    path = Path(config.run.folder)
+    return world.only_first(lambda: RunFolder.create(path, config, data), others=FollowedFolder(path))

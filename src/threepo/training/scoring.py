@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 
 from threepo.config import Correction, ObjectiveConfig
-from threepo.models.packing import AnyRow, flatten, pack
+from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.objectives.corrections import correct
 from threepo.objectives.policy_loss import selections
 from threepo.objectives.selection import ChoiceInputs
 from threepo.posterior.noise import address_key, uniforms
-from threepo.ranks.dealing import deal_rows
-from threepo.ranks.group import Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import World
 from threepo.types import Batch, CreditedRow, Draw
 
 Key = tuple[Draw | None, int]
@@ -33,21 +33,13 @@ class RowScores(NamedTuple):
     entropy: torch.Tensor
 
 
-def bundles_of(rows: Sequence[AnyRow], token_budget: int, policy: Policy, ranks: Ranks) -> list[list[AnyRow]]:
-    """This rank's bundles of these rows; as many as every other rank has, so the last ones may be empty."""
-    padding = not policy.scorer.packed_rows
-    hands = [list(pack(hand, token_budget, policy.device, padding=padding)) for hand in deal_rows(rows, ranks.size)]
-    mine = hands[ranks.rank]
-    return mine + [[]] * (max(map(len, hands)) - len(mine))
-
-
 @torch.no_grad()
 def score_rows(
-    rows: Sequence[CreditedRow], policy: Policy, temperature: float, token_budget: int, ranks: Ranks
+    rows: Sequence[CreditedRow], policy: Policy, temperature: float, token_budget: int, world: World
 ) -> dict[int, RowScores]:
     """Scores by row index at the weights that the model holds now, of all ranks' rows on every rank."""
     mine: dict[int, RowScores] = {}
-    for bundle in bundles_of(rows, token_budget, policy, ranks):
+    for bundle in deal_bundles(rows, token_budget, policy, world):
         if not bundle:
             policy.idle()
             continue
@@ -57,7 +49,7 @@ def score_rows(
         for row, (logprobs, entropy) in zip(bundle, by_row, strict=True):
             # Copies, because to send a part of a tensor is to send all of it.
             mine[row.index] = RowScores(logprobs.clone(), entropy.clone())
-    return {index: scores for own in ranks.gather(mine) for index, scores in own.items()}
+    return {index: scores for own in world.gather(mine) for index, scores in own.items()}
 
 
 def choose_tokens(

@@ -24,13 +24,13 @@ from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.ivon import IVON
 from threepo.ranks.agreement import row_facts
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import ALONE, World
 from threepo.run_folder import CONVERSATIONS, RunFolder, read_material, refuse_changed
 from threepo.training.checkpoint import TrainState
 from threepo.training.conversations import Part, prepare, read_template, refuse_unreadable
 from threepo.training.metrics import Clock, Metrics
 from threepo.training.run import TrainingRun, build_or_restore, due, open_folder, refuse_early
-from threepo.training.scoring import bundles_of
 from threepo.types import Draw, Purpose, Row
 
 
@@ -64,7 +64,7 @@ class FineTuning(TrainingRun[SFTConfig]):
     @torch.no_grad()
     def _heldout_loss(self) -> Metrics:
         heldout = self.material.heldout
-        loss = cross_entropy(self.policy, heldout, self.config.batching.tokens, self.ranks)
+        loss = cross_entropy(self.policy, heldout, self.config.batching.tokens, self.world)
         return {"sft/eval_loss": loss / loss_tokens(heldout)}
 
 
@@ -80,7 +80,7 @@ def fine_tune(run: FineTuning) -> None:
             tokens = loss_tokens(rows)
             run.check.agree(run.state, partial(row_facts, rows))
             with run.optimizer.at(draw):
-                loss = cross_entropy(run.policy, rows, config.batching.tokens, run.ranks)
+                loss = cross_entropy(run.policy, rows, config.batching.tokens, run.world)
             finite = run.optimizer.observe(draw)
             run.optimizer.step(divisor=tokens)
             run.check.note()
@@ -102,10 +102,10 @@ def encode(policy: Policy, demonstrations: Sequence[Demonstration]) -> list[Row]
     return rows
 
 
-def cross_entropy(policy: Policy, rows: Sequence[Row], token_budget: int, ranks: Ranks = ALONE) -> float:
+def cross_entropy(policy: Policy, rows: Sequence[Row], token_budget: int, world: World = ALONE) -> float:
     """Cross-entropy in nats, summed over the counted tokens; accumulates its gradient where gradients are enabled."""
     total = 0.0
-    for bundle in bundles_of(rows, token_budget, policy, ranks):
+    for bundle in deal_bundles(rows, token_budget, policy, world):
         if not bundle:
             policy.idle()
             continue
@@ -113,7 +113,7 @@ def cross_entropy(policy: Policy, rows: Sequence[Row], token_budget: int, ranks:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return math.fsum(ranks.gather(total))
+    return math.fsum(world.gather(total))
 
 
 def loss_tokens(rows: Sequence[Row]) -> int:
@@ -121,13 +121,13 @@ def loss_tokens(rows: Sequence[Row]) -> int:
     return sum(row.loss_tokens for row in rows)
 
 
-def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = ALONE) -> FineTuning:
+def assemble(config: SFTConfig, folder: RunFolder | None = None, world: World = ALONE) -> FineTuning:
     """A new run in a folder of its own; or that in `folder`, as its newest checkpoint left it."""
-    refuse_early(config, folder, ranks)
+    refuse_early(config, folder, world)
     if config.conversations and not folder:
         refuse_unreadable(config.conversations)
     demonstrations = Demonstrations(config.demonstrations) if config.demonstrations else None
-    policy, optimizer, state = build_or_restore(config, folder, ranks)
+    policy, optimizer, state = build_or_restore(config, folder, world)
     if config.conversations and config.conversations.chat_template and not state.step:  # a checkpoint has its own
         policy.tokenizer.chat_template = read_template(config.conversations.chat_template)
     if demonstrations:
@@ -137,10 +137,10 @@ def assemble(config: SFTConfig, folder: RunFolder | None = None, ranks: Ranks = 
     else:
         material = _conversations(config, policy, folder)
     material.rows(state.step)  # refuse what cannot be encoded now, not in the loop
-    folder = open_folder(config, folder, state.step, ranks)
-    if material.record and ranks.first:
-        write_json(folder.path / CONVERSATIONS, material.record)
-    return FineTuning(config, folder, policy, optimizer, state, ranks, material)
+    folder = open_folder(config, folder, state.step, world)
+    if material.record:
+        world.on_first(lambda: write_json(folder.path / CONVERSATIONS, material.record))
+    return FineTuning(config, folder, policy, optimizer, state, world, material)
 
 
 def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None) -> Material:

@@ -21,9 +21,10 @@ from threepo.objectives.inputs import LossInputs
 from threepo.objectives.token_losses import terms_of
 from threepo.posterior.evolution import evolution_metrics, evolve
 from threepo.posterior.policy_optimizer import PolicyOptimizer
-from threepo.ranks.group import ALONE, Ranks
+from threepo.ranks.dealing import deal_bundles
+from threepo.ranks.world import ALONE, World
 from threepo.training.reference import Reference
-from threepo.training.scoring import Key, Parts, RowScores, bundles_of, choose_tokens, score_rows
+from threepo.training.scoring import Key, Parts, RowScores, choose_tokens, score_rows
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Batch, CreditedRow, Draw
 
@@ -34,11 +35,11 @@ def update_policy(
     batch: Batch,
     objective: ObjectiveConfig,
     token_budget: int = 0,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
     reference: Reference | None = None,
 ) -> UpdateRecord:
     """Train on the batch: one optimizer step per mini-batch. Returns the sums over all of them, and over all ranks."""
-    update = _Update(policy, optimizer, batch, objective, token_budget, ranks, UpdateRecord(batch.correction))
+    update = _Update(policy, optimizer, batch, objective, token_budget, world, UpdateRecord(batch.correction))
     if not batch.parts:
         evolve(optimizer, batch.fitness)
         return UpdateRecord(None)
@@ -49,7 +50,7 @@ def update_policy(
     for mini_batch in split_batch(batch, objective.mini_batches):
         update.take_step(mini_batch.parts)
         update.moved = True
-    update.record.unite(ranks)
+    update.record.unite(world)
     return update.record
 
 
@@ -62,7 +63,7 @@ class _Update:
     batch: Batch
     objective: ObjectiveConfig
     token_budget: int
-    ranks: Ranks
+    world: World
     record: UpdateRecord
     moved: bool = False
     """Whether the policy may not be the old policy any more."""
@@ -92,7 +93,7 @@ class _Update:
 
     def score(self, rows: Sequence[CreditedRow]) -> dict[int, RowScores]:
         """Scores by row index at the weights that the model holds now."""
-        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.ranks)
+        return score_rows(rows, self.policy, self.batch.temperature, self.token_budget, self.world)
 
     def take_step(self, parts: Parts) -> None:
         """One optimizer step from the rows of a mini-batch."""
@@ -146,7 +147,7 @@ class _Update:
         """
         total = count = 0.0
         for rows, with_gradient in self.split(draw, part):
-            for bundle in bundles_of(rows, self.token_budget, self.policy, self.ranks):
+            for bundle in deal_bundles(rows, self.token_budget, self.policy, self.world):
                 with torch.set_grad_enabled(with_gradient):
                     if not bundle:  # other ranks have rows left
                         self.policy.idle()
@@ -160,7 +161,7 @@ class _Update:
                 total += float(loss.detach())
                 count += float((inputs.correction.counted * inputs.weights).sum(dtype=torch.float64))
                 self.record.add(bundle, inputs, policy_loss.statistics(inputs, self.objective))
-        totals, counts = (math.fsum(column) for column in zip(*self.ranks.gather((total, count)), strict=True))
+        totals, counts = (math.fsum(column) for column in zip(*self.world.gather((total, count)), strict=True))
         longest = self.batch.max_new_tokens
         return totals, policy_loss.divisor(counts, len(part), self.objective.aggregation, longest)
 

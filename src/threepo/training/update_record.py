@@ -10,7 +10,7 @@ import torch
 from threepo.config import Correction
 from threepo.objectives.corrections import effective_sample_share, sum_by_row
 from threepo.objectives.inputs import LossInputs
-from threepo.ranks.group import Ranks
+from threepo.ranks.world import World
 from threepo.training.metrics import mean
 from threepo.types import CreditedRow
 
@@ -70,9 +70,9 @@ class UpdateRecord:
         for row, values in zip(rows, zip(*(column.tolist() for column in columns), strict=True), strict=True):
             self.rows.append(RowRecord(row.index, *values))
 
-    def unite(self, ranks: Ranks) -> None:
+    def unite(self, world: World) -> None:
         """Add up what the ranks have recorded, each of its own rows."""
-        records = ranks.gather(self)
+        records = world.gather(self)
         self.tokens = sum(record.tokens for record in records)
         self.kl = math.fsum(record.kl for record in records)
         names = {name: None for record in records for name in record.policy}

@@ -1,0 +1,143 @@
+"""Start and end of a rank: torchrun starts a process for each device, and tells it by environment variables who it is.
+
+Before the ranks have met, they can only know their numbers; so one may speak for all, and ends wait for each other.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+from threepo.errors import UserError
+from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
+
+_PATIENCE_S = 15.0
+"""Seconds in which the first rank can report what all have to report; it may take so long to end its engine."""
+_LAST_WORDS_S = 5.0
+"""Seconds in which a rank that has lost another reports it, before its neighbours end it."""
+_PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
+
+
+def _started() -> World:
+    """This process among those that torchrun has started, which have not met yet."""
+    return World(int(os.environ.get("RANK", 0)), ranks_started())
+
+
+def ranks_started() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextmanager
+def join_world(timeout_s: float) -> Iterator[World]:
+    """Meet the other ranks that torchrun has started, for the body. Alone, there is nobody to meet.
+
+    A rank that waits longer than `timeout_s` for another, or whose partner has ended, raises `RankLost`.
+    """
+    world = _started()
+    if world.size == 1:
+        yield ALONE
+        return
+    import torch
+    import torch.distributed as dist
+
+    patience = timedelta(seconds=timeout_s)
+    if sys.platform == "linux":  # torchrun itself may be killed; then its ranks are asked to stop, and save
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:  # a scheduler may have shown each rank its own GPU alone, which is number 0 there
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=patience)
+    world = replace(world, gloo=dist.new_group(backend="gloo", timeout=patience))
+    neighbours = _neighbours(world)
+    try:
+        # A rank that closes its connections early may close them on another's last collective.
+        try:
+            yield world
+        except AgreedError:  # which all ranks have
+            with suppress(RuntimeError):
+                dist.barrier(group=world.gloo)
+            raise
+        dist.barrier()
+    except RankLost as lost:
+        lost.neighbours = neighbours
+        raise
+    except RuntimeError as error:
+        if is_lost(error):
+            raise RankLost(error, neighbours) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _neighbours(world: World) -> list[int]:
+    """Handles of the processes of the other ranks of this node's torchrun; none where the system has no handles."""
+    node, own = (os.environ.get("GROUP_RANK"), os.getppid()), os.getpid()
+    processes = world.gather((node, own))
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open") or not node[0]:
+        return []
+    with suppress(OSError):  # an old kernel, or a container that forbids it
+        return [os.pidfd_open(process) for where, process in processes if where == node and process != own]
+    return []
+
+
+def refuse_several(message: str) -> None:
+    """Raise `UserError` with this message if torchrun has started several ranks."""
+    if ranks_started() > 1:
+        raise UserError(message)
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Within the body, only the first rank prints: the others print the same."""
+    if _started().rank == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def report_end(message: str, failure: type[Exception] | None = None, neighbours: Sequence[int] = ()) -> None:
+    """Print why this rank ends, once for all ranks that have the same reason; torchrun ends all when one has ended.
+
+    The neighbours, of a rank that has lost another, are ended too.
+    """
+    rank = _started().rank
+    if rank == 0:
+        print(f"threepo: {message}", file=sys.stderr, flush=True)
+    else:
+        if not (failure and issubclass(failure, RankError)):
+            time.sleep(_PATIENCE_S if failure else 1.0)
+        if failure and not issubclass(failure, AgreedError):  # still here, so the first has not failed
+            print(f"threepo: rank {rank}: {message}", file=sys.stderr, flush=True)
+    if neighbours:
+        _end(neighbours)
+
+
+def _end(neighbours: Sequence[int]) -> None:
+    """End the ranks of these handles, which cannot go on either, once those that know it have had time to report it.
+
+    A stuck rank does not obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
+    """
+    time.sleep(_LAST_WORDS_S)
+    for process in neighbours:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with an exit status."""
+    if ranks_started() > 1:
+        # Without the interpreter's end: meshes of devices keep their gloo groups alive, and a thread of such a group
+        # that lets go of a tensor then aborts the process ("terminate called without an active exception").
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,335 @@
+"""Everything that can be added is added to a copy of the package and used, by the files that CONTRIBUTING.md names."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import threepo
+from runs import TINY
+from threepo.run_folder import read_metrics
+
+SOURCE = Path(threepo.__file__).parent
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+OWN = {
+    "posterior/sign_sgd.py": """
+from threepo.posterior.point_optimizers import PointSGD
+
+
+class SignSGD(PointSGD):
+    def step(self, closure=None, *, divisor=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.sign_()
+        return super().step(closure, divisor=divisor)
+""",
+    "rollout/counting.py": """
+from threepo.rollout.local import LocalEngine
+
+
+class CountingEngine(LocalEngine):
+    generated = 0
+
+    def generate(self, requests, sampling, seed):
+        CountingEngine.generated += len(requests)
+        return super().generate(requests, sampling, seed)
+""",
+    "rewards/brevity.py": """
+from threepo.types import Verdict
+
+
+def grade(completions):
+    return [Verdict(correct=(n := len(c.text)) % 2 == 0, status="right", answer=c.text, reward=-float(n)) for c in
+            completions]
+""",
+    "data/tasks/doubling.py": """
+from threepo.data.task import Task
+
+
+class Doubling(Task):
+    name, default_levels, min_level = "doubling", (2,), 1
+
+    def generate(self, rng, level):
+        word = "".join(rng.choices("abcdef", k=level + 3))
+        return word, word + word
+
+    def work(self, prompt):
+        return f"{prompt} and {prompt}"
+""",
+    "objectives/squared.py": """
+from threepo.objectives.token_losses import TokenLoss
+
+SQUARED = TokenLoss(lambda inputs, settings: -settings.strength * inputs.advantages * inputs.ratio().square())
+""",
+    "methods/sign_credit.py": """
+from threepo.methods.credit import Rule
+
+SIGN = Rule(lambda rewards, settings: (rewards - rewards.mean(dim=-1, keepdim=True)).sign())
+""",
+    "plugins/csv_tracker.py": """
+import csv
+
+
+class CSV:
+    id = ""
+
+    def __init__(self, folder, config, known, first_step):
+        self._path = folder / "metrics.csv"
+
+    def log(self, step, metrics):
+        with open(self._path, "a", newline="") as file:
+            csv.writer(file).writerow([step, len(metrics)])
+
+    def finish(self, summary):
+        pass
+""",
+}
+"""Files of their own, which the additions to tables below name."""
+
+
+def before(anchor: str, text: str) -> tuple[str, str]:
+    """The edit that puts a text before another, which stands once in the file."""
+    return anchor, text + anchor
+
+
+def after(anchor: str, text: str) -> tuple[str, str]:
+    """The edit that puts a text after another, which stands once in the file."""
+    return anchor, anchor + text
+
+
+ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
+    "an optimizer": {
+        "posterior/sign_sgd.py": [],
+        "training/optimizers.py": [
+            before(
+                "\n\ndef optimizer_kind(",
+                """
+
+def _build_sign(settings, model, groups, seed):
+    from threepo.posterior.sign_sgd import SignSGD
+
+    return SignSGD(groups, seed=seed, model=model, lr=settings.lr)
+
+
+SIGN = OptimizerKind(_build_sign)
+""",
+            )
+        ],
+        "config/optimizers.py": [
+            before(
+                "AnyOptimizer = ",
+                '''class SignConfig(OptimizerConfig):
+    """The sign of the gradient."""
+
+    kind: Literal["sign"] = "sign"
+    lr: Positive = 1e-4
+    """Learning rate."""
+
+    code = "threepo.training.optimizers:SIGN"
+
+
+''',
+            ),
+            after("AnyOptimizer = Annotated[", "SignConfig | "),
+        ],
+    },
+    "an engine": {
+        "rollout/counting.py": [],
+        "config/engine.py": [
+            before(
+                "AnyEngine = ",
+                '''class CountingEngineConfig(LocalEngineConfig):
+    """The local engine, which counts."""
+
+    kind: Literal["counting"] = "counting"
+    code = "threepo.rollout.counting:CountingEngine"
+
+
+''',
+            ),
+            after("AnyEngine = Annotated[", "CountingEngineConfig | "),
+        ],
+    },
+    "a grader": {
+        "rewards/brevity.py": [],
+        "rewards/grading.py": [
+            before("from threepo.rewards.code import", "from threepo.rewards import brevity\n"),
+            after("\nGRADERS = {", '"brevity": GraderKind(lambda *_: brevity.grade), '),
+        ],
+    },
+    "a task": {
+        "data/tasks/doubling.py": [],
+        "data/tasks/__init__.py": [
+            before("from threepo.data.tasks.forks", "from threepo.data.tasks.doubling import Doubling\n"),
+            before("Forks(),", "Doubling(), "),
+        ],
+    },
+    "a policy loss": {
+        "objectives/squared.py": [],
+        "config/objective.py": [
+            before(
+                "AnyObjective = ",
+                '''class SquaredConfig(ObjectiveConfig):
+    """The squared ratio."""
+
+    loss: Literal["squared"] = "squared"
+    strength: Positive = 1.0
+    """Factor."""
+
+    code = "threepo.objectives.squared:SQUARED"
+
+
+''',
+            ),
+            after("AnyObjective = Annotated[", "SquaredConfig | "),
+        ],
+    },
+    "a credit rule": {
+        "methods/sign_credit.py": [],
+        "config/method.py": [
+            after("\nCREDIT_RULES = {", '"sign": Named("threepo.methods.sign_credit:SIGN", "the sign"), ')
+        ],
+    },
+    "a noise structure": {
+        "posterior/noise_structures.py": [
+            before(
+                "\nSTRUCTURES: ",
+                """
+class RowNoise(StructuredNoise):
+    def _numbers(self, start, stop, device):
+        rows = torch.cat([z for _, z in normal_chunks(self.key, 0, self.rows, device)])
+        yield 0, rows.repeat_interleave(self.columns)[start:stop].clone()
+
+""",
+            ),
+            after("STRUCTURES: dict[str, type[StructuredNoise]] = {", '"by_row": RowNoise, '),
+        ],
+        "config/method.py": [
+            after("NOISE_STRUCTURES = (", '"by_row", '),
+            before(
+                "    rank: Annotated[int, must(", '    by_row: CountOrZero = 0\n    """1: a row has one number."""\n'
+            ),
+        ],
+    },
+    "an ess schedule": {
+        "config/schedules.py": [
+            before(
+                "AnyEssSchedule = ",
+                '''class HalvingEss(EssScheduleConfig):
+    """ess is halved in each step."""
+
+    kind: Literal["halving"] = "halving"
+
+    def factor(self, now: Moment) -> float:
+        return 0.5 ** (now.progress * 2)
+
+
+''',
+            ),
+            after("AnyEssSchedule = Annotated[\n    ", "HalvingEss\n    | "),
+        ],
+    },
+    "a tracker": {
+        "plugins/csv_tracker.py": [],
+        "config/__init__.py": [after("\nTRACKERS = {", '"csv": Named("threepo.plugins.csv_tracker:CSV", "a table"), ')],
+    },
+    "a study statistic": {
+        "lab/study_summary.py": [
+            after(
+                "STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {",
+                '"time": lambda run, base: run.seconds - base.seconds, ',
+            )
+        ],
+    },
+}
+"""By what is added: the files that it touches, and their edits; a new file has none."""
+ENVIRONMENT = """
+from threepo.data.finite import FiniteProblems
+from threepo.data.installed import InstalledSource
+from threepo.data.source import ProblemSet
+from threepo.types import Problem
+
+
+def _open(name, split, settings):
+    problems = tuple(Problem(id=str(i), prompt=f"say {i}", answer=str(i)) for i in range(8))
+    return ProblemSet(FiniteProblems(name, problems, settings.seed, 8), None, name)
+
+
+SOURCE = InstalledSource(open=_open, endless=False)
+"""
+USES = """
+import json, sys
+from threepo.cli import main
+
+settings = json.loads(sys.argv[1])
+assert main(["train", *settings]) == 0
+if "engine.kind=counting" in settings:
+    from threepo.lab.study_summary import STATISTICS, Result
+    from threepo.rollout.counting import CountingEngine
+
+    assert CountingEngine.generated == 2 * 4 * 4, CountingEngine.generated
+    one, other = (Result(0.0, [0], [0.0], [0.0], seconds, 1, "") for seconds in (3.0, 1.0))
+    assert STATISTICS["time"](one, other) == 2.0
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package and all additions, and a package that brings an environment."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(SOURCE, folder / "threepo", ignore=shutil.ignore_patterns("__pycache__"))
+    for path, text in OWN.items():
+        (folder / "threepo" / path).write_text(text)
+    for path, old, new in ((p, *e) for touched in ADDITIONS.values() for p, edits in touched.items() for e in edits):
+        text = (folder / "threepo" / path).read_text()
+        assert text.count(old) == 1, (path, old)
+        (folder / "threepo" / path).write_text(text.replace(old, new))
+    (folder / "own_words.py").write_text(ENVIRONMENT)
+    information = folder / "own_words-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own-words\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[threepo.sources]\nown = own_words:SOURCE\n")
+    return folder
+
+
+def run(copy: Path, folder: Path, *settings: str) -> None:
+    """Train in a process that has the copy as its package."""
+    program = [sys.executable, "-c", USES, json.dumps([*TINY, *settings, f"run.folder={folder}"])]
+    done = subprocess.run(program, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_run_uses_an_addition_of_every_kind(copy: Path, tmp_path: Path) -> None:
+    settings = ["optimizer.kind=sign", "engine.kind=counting", "objective.loss=squared", "objective.strength=2"]
+    settings += ["method.advantage.rule=sign", "ess_schedule.kind=halving", "data.train=doubling"]
+    settings += [
+        "reward.function=brevity",
+        'run.trackers=["csv"]',
+        "noise.unit=rms",
+        "noise.size=0.1",
+        "noise.by_row=1",
+    ]
+    settings += ["method.draws=2", "method.gradient_at=generator", "method.rollouts_per_prompt=4"]
+    settings += ["data.prompts_per_step=4", "sampling.max_new_tokens=6", "run.steps=2", "schedule.warmup_share=0"]
+    run(copy, tmp_path / "run", *settings)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["posterior/ess"] for row in rows] == [1, 0.5], "the schedule acts"
+    assert all(row["reward/mean"] < 0 for row in rows), "the grader pays"
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 2, "the tracker follows"
+
+
+def test_problems_of_another_package_need_no_change_of_this_one(copy: Path, tmp_path: Path) -> None:
+    settings = ["data.train=own:words", "reward.function=exact", "data.prompts_per_step=4", "run.steps=1"]
+    run(copy, tmp_path / "run", *settings, "method.rollouts_per_prompt=2", "sampling.max_new_tokens=4")
+    assert len(read_metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("addition", ADDITIONS)
+def test_the_page_names_the_files_that_an_addition_touches(addition: str) -> None:
+    (row,) = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {addition} |"))
+    touched = {path if edits else f"{path.rpartition('/')[0]}/" for path, edits in ADDITIONS[addition].items()}
+    assert set(re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", row)) == touched
