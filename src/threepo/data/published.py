@@ -128,7 +128,7 @@ def _llama_nemotron(row: Row, generator: str) -> Messages | str:
     """The messages of a row, or why it is left out: `no_thought`, `not_two_messages` or `other_generator`.
 
     Kept are one message of the user and an answer that begins with a thought and goes on after it. The paper takes the
-    answers of the generator DeepSeek-R1; its released code takes those of any generator, which is "" here.
+    answers of the generator DeepSeek-R1; its released code takes the answers of any generator, which is "" here.
     """
     question, output = row["input"], row["output"]
     found = re.match(r"<think>(?P<thought>.*?)</think>(?P<answer>.*)", output, re.DOTALL)
