@@ -50,8 +50,7 @@ test-vllm: $(VENV_VLLM)/vllm
 
 test-verl: $(VENV_VERL)/verl
 	$(VENV_VERL)/bin/python -W ignore -c "import verl"
-	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/plugins/test_verl.py \
-	  tests/lab/test_study_ray.py
+	OMP_NUM_THREADS=1 $(VENV_VERL)/bin/python -W ignore -m pytest tests/plugins/test_verl.py
 
 test-extras: $(VENV_EXTRAS)/extras
 	OMP_NUM_THREADS=1 $(VENV_EXTRAS)/bin/python -m pytest tests/plugins/test_trackers.py tests/plugins/test_verifiers.py

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from threepo.config import RewardConfig, SandboxConfig
-from threepo.rewards.code import CodeGrader, parse_tests
+from threepo.rewards.code import CodeGrader
+from threepo.rewards.code_tests import parse_tests
 from threepo.workers import cores
 
 PROGRAM = "import sys\nvalues = sorted(map(int, sys.stdin.read().split()))\nprint(*values)\n"

@@ -157,7 +157,10 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("data.levels=[a]", "data.levels = '.a.': must be a list"),
         ("data.prompt_template=hello", "must contain {prompt}"),
         ("optimizer.kind=adamw", "method.preset = 'c3po' is trained by ivon"),
-        ("optimizer.max_grad_norm=1", "max_grad_norm = 1: method.preset = 'c3po' is trained by ivon, which does not"),
+        (
+            "optimizer.max_grad_norm=1",
+            "optimizer.max_grad_norm: is for optimizer.kind = 'adamw' or 'sgd', and here",
+        ),
         ("sampling.temperature=0", "method.preset = 'thompson'"),
         ("sampling.top_p=0.9", "importance ratios are wrong"),
         ("sampling.top_p=0", "sampling.top_p = 0: must be greater than 0"),
@@ -302,7 +305,7 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
         (["engine.kind=vllm", "sampling.raised_temperature=3"], "sampling.raised_temperature = 3.0: engine.kind = 'v"),
         (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
-        (["engine.kind=vllm", "engine.vllm.draw_rank=8"], "must be 0, or that of the draws, noise.rank = 0"),
+        (["engine.kind=vllm", "engine.vllm.draw_rank=8"], "must be 0, or the rank of the draws, noise.rank = 0"),
     ],
 )
 def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message: str) -> None:

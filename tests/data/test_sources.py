@@ -114,7 +114,7 @@ def test_templates_around_chat_messages_are_refused(tmp_path: Path) -> None:
     chat = {"prompt": [{"role": "user", "content": "Hi"}]}
     for fields in ({"prompt_template": "Q: {prompt}"}, {"system_prompt": "Be brief."}):
         path = write_jsonl(tmp_path / "p.jsonl", [chat])
-        with pytest.raises(UserError, match=f"data.{next(iter(fields))} = .* are lists of chat messages; leave it out"):
+        with pytest.raises(UserError, match=f"data.{next(iter(fields))} = .* has lists of chat messages; leave it out"):
             open_training(settings(path, **fields))
         write_jsonl(path, [chat, {"prompt": "plain"}])
         assert len(open_training(settings(path, **fields)).problems.known()) == 2

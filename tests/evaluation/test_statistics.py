@@ -161,13 +161,13 @@ def test_a_comparison_by_hand() -> None:
 
 
 def test_steps_to_a_target_by_hand() -> None:
-    """Means of two: 0.25, 0.5, 0.5, 0.75; the first of them is known when steps 0 and 1 are done."""
+    """Means of two: 0.25, 0.5, 0.5, 0.75; the first of them is known after two steps."""
     values = [0.0, 0.5, 0.5, 0.5, 1.0]
     assert running_means(values, 2) == [0.0, 0.25, 0.5, 0.5, 0.75]
-    assert steps_to(range(5), values, 2, 0.5) == 3
-    assert steps_to(range(5), values, 2, 0.2) == 2
-    assert steps_to(range(5), values, 2, 0.8) is None
-    assert steps_to(range(5), [1.0, 0.0, 0.0, 0.0, 0.0], 2, 0.9) is None, "one lucky batch is not the target"
+    assert steps_to(range(1, 6), values, 2, 0.5) == 3
+    assert steps_to(range(1, 6), values, 2, 0.2) == 2
+    assert steps_to(range(1, 6), values, 2, 0.8) is None
+    assert steps_to(range(1, 6), [1.0, 0.0, 0.0, 0.0, 0.0], 2, 0.9) is None, "one lucky batch is not the target"
 
 
 def test_the_median_counts_seeds_that_never_arrive() -> None:

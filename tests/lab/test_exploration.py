@@ -391,7 +391,6 @@ def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFi
     for k in ("1", "2", "4"):
         assert found["heldout"][f"pass_at_{k}/run"]["value"] == pytest.approx(scores[k])
     assert found["heldout"]["gained"]["value"] == 0
-    assert found["entropy"]["run"]["step"] == [0, 1]
     phases = found["phases"]["all"]
     assert phases["second/text_distance/other_draw"]["value"] > 0
     for name in ("incorrect", "no_answer"):
@@ -433,10 +432,9 @@ def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", rows(STEPS))
     second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS)), "0011"))
     comparison = explore(first, [second], heldout=(first, second))
-    comparison["runs"]["b.jsonl"]["entropy"] = {s: {"step": [0, 1], "nats": [1, 0.5]} for s in ("baseline", "run")}
     less, everything = exploration_panels(explore(first, [first])), exploration_panels(comparison)
     palette = {str(first): "#000000", "a.jsonl": "#ff0000", "b.jsonl": "#0000ff"}
-    unknown = ["win_rates", "second_draw", "entropy"]
+    unknown = ["win_rates", "second_draw"]
     assert [panel.name for panel in less if panel not in with_data(less)] == unknown
     assert less[4].title == "pass@k, training rollouts, last third"
     assert everything[4].title == "pass@k, held-out problems"

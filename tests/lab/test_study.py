@@ -15,19 +15,9 @@ from threepo.cli import main
 from threepo.config.records import to_dict
 from threepo.errors import UserError
 from threepo.files import lock, write_json, write_text
-from threepo.lab.study import (
-    begin,
-    choose,
-    chosen_point,
-    forecast,
-    job_devices,
-    outcome,
-    refuse_changed,
-    reported_runs,
-    run_study,
-    tuning_runs,
-)
+from threepo.lab.study import forecast, job_devices, run_study, start_run
 from threepo.lab.study_config import Cell, Study, StudyRun, load_study
+from threepo.lab.study_state import choose, chosen_point, outcome, refuse_changed, reported_runs, tuning_runs
 from threepo.lab.study_summary import summarise
 from threepo.lab.study_view import markdown, shown_tables, write_results
 
@@ -185,7 +175,7 @@ def test_a_run_that_a_killed_study_left_behind_is_waited_for_but_not_when_stoppi
     run = study.reported(study.cells[0], ())[0]
     run.log.parent.mkdir(parents=True)
     with lock(run.log):
-        process = begin(study, run, "")
+        process = start_run(study, run, "")
         assert process.poll() is None
         process.terminate()
         assert process.poll() == 0

@@ -13,9 +13,9 @@ import pytest
 
 from rewards.cheats import ASSERTS, CHEATS, FROM_WITHIN, HONEST
 from rewards.contained import Contained, contained, why_not
-from threepo.rewards.code import parse_tests
+from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.sandbox import Outcome
-from threepo.rewards.sandbox.bubblewrap import IDLE, REFUSED
+from threepo.rewards.sandbox.seccomp import IDLE, REFUSED
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -265,7 +265,7 @@ def by_outputs(kind: str, program: str, inside: Contained) -> str:
     parsed = parse_tests(tests)
     result = inside.run(kind, program, list(parsed.submission.cases), entry=parsed.submission.entry)
     assert result["left"] == []
-    return parsed.judged(0, Outcome(result["endings"][0], result["outputs"][0]))
+    return parsed.judge(0, Outcome(result["endings"][0], result["outputs"][0]))
 
 
 @pytest.mark.parametrize("kind", ["stdin", "call"])

@@ -25,9 +25,10 @@ from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
 from threepo.evaluation.livecodebench import PRELUDE
 from threepo.rewards import code
-from threepo.rewards.code import CodeGrader, extract_program, parse_tests, same_text, same_value
+from threepo.rewards.code import CodeGrader, extract_program
+from threepo.rewards.code_tests import parse_tests, same_text, same_value
 from threepo.rewards.grading import lack, load_grader
-from threepo.rewards.sandbox import Outcome, bubblewrap
+from threepo.rewards.sandbox import Outcome, seccomp
 from threepo.types import Problem, Verdict
 
 REASON = why_not()
@@ -228,14 +229,14 @@ def test_outputs_are_judged_in_linear_time(part: str, form: str) -> None:
     tests, right = FORMS_COMPARED[form]
     parsed = parse_tests(tests)
     for start in ("", right):
-        assert_linear(lambda size, start=start: parsed.judged(0, Outcome("ok", start + repeated(part, size) + "x")))  # type: ignore[misc]
+        assert_linear(lambda size, start=start: parsed.judge(0, Outcome("ok", start + repeated(part, size) + "x")))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_long_outputs_that_are_right_are_judged_in_linear_time(part: str) -> None:
     def judged(size: int) -> None:
         text = repeated(part, size // 4)
-        assert parse_tests({"inputs": [""], "outputs": [text + "1"]}).judged(0, Outcome("ok", text + " 1")) in DETAILS
+        assert parse_tests({"inputs": [""], "outputs": [text + "1"]}).judge(0, Outcome("ok", text + " 1")) in DETAILS
 
     assert_linear(judged)
 
@@ -249,7 +250,7 @@ def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None
     output = Outcome("ok", start + repeated(part, 16 * MIB - 4) + end)
     tracemalloc.start()
     try:
-        assert parsed.judged(0, output) in ("wrong", "runtime error")
+        assert parsed.judge(0, output) in ("wrong", "runtime error")
         assert tracemalloc.get_traced_memory()[1] < 40 * MIB
     finally:
         tracemalloc.stop()
@@ -257,8 +258,8 @@ def test_wrong_outputs_are_judged_in_little_memory(part: str, form: str) -> None
 
 def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
     parsed = parse_tests({"fn_name": "f", "inputs": [[1], [1]], "outputs": [1e300, ["é", 0.1]]})
-    assert parsed.judged(0, Outcome("ok", json.dumps(10**300))) == "passed"
-    assert parsed.judged(1, Outcome("ok", json.dumps(["é", 0.1 + 1e-17]))) == "passed"
+    assert parsed.judge(0, Outcome("ok", json.dumps(10**300))) == "passed"
+    assert parsed.judge(1, Outcome("ok", json.dumps(["é", 0.1 + 1e-17]))) == "passed"
 
 
 # Forms of tests
@@ -632,7 +633,7 @@ def test_without_bubblewrap_code_rewards_do_not_start(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_without_filters_of_system_calls_code_rewards_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "LIBRARY", "libnowhere.so.2")
+    monkeypatch.setattr(seccomp, "LIBRARY", "libnowhere.so.2")
     with pytest.raises(UserError, match=r"there is no libseccomp .*apt-get install libseccomp2.* 'unconfined'"):
         load_grader(RewardConfig(function="code"), None, [])
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threepo.rewards.algebra import judge
-from threepo.rewards.equality import equal, number
+from threepo.rewards.equality import equal
 from threepo.rewards.math import extract_answer
+from threepo.rewards.quantities import number
 from threepo.rewards.spelling import spelling
 
 FILES = [Path(__file__).with_name(f"{name}_cases.toml") for name in ("border", "structure")]

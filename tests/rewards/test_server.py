@@ -16,7 +16,8 @@ import pytest
 
 from threepo.config import RewardConfig, SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.code import CodeGrader, parse_tests
+from threepo.rewards.code import CodeGrader
+from threepo.rewards.code_tests import parse_tests
 from threepo.rewards.grading import load_grader
 from threepo.rewards.sandbox import Submission
 from threepo.rewards.sandbox.server import ATTEMPTS, ServerSandbox, wait_s

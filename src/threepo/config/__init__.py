@@ -85,7 +85,7 @@ class RunConfig(Settings, table="run"):
     threads: ParallelOrZero = 0
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
-    """Also send the metrics to these; each needs the extra of its name (docs/trackers.md)."""
+    """Services that get a copy of the metrics; each needs the extra of its name (docs/trackers.md)."""
 
 
 class TinyConfig(Settings, table="model.tiny"):
@@ -137,10 +137,10 @@ class LoRAConfig(Settings, table="model.lora"):
     noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
     and noise goes to both."""
     base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """How the frozen weights of linear layers are held. `bfloat16` takes half of the memory, and with
+    """Precision of the frozen weights of linear layers. `bfloat16` takes half of the memory, and with
     model.compute_dtype and engine.dtype = 'bfloat16' a run keeps its bits, since they are rounded for every product
-    anyway (but for `noise.unit = 'rms'`, which measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all but
-    the head; the policy is then that of the rounded weights, for engines and other commands too."""
+    anyway (`noise.unit = 'rms'` is an exception: it measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all
+    but the head; the policy then has the rounded weights, in engines and other commands too."""
 
     @property
     def scale(self) -> float:
@@ -184,18 +184,18 @@ class EvalConfig(Settings, table="eval"):
     samples: Count = 8
     """Completions per problem, K; pass@k is reported for k from 1 to K, and for 1, 2, 4, ..., K while training."""
     temperature: NotNegative = 0.6
-    """As in [sampling]."""
+    """Divides the logits, as in [sampling]; 0 decodes greedily."""
     top_p: PositiveShare = 0.95
-    """As in [sampling]."""
+    """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
     top_k: CountOrZero = 50
-    """As in [sampling]."""
+    """Keep this many most probable tokens; 0 keeps all."""
     max_new_tokens: CountOrZero = 0
-    """As in [sampling]; 0: the same as in training."""
+    """Longest completion in tokens; 0: the same as in training."""
     draws: CountOrZero = 0
     """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each (method.md 6)."""
     best_draws: CountOrZero = 0
     """`threepo eval`, RandOpt: only this many of the draws, B, write the completions, K/B each: those that solve the
-    most `selection_problems`. The mean weights are evaluated beside them (docs/evaluation.md). 0: all draws write."""
+    most `selection_problems`. The mean weights are evaluated too (docs/evaluation.md). 0: all draws write."""
     selection_problems: Count = 128
     """best_draws: the number of training problems on which the draws are compared, from the first of data.train."""
     part_size: Count = 256
@@ -305,7 +305,7 @@ class TrainConfig(Settings, table=""):
         method, optimizer = self.method, self.optimizer
         if self.engine.draw_rank not in (0, self.noise.rank):
             self.check(
-                "engine.vllm.draw_rank", False, f"must be 0, or that of the draws, noise.rank = {self.noise.rank}"
+                "engine.vllm.draw_rank", False, f"must be 0, or the rank of the draws, noise.rank = {self.noise.rank}"
             )
         drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
@@ -345,7 +345,7 @@ class SFTConfig(Settings, table=""):
     model: ModelConfig
     demonstrations: DemonstrationConfig | None = None
     conversations: ConversationConfig | None = None
-    """One of the two is set: worked texts of procedural tasks, or chats."""
+    """Chats to imitate; exactly one of [demonstrations] and [conversations] is set."""
     run: RunConfig = field(default_factory=RunConfig)
     optimizer: AnyOptimizer = field(default_factory=IVONConfig)
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
@@ -372,7 +372,8 @@ class EvaluationConfig(Settings, table=""):
 
     model: ModelConfig
     data: DataConfig
-    """Held-out problems: data.eval, or those of the task in data.train. With benchmarks: only how prompts are made."""
+    """Held-out problems: data.eval, or the held-out problems of data.train. With benchmarks: only how prompts are
+    made."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     run: RunConfig = field(default_factory=RunConfig)
     """The seed, and the threads."""
@@ -381,7 +382,7 @@ class EvaluationConfig(Settings, table=""):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Only max_new_tokens is read, where [eval] leaves its own at 0."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
-    """With eval.draws: the noise of the draws. unit = "posterior": that of the model's own posterior."""
+    """With eval.draws: the noise of the draws. unit = "posterior": noise of the model's own posterior."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -44,7 +44,7 @@ class SamplingConfig(Settings, table="sampling"):
 
 
 _WITH_SERVERS = ("servers", "weights_folder", "timeout_s", "probe_tolerance")
-"""What inference servers read of [engine.vllm]; the rest is about replicas."""
+"""Settings of [engine.vllm] that inference servers read; the rest is about replicas."""
 
 
 class VLLMConfig(Settings, table="engine.vllm"):
@@ -78,11 +78,11 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
-    """With [model.lora]: most draws that a replica decodes in one batch, as adapters beside one copy of the frozen
+    """With [model.lora]: the most draws that a replica decodes in one batch, as adapters around one copy of the frozen
     weights; further ones wait for their turn. 0: adapters are multiplied out, and a draw is pushed as all weights."""
     draw_rank: CountOrZero = 0
-    """Without [model.lora], draws of low-rank noise are served as adapters of this rank, that of noise.rank, beside the
-    mean, which is pushed once a step (docs/adapters.md). 0: every draw is pushed as all weights."""
+    """Without [model.lora], draws of low-rank noise are served as adapters of this rank, which is noise.rank, next to
+    the mean, which is pushed once a step (docs/adapters.md). 0: every draw is pushed as all weights."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
@@ -125,16 +125,17 @@ class EngineConfig(Settings, table="engine", by="kind"):
 
     @property
     def adapters(self) -> int:
-        """Most draws that are decoded in one batch as adapters beside one copy of the weights; 0: none."""
+        """Most draws that are decoded in one batch as adapters around one copy of the weights; 0: none."""
         return 0
 
     @property
     def draw_rank(self) -> int:
-        """Rank of the draws that are served as adapters beside the mean; 0: draws are whole weights."""
+        """Rank of the draws that are served as adapters around the mean; 0: draws are whole weights."""
         return 0
 
     def copies(self, draws: int) -> tuple[int, str]:
-        """How many copies of the weights one engine holds for so many draws, and what each copy is for."""
+        """Returns the number of copies of the weights that one engine holds for so many draws, and what a copy is
+        for."""
         raise NotImplementedError
 
     def check_temperature(self, config: Settings, key: str) -> None:

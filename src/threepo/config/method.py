@@ -1,4 +1,4 @@
-"""Settings of learning: the lattice of methods, the optimizers, and the noise. Named points are in presets.py."""
+"""[method] and [noise]: the lattice of methods, and the noise of draws. Named points are in presets.py."""
 
 from dataclasses import field, fields
 from typing import Annotated, Literal
@@ -46,8 +46,8 @@ class Advantage(Settings, table="method.advantage"):
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
     unlikeliness: Share = 0.0
-    """The reward of a right completion is cut by up to this share, the more, the more probable it is among those of its
-    group (method.md 2.2; 0.25 in the paper); 0: off."""
+    """The reward of a right completion is cut by up to this share: the more probable it is in its group, the
+    more (method.md 2.2; 0.25 in the paper); 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups in which all advantages are 0: the policy loss is a mean over the tokens of all rows (`keep`), or `drop`s
     these groups from its mean, as DAPO does. Other terms keep them (method.md 2.6)."""
@@ -107,20 +107,22 @@ class Method(Settings, table="method"):
     """Draws come in pairs, with the same noise of opposite sign."""
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
     """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw. With a single
-    draw, the first `fresh` one is that draw (method.md 3.2). `evolution`: nowhere; an evolution strategy makes it of
-    the draws and their mean rewards, without a backward pass (method.md 3.9)."""
+    draw, the first `fresh` one is that draw (method.md 3.2). `evolution`: no backward
+    pass; the gradient is estimated from the draws and their mean rewards (method.md 3.9)."""
     log_evolution: bool = False
-    """Log how the gradient compares with that of an evolution strategy on the same rollouts (method.md 3.9)."""
+    """Compare the gradient with the gradient of an evolution strategy on the same rollouts, in the log (method.md
+    3.9)."""
     gradient_draws: Count = 1
     """With gradient_at = "fresh": the number of gradient draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
-    """Divide by the token count of the update, or by that of each draw and average over draws (M3PO, method.md 3.3)."""
+    """Divide by the token count of the update, or by the token count of each draw, and average over draws (M3PO,
+    method.md 3.3)."""
     greedy: bool = False
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
     """Reproduce the paper's released M3PO, which carries gradients over from draw to draw (method.md 7)."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """What trains: always the same as optimizer.kind. A recipe sets either of them."""
+    """The optimizer: always the same as optimizer.kind. A recipe sets either of them."""
     advantage: Advantage = field(default_factory=Advantage)
     correction: Correction = field(default_factory=Correction)
 
@@ -203,8 +205,8 @@ class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
     unit: Literal["posterior", "absolute", "rms"] = "posterior"
-    """Of `size`: sigma of the posterior that IVON learns; 1; or the root mean square of each parameter when the run
-    begins. With AdamW, which learns no posterior, one of the last two."""
+    """The unit of `size`: sigma of the posterior that IVON learns; 1; or the root mean square of each parameter when
+    the run begins. With AdamW, which learns no posterior, one of the last two."""
     size: NotNegative = 1.0
     """Sigma in that unit, at the beginning: [ess_schedule] changes it with 1 / sqrt(ess). 0 switches noise off; with
     IVON this freezes the Hessian, as a check."""
@@ -216,7 +218,7 @@ class NoiseConfig(Settings, table="noise"):
     ] = field(default_factory=lambda: {"all": 1.0})
     """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
     of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
-    has no noise. Keys add to those of a preset or an extended recipe: 0 takes one of them away."""
+    has no noise. Keys are added to the keys of a preset or an extended recipe; 0 takes one away."""
 
     @property
     def structure(self) -> dict[str, int]:

@@ -23,8 +23,8 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Only this share of the tokens, those of the highest entropy, has a policy gradient; all are counted (0.2 in the
-    80/20 paper; method.md 2.4)."""
+    """Only this share of the tokens, the ones of the highest entropy, has a policy gradient; all are counted (0.2 in
+    the 80/20 paper; method.md 2.4)."""
     entropy_coefficient: NotNegative = 0.0
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
     reference_kl: NotNegative = 0.0
@@ -120,7 +120,7 @@ class KLCovConfig(ObjectiveConfig):
 
     loss: Literal["kl_cov"] = "kl_cov"
     kl_cov_share: PositiveShare = 0.002
-    """The share of tokens that are penalised, those of the largest covariance."""
+    """The share of tokens that are penalised, the ones of the largest covariance."""
     kl_cov_coefficient: Positive = 1.0
     """The penalty is this times |log ratio to the old policy|."""
 

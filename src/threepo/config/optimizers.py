@@ -18,14 +18,14 @@ class OptimizerConfig(Settings, table="optimizer", by="kind"):
     kind: str
 
     code: ClassVar[str] = ""
-    """Its `OptimizerKind`, as module:name; imported when it is used."""
+    """The `OptimizerKind` that builds it, as module:name; imported when it is used."""
 
     def noise_scale(self, unit: str, size: float) -> float:
         """noise_scale of a parameter whose noise has this size, in this unit of [noise]."""
         return 0.0 if unit == "posterior" else size
 
     def memory(self, gradient_draws: int) -> dict[str, int]:
-        """What it holds besides weights and gradients: by label, how many float32 tensors of the weights' size.
+        """Counts the float32 tensors of the weights' size, besides weights and gradients, by label.
 
         The gradient is taken at so many draws; 0: at the mean.
         """
@@ -77,11 +77,11 @@ class IVONConfig(OptimizerConfig):
     rescale_lr: bool = True
     """Multiply lr by hess_init + weight_decay."""
     noise_shape: Literal["learned", "isotropic"] = "learned"
-    """Sigma follows the Hessian, or is the same for all weights: that of hess_init (method.md 1.7)."""
+    """Sigma follows the Hessian, or is the same for all weights, given by hess_init (method.md 1.7)."""
     learn_hessian: bool = True
     """false: the Hessian keeps its initial value; with noise_shape = "isotropic" this is the paper's ablation."""
     load_hessian: LocalPath = ""
-    """Start from the Hessian in this folder's posterior.safetensors, for example that of an SFT run."""
+    """Start from the Hessian in this folder's posterior.safetensors, for example of an SFT run."""
     load_momentum: bool = False
     """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
 

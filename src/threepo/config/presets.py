@@ -14,7 +14,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Preset:
-    """A row: what `method.preset` stands for. A recipe's own keys go before it."""
+    """A row of the lattice, which `method.preset` names. Keys set in the recipe override it."""
 
     method: Method
     source: str
@@ -32,7 +32,7 @@ def _arxiv(number: str) -> str:
 
 
 def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any) -> Preset:
-    """GRPO but for its credit rule, or for other tables."""
+    """GRPO with another credit rule, or with other tables."""
     return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), _arxiv(source), tables or {})
 
 

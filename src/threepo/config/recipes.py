@@ -1,4 +1,4 @@
-"""From recipes and command-line overrides to checked records.
+"""Reading recipes and command-line overrides as checked records.
 
 A recipe is a TOML file; `extends` names another one underneath it, `method.preset` a named method, and overrides
 (`table.key=value`) lie on top. Nothing heavy is imported, so a mistake is reported at once.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
+from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
-from threepo.config.records import BASES, build, field_names, require, shown, to_dict
+from threepo.config.records import BASES, build, require, shown, to_dict
 from threepo.errors import UserError
-from threepo.run_folder import CHECKPOINTS, CONFIG, read_config
+from threepo.run_folder import CHECKPOINTS, CONFIG, read_config, refuse_no_run
 
 Table = dict[str, Any]
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -24,7 +25,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 Config = TypeVar("Config", TrainConfig, SFTConfig, EvaluationConfig)
 
 RUNS = Path("runs")
-"""Where the runs of recipes go that name no folder."""
+"""Folder of the runs whose recipes name no folder."""
 STUDIES = "studies"
 """The folder of the studies, among the recipes and among the runs."""
 _NOT_FOR_EVALUATION = {
@@ -36,6 +37,8 @@ _NOT_FOR_EVALUATION = {
 _BENCHMARKS = "benchmarks"
 """Stands in data.train for problems that nothing reads."""
 _ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
+"""Beginnings of the settings that say where a run runs; a resumed run may run elsewhere."""
 
 
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
@@ -158,24 +161,19 @@ def with_preset(table: Table) -> Table:
     method, optimizer = table.get("method", {}), table.get("optimizer", {})
     if not isinstance(method, Mapping) or not isinstance(optimizer, Mapping):
         return table  # `build` says what is wrong with it
-    method, kinds = dict(method), field_names("optimizer")
+    method, kinds = dict(method), list(OPTIMIZERS)
     if name := method.pop("preset", None):
         known = isinstance(name, str) and name in PRESETS
         require(known, "method.preset", name, f"must be one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
         kind, own = optimizer.get("kind"), preset.method.optimizer
-        trained = f"method.preset = {name!r} is trained by {own}"
-        fix = f"{trained}; set optimizer.kind = {own!r}, or choose axes of [method]"
+        fix = f"method.preset = {name!r} is trained by {own}; set optimizer.kind = {own!r}, or choose axes of [method]"
         for key, said in (("optimizer.kind", kind), ("method.optimizer", method.get("optimizer"))):
-            require(said in (None, own) or said not in list(kinds), key, said, fix)
-        foreign = {key for names in kinds.values() for key in names} - set(kinds[own]) if kind is None else ()
-        for key in (key for key in optimizer if key in foreign):
-            fix = f"{trained}, which does not have it; start from a recipe for {own}"
-            require(False, f"optimizer.{key}", optimizer[key], fix)
+            require(said in (None, own) or said not in kinds, key, said, fix)
         method = merge(to_dict(preset.method), method)
         table = merge(preset.tables, table)
     kind = optimizer.get("kind", method.get("optimizer", "adamw"))
-    same = {"optimizer": kind} if kind in list(kinds) else {}
+    same = {"optimizer": kind} if kind in kinds else {}
     return {**table, "method": {**same, **method}, "optimizer": {"kind": kind, **table.get("optimizer", {})}}
 
 
@@ -188,13 +186,48 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
 
 
+def can_change(changes: Mapping[str, Any], table: str = "") -> bool:
+    """Whether a resumed run may get other values of all these settings: its length, and where it runs."""
+    for key, value in changes.items():
+        name = f"{table}{key}"
+        if isinstance(value, Mapping):
+            if not can_change(value, f"{name}."):
+                return False
+        elif name not in ("run.steps", "model.path") and not name.startswith(_WHERE):
+            return False
+    return True
+
+
+def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a run to go on with: as it is recorded, with `changes`, which `can_change` allows.
+
+    `UserError` if the folder holds no run, one of the other kind, or a configuration that is damaged.
+    """
+    refuse_no_run(run)
+    config, trains = read_config(run), record is TrainConfig
+    if ("conversations" if trains else "method") in config:
+        made_by = "`threepo sft`, or `threepo.fine_tune`" if trains else "`threepo train`, or `threepo.train`"
+        raise UserError(f"run folder {run}: is a run of {made_by}; resume it with that")
+    try:
+        recorded = build(record, config)
+    except UserError as error:
+        raise UserError(f"{run / CONFIG}: {error}; restore it from a copy") from error
+    changes = changes or {}
+    if "path" in changes.get("model", {}) and not config["model"].get("lora", {}).get("rank"):
+        raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
+    if "steps" in changes.get("run", {}) and not config["run"]["steps"]:
+        steps = changes["run"]["steps"]
+        raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")
+    return build(record, merge(config, changes)) if changes else recorded
+
+
 def load_evaluation(
     model: str, recipe: str, overrides: Overrides, benchmarks: Mapping[str, Any] | None = None
 ) -> EvaluationConfig:
-    """Settings for evaluating `model`: those of the recipe, or of the run if `model` is a run folder, then overrides.
+    """Settings for evaluating `model`: the recipe's, or the run's if `model` is a run folder, and overrides on top.
 
-    A training recipe gives the tables that an evaluation has, but for [noise]; for benchmarks, which are evaluated as
-    in the paper, it gives [model] and [engine] only. `benchmarks` are overrides of that table.
+    From a training recipe come all tables that an evaluation has, without [noise]; for benchmarks, which are evaluated
+    as in the paper, only [model] and [engine]. `benchmarks` are overrides of that table.
     """
     table: Table = {}
     if recipe:

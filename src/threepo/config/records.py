@@ -42,7 +42,7 @@ ParallelOrZero = Annotated[int, Field(ge=0, le=1024)]
 
 Record = TypeVar("Record")
 _ALTERNATIVES = ("str", "tuple[str, ...]")
-"""How pydantic names the types of a field that has several."""
+"""Names that pydantic gives to the types of a field that has several."""
 
 
 def must(holds: Callable[[Any], Any], fix: str) -> AfterValidator:
@@ -60,12 +60,12 @@ without_nul = must(lambda text: "\0" not in text, "must not contain the characte
 
 
 class Named(NamedTuple):
-    """What a setting can name: a row of its table."""
+    """A row of a table of names that a setting can take."""
 
     code: str
-    """Where it is, as module:name; imported when it is used."""
+    """The place of the code, as module:name; imported when it is used."""
     says: str
-    """What it is, for docs/configuration.md."""
+    """A line on it, for docs/configuration.md."""
 
     def load(self) -> Any:
         """Import it."""

@@ -50,16 +50,13 @@ class Moment:
 
 
 class EssScheduleConfig(Settings, table="ess_schedule", by="kind"):
-    """[ess_schedule]: ess over the run. Where noise has a size of its own ([noise] unit), ess begins at 1."""
+    """[ess_schedule]: ess over the run. Where [noise] gives noise a size, ess begins at 1."""
 
     kind: str
 
+    metric_read: ClassVar[str] = ""
+    """The metric of the last step that the schedule follows; empty: it follows none."""
     starts_without_noise: ClassVar[bool] = False
-
-    @property
-    def metric_read(self) -> str:
-        """The metric of the last step that the schedule follows; empty: it follows none."""
-        return ""
 
     def factor(self, now: Moment) -> float:
         """ess of the coming step, as a multiple of optimizer.ess."""
@@ -123,9 +120,7 @@ class EntropySwitchEss(EssScheduleConfig):
     entropy_share: Share = 0.75
     """Entropy is low at or below this share of its highest value so far."""
 
-    @property
-    def metric_read(self) -> str:
-        return "policy/entropy"
+    metric_read = "policy/entropy"
 
     def factor(self, now: Moment) -> float:
         return self.floor if now.value <= self.entropy_share * now.highest_entropy else 1.0
@@ -149,9 +144,7 @@ class EntropyRatioEss(_BoundedEss):
 
     kind: Literal["entropy_ratio"] = "entropy_ratio"
 
-    @property
-    def metric_read(self) -> str:
-        return "policy/entropy"
+    metric_read = "policy/entropy"
 
     def factor(self, now: Moment) -> float:
         # The product of all steps' ratios, so that a bound that was met once leaves no trace.
@@ -174,7 +167,7 @@ class ControllerEss(_BoundedEss):
         self.check("target", possible, "a kept share to hold must lie below 1")
 
     @property
-    def metric_read(self) -> str:
+    def metric_read(self) -> str:  # type: ignore[override]
         return f"correction/{self.metric}"
 
     def factor(self, now: Moment) -> float:
@@ -196,9 +189,7 @@ class KLStepsEss(_BoundedEss):
     target: Positive = 0.003
     """The KL per token (nats) above which sigma falls."""
 
-    @property
-    def metric_read(self) -> str:
-        return "correction/kl"
+    metric_read = "correction/kl"
 
     def factor(self, now: Moment) -> float:
         louder = (now.value < self.target / DEAD_ZONE) - (now.value > self.target * DEAD_ZONE)
@@ -220,9 +211,7 @@ class SimilarityEss(_BoundedEss):
     states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model. Plans do not count the
     encoder: its float32 weights stay on the device, and it reads one text after the other."""
 
-    @property
-    def metric_read(self) -> str:
-        return "groups/similarity"
+    metric_read = "groups/similarity"
 
     def factor(self, now: Moment) -> float:
         indicator = self.weight * now.value + (1 - self.weight) * now.certainty

@@ -1,4 +1,4 @@
-"""Settings of what is read: problems, demonstrations, conversations and benchmarks. A source of rows is one of
+"""Settings of the data: problems, demonstrations, conversations and benchmarks. A source of rows is one of
 
 problems.jsonl  problems.json  problems.csv  problems.parquet    a file; all but parquet may be compressed (.gz)
 shards/  shards/:CONFIGURATION:SPLIT                             a folder of such files, or a copy from the hub
@@ -21,7 +21,7 @@ from threepo.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 KINDS = "a .jsonl, .json, .csv or .parquet file, a folder/ of such files, or org/name on the Hugging Face hub"
-"""What messages say of sources."""
+"""The kinds of sources, in messages."""
 HUB_FILE = "hf://datasets/"
 
 
@@ -102,7 +102,8 @@ class DataConfig(Settings, table="data"):
     files, or `org/name`, perhaps with `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all.
     `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """The same for held-out problems; empty: those of the task, or the test split of the published set, in `train`."""
+    """Held-out problems, named as in `train`; empty: the held-out problems of the task, or the test split of the
+    published set, in `train`."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
@@ -117,7 +118,7 @@ class DataConfig(Settings, table="data"):
     tests_column: str = "tests"
     """Column of your own source with the tests for reward.function = 'code'; your own function gets it as `tests`."""
     prompt_template: Template = ""
-    """Text around a prompt that is text; `{prompt}` stands for it. Empty: that of the published set, if it is one."""
+    """Text around a prompt that is text; `{prompt}` stands for it. Empty: the published set's own, if it is one."""
     system_prompt: str = ""
     """System message before a prompt that is text; needs a tokenizer with a chat template."""
     chat_template: Literal["auto", "never"] = "auto"
@@ -157,7 +158,7 @@ class ConversationConfig(Settings, table="conversations"):
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
     """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron`, answers of
-    DeepSeek-R1 as in the paper; or `llama-nemotron-any`, those of all generators; both also with `:COPY`."""
+    DeepSeek-R1 as in the paper; or `llama-nemotron-any`, answers of all generators; both also with `:COPY`."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
@@ -176,7 +177,8 @@ class ConversationConfig(Settings, table="conversations"):
     chat_template: LocalPath = ""
     """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
     cache: LocalPath = ""
-    """Folder for the tokenised conversations, which later runs share; empty: that of `datasets` (HF_DATASETS_CACHE)."""
+    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
+    (HF_DATASETS_CACHE)."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512
@@ -197,7 +199,7 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     math_prompt: Template = ""
     """Template of mathematics problems; `{prompt}` stands for the problem. Empty: the paper's template."""
     code_prompt: Template = ""
-    """The same for programming problems."""
+    """Template of programming problems. Empty: the paper's template."""
 
     def __post_init__(self) -> None:
         fix = "other keys of [benchmarks] need benchmarks; name some, such as --benchmarks aime24,math500"

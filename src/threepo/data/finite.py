@@ -187,7 +187,7 @@ def collect(
 
 
 def report_broken(source: str, broken: Sequence[str], rows: int) -> None:
-    """Say that of so many `rows` the `broken` ones, each with its location and reason, were left out; name three."""
+    """Print how many of so many `rows` were left out as broken, with the location and reason of the first three."""
     if broken:
         named = "; ".join(text.removeprefix(f"{source}, ") for text in broken[:3])
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""

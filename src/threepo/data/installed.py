@@ -20,7 +20,7 @@ GROUP = "threepo.sources"
 
 @dataclass(frozen=True)
 class InstalledSource:
-    """How the sources `KIND:NAME` of one kind are opened."""
+    """Opens the sources `KIND:NAME` of one kind."""
 
     open: Callable[[str, Split, DataConfig], "ProblemSet"]
     """Gets the whole name, `KIND:NAME`; `UserError` if it cannot be opened."""

@@ -21,7 +21,7 @@ You are an expert in solving mathematics problems. Think step by step, and put y
 
 Question:
 {prompt}"""
-"""Evaluation on mathematics: one user turn, which differs from that of training (spec 8.1)."""
+"""Evaluation on mathematics: one user turn, which differs from the training prompt (spec 8.1)."""
 
 CODE = """\
 Solve the programming problem below in Python. First reason inside <think> and </think>. After </think>, give the \

@@ -38,7 +38,7 @@ class Rows:
     table: Any
     """A memory-mapped `datasets.Dataset`: of the rows' columns, or of text that `parse` turns into rows."""
     parse: Callable[[str], Iterable[Row | BrokenRow]] | None = None
-    """The rows of one text of the table; None: its columns are those of the rows."""
+    """The rows of one text of the table; None: the table has the columns of the rows."""
 
     def __iter__(self) -> Iterator[Row | BrokenRow]:
         for batch in self.table.iter(1000):
@@ -90,7 +90,7 @@ def _open(datasets: Any, name: str, path: str, split: str, configuration: str | 
         if split not in ("all", *splits):
             raise UserError(f"{name}: has no split {split!r}, but {', '.join(splits)}; name one as {path}::SPLIT")
         files = [file for known, paths in splits.items() if split in (known, "all") for file in paths]
-        # A README.md says which files belong to the data set. Without one, `datasets` takes only those of one kind.
+        # A README.md says which files belong to the data set. Without one, `datasets` takes only files of one kind.
         offered = files if (local / "README.md").is_file() else map(str, local.rglob("*"))
         kinds = {_kind(path) for path in offered if is_file(path)}
         if len(kinds) > 1 and kinds != {".json", ".jsonl"}:
@@ -182,7 +182,7 @@ def chat_messages(value: Any, name: str, role: str = "") -> Messages:
     """The chat messages in `value`, without keys that are None; with a `role`, a text is its message.
 
     Parquet gives every message the keys of all messages, and chat templates test which keys a message has. `BrokenRow`
-    calls the value `name`; it is raised unless `value` is a list of messages with role and content as text.
+    calls the value `name`. It is an error unless `value` is a list of messages with role and content as text.
     """
     if role and isinstance(value, str):
         return ({"role": role, "content": value},)

@@ -1,4 +1,4 @@
-"""From the name of a source in a recipe to its problems or conversations."""
+"""Opening the sources that a recipe names: problems or conversations."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -72,8 +72,8 @@ def open_training(settings: DataConfig) -> ProblemSet:
         for key in ("prompt_template", "system_prompt"):
             if getattr(settings, key):
                 raise UserError(
-                    f"data.{key} = {getattr(settings, key)!r}: needs prompts that are text, but those of "
-                    f"{settings.train} are lists of chat messages; leave it out, or write it into the messages"
+                    f"data.{key} = {getattr(settings, key)!r}: needs prompts that are text, but "
+                    f"{settings.train} has lists of chat messages; leave it out, or write it into the messages"
                 )
     return source
 

@@ -13,7 +13,7 @@ from rich.console import Group
 
 from threepo.errors import UserError
 from threepo.evaluation.tables import percent, table
-from threepo.rewards.equality import number, split_unit
+from threepo.rewards.quantities import number, split_unit
 from threepo.rewards.spelling import spelling
 
 BOOTSTRAP_SAMPLES = 2000

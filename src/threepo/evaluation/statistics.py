@@ -211,9 +211,9 @@ def running_means(values: Sequence[float], width: int) -> list[float]:
 
 
 def steps_to(steps: Sequence[int], values: Sequence[float], width: int, target: float) -> int | None:
-    """Training steps done when the running mean of `width` values is first at the target or above; None: never."""
-    known = zip(steps, running_means(values, width), strict=True)
-    return next((step + 1 for step, level in list(known)[width - 1 :] if level >= target), None)
+    """The first of the steps at which the running mean of `width` values is at the target or above; None: never."""
+    levels = list(zip(steps, running_means(values, width), strict=True))[width - 1 :]
+    return next((step for step, level in levels if level >= target), None)
 
 
 def censored_median(reached: Sequence[int | None]) -> float | None:

@@ -20,8 +20,6 @@ from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
 from threepo.lab.completions import Group, Groups, pair_means, read_completions
-from threepo.lab.report import series
-from threepo.run_folder import read_metrics
 
 MOST_K = 256
 SUMS = ("rescued", "lost", "rescued_minus_lost")
@@ -88,7 +86,6 @@ def compared(baseline: Path, run: Path, first: Groups, second: Groups, *, by_dra
             for name, chosen in phases.items()
         },
         "curves": _curves(common, [(step, t) for (step, _, _), t in zip(pairs, terms, strict=True)]),
-        "entropy": {name: _entropy(path) for name, path in (("baseline", baseline), ("run", run))},
     }
 
 
@@ -215,9 +212,3 @@ def _curves(steps: Sequence[int], terms: Sequence[tuple[int, Terms]]) -> dict[st
         for run in ("baseline", "run"):
             curves[f"{name}/{run}"] = [float(np.mean([t[f"{name}/{run}"] for t in found])) for found in by_step]
     return curves
-
-
-def _entropy(run: Path) -> dict[str, Sequence[float]]:
-    """Token entropy by step, of a run of threepo that logged it."""
-    done, entropy = series(read_metrics(run), "policy/entropy") if run.is_dir() else ([], [])
-    return {"step": [number - 1 for number in done], "nats": entropy}

@@ -114,7 +114,6 @@ def exploration_panels(comparison: Comparison) -> list[Panel]:
         Panel("no_signal", "Groups without a signal", silent, _without_signal(comparison), STEP, axes=SHARE),
         _dots("second_draw", "Pairs of two draws minus pairs of one draw", second, comparison, pairs, level=0),
         Panel("pass_at_k", f"pass@k, {of}", "Bands: 95 % intervals.", passes, "k", ticks=ks, axes=by_k),
-        Panel("entropy", "Token entropy (nats): no measure of exploration", "", _entropy(comparison), STEP),
     ]
 
 
@@ -171,11 +170,6 @@ def _pass_curves(comparison: Comparison) -> list[Curve]:
         values = [estimate["value"] for _, estimate in estimates]
         found.append(Curve(name, [k for k, _ in estimates], values, low, high, label=label, style={"marker": "o"}))
     return found
-
-
-def _entropy(comparison: Comparison) -> list[Curve]:
-    found = [(run["entropy"][side], name) for side, run, name, _ in _sides(comparison)]
-    return [Curve(name, entropy["step"], entropy["nats"]) for entropy, name in found if entropy["step"]]
 
 
 def _sides(comparison: Comparison) -> list[tuple[str, Analysis, str, str]]:

@@ -81,7 +81,7 @@ def _sections(
     explored = exploration_panels(comparison) if comparison["runs"] else []
     panels = {
         "Learning": learning(runs),
-        "Exploration": [panel for panel in explored if panel.name != "entropy"],
+        "Exploration": explored,
         "Noise": noise(runs),
         "Cost": cost(runs),
     }

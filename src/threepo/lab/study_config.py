@@ -5,7 +5,7 @@ docs/studies.md says what a study is, and what it assumes.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ _NAME = r"[A-Za-z0-9][\w.-]*"
 _OWN = {"run.seed", "run.folder", "run.threads"}
 """Settings that the study makes itself."""
 _POLICY = ("path", "tokenizer", "tiny")
-"""What [model] says of the policy, and not of how it is computed."""
+"""Settings of [model] that name the policy; the others say how it is computed."""
 
 
 class StudyConfig(Settings, table="study"):
@@ -49,9 +49,6 @@ class StudyConfig(Settings, table="study"):
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
     threads: Annotated[Count, Field(le=1024)] = 1
     """CPU threads of each run, run.threads. It must not depend on the machine, because sums of floats depend on it."""
-    ray: str = ""
-    """Address of a Ray cluster whose tasks the runs become, such as "auto"; empty: they run here. `jobs` and GPUs are
-    then those of the cluster (needs the extra `ray`, and a file system that all nodes share)."""
     launcher: tuple[str, ...] = ()
     """Words before the command of each run, which send it elsewhere and wait for it, such as ["srun", "--gpus=1"]."""
     settings: Overrides = ()
@@ -135,10 +132,9 @@ class StudyTables(Settings, table=""):
             known = tuning.variant in ("", *self.variants)
             tuning.check("variant", known, f"must be one of {', '.join(self.variants)}")
         for name, variant in self.variants.items():
-            fix = "there is no [start] that it could replace; write the table [start]"
-            require(self.start is not None or not variant.start, f"variants.{name}.start", variant.start, fix)
-            own = variant.start_settings
-            require(self.start is not None or not own, f"variants.{name}.start_settings", own, fix)
+            for key in ("start", "start_settings") if self.start is None else ():
+                fix = "there is no [start] that it could replace; write the table [start]"
+                require(not getattr(variant, key), f"variants.{name}.{key}", getattr(variant, key), fix)
         for name, reason in self.excluded.items():
             require(bool(reason.strip()), f"excluded.{name}", reason, "give the reason")
 
@@ -205,9 +201,9 @@ class Study:
 
     def starts(self) -> list[StudyRun]:
         """The warm starts, each once."""
-        tuned = self.tables.tuning.seeds if self.tables.tuning else ()
-        found = [self._start(c.variant, seed) for seed in (*self.tables.study.seeds, *tuned) for c in self.cells]
-        return list({run.name: run for run in found if run}.values())
+        seeds = (*self.tables.study.seeds, *(self.tables.tuning.seeds if self.tables.tuning else ()))
+        starts = [self._start(cell.variant, seed) for seed in seeds for cell in self.cells]
+        return list({start.name: start for start in starts if start}.values())
 
     def tuned_in(self, cell: Cell) -> Cell | None:
         """Cell in which the point of this cell's grid is chosen; None if it has no grid."""
@@ -235,32 +231,31 @@ class Study:
         return [self._run(cell, point, seed, f"runs/{cell.name}") for seed in self.tables.study.seeds]
 
     def _start(self, variant: str, seed: int) -> StudyRun | None:
+        """The warm start of a variant's runs with this seed."""
         start = self.tables.start
         if not start:
             return None
         own = self.tables.variants[variant] if variant else VariantConfig()
-        different = own.start or own.start_settings
-        parts = ["start", *([variant] if different else []), *([f"seed-{seed}"] if start.per_seed else [])]
+        name = f"start/{variant}" if own.start or own.start_settings else "start"
         recipe, settings = self._recipe(own.start or start.recipe), (*start.settings, *own.start_settings)
         if start.per_seed:
-            settings = _seeded(SFTConfig, recipe, settings, seed)
-        return self._made("/".join(parts), SFTConfig, recipe, settings, seed)
+            name, settings = f"{name}/seed-{seed}", _with_seed(SFTConfig, recipe, settings, seed)
+        return StudyRun(name, self.folder / name, SFTConfig, recipe, (*settings, *self._placement(name)), seed)
 
     def _run(self, cell: Cell, point: Overrides, seed: int, place: str) -> StudyRun:
+        """A run of a cell at a point of its grid, in the folder PLACE/seed-SEED of the study."""
         method, start = self.tables.methods[cell.method], self._start(cell.variant, seed)
-        recipe = self._recipe(method.recipe)
+        name, recipe = f"{place}/seed-{seed}", self._recipe(method.recipe)
         variant = self.tables.variants[cell.variant].settings if cell.variant else ()
         settings = (*self.tables.study.settings, *variant, *method.settings, *point)
         if start:
             settings = (*settings, "model.path={start}")
             settings = tuple(each.replace("{start}", str(start.folder)) for each in settings)
-        settings = _seeded(TrainConfig, recipe, settings, seed)
-        return self._made(f"{place}/seed-{seed}", TrainConfig, recipe, settings, seed, start)
+        settings = (*_with_seed(TrainConfig, recipe, settings, seed), *self._placement(name))
+        return StudyRun(name, self.folder / name, TrainConfig, recipe, settings, seed, start)
 
-    def _made(self, name: str, record: Any, recipe: str, settings: Overrides, *rest: Any) -> StudyRun:
-        folder = self.folder / name
-        settings = (*settings, f"run.threads={self.tables.study.threads}", f"run.folder={folder}")
-        return StudyRun(name, folder, record, recipe, settings, *rest)
+    def _placement(self, name: str) -> Overrides:
+        return f"run.threads={self.tables.study.threads}", f"run.folder={self.folder / name}"
 
     def _recipe(self, name: str) -> str:
         """A recipe's file, looked for in the folder of the study first; "" for none."""
@@ -269,71 +264,86 @@ class Study:
 
     def check(self) -> None:
         """`UserError` for anything that can be refused before the first run starts."""
-        tables, baseline = self.tables, self.tables.study.baseline
-        for name, settings in self._all_settings():
+        self._refuse_own_settings()
+        for start in self.starts():
+            start.config()
+        for variant in self.tables.variants or ("",):
+            self._refuse_unlike_methods(variant)
+        runs = [run for cell in self.cells for run in self.reported(cell, ())]
+        runs += [run for cell in self.tuned() for point in self.tuning(cell) for run in point]
+        for name in self.tables.excluded:
+            fix = f"is no run of the study; its runs have names such as {runs[0].name}"
+            require(name in [run.name for run in runs], "excluded", name, fix)
+
+    def _refuse_own_settings(self) -> None:
+        """`UserError` for settings that the study makes itself."""
+        tables = self.tables
+        written: dict[str, Sequence[str]] = {"study.settings": tables.study.settings}
+        written["start"] = tables.start.settings if tables.start else ()
+        written["tuning.settings"] = tables.tuning.settings if tables.tuning else ()
+        for name, variant in tables.variants.items():
+            written[f"variants.{name}"] = (*variant.settings, *variant.start_settings)
+        for name, method in tables.methods.items():
+            written[f"methods.{name}"] = [text for point in (method.settings, *method.grid) for text in point]
+        for name, settings in written.items():
             own = _OWN | ({"model.path"} if tables.start and name != "start" else set())
             for text in settings:
                 key = text.partition("=")[0].strip()
                 require(key not in own, f"{name}: {key}", text, "is set by the study itself; leave it out")
-        for run in self.starts():
-            run.config()
-        for variant in tables.variants or ("",):
-            shared = None
-            for method in dict.fromkeys([baseline, *tables.methods]):
-                for now in self._shared(Cell(variant, method)):
-                    shared = shared or now
+
+    def _refuse_unlike_methods(self, variant: str) -> None:
+        """`UserError` if methods differ in more than how they train, or do not measure what is compared."""
+        baseline, shared = self.tables.study.baseline, None
+        for method in dict.fromkeys([baseline, *self.tables.methods]):
+            cell = Cell(variant, method)
+            tuning = [point[0].config() for point in self.tuning(cell)] if self.tuned_in(cell) == cell else []
+            for config in (*tuning, *self._configs(cell)):
+                self._check_evaluations(method, config)
+            for config in self._configs(cell):
+                self._check_smoothing(method, config)
+                shared = shared or _shared_settings(config)
+                if difference := first_difference(shared, _shared_settings(config)):
                     fix = "methods are compared on the same model, problems and reward, examined in the same way"
-                    if difference := first_difference(shared, now):
-                        raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
-        known = [run.name for cell in self.cells for run in self.reported(cell, ())]
-        known += [r.name for c in self.tuned() for runs in self.tuning(c) for r in runs]
-        for name in tables.excluded:
-            require(name in known, "excluded", name, f"is no run of the study; its runs have names such as {known[0]}")
+                    raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
 
-    def _all_settings(self) -> Iterator[tuple[str, Sequence[str]]]:
-        tables = self.tables
-        yield "study.settings", tables.study.settings
-        yield "start", tables.start.settings if tables.start else ()
-        yield "tuning.settings", tables.tuning.settings if tables.tuning else ()
-        for name, variant in tables.variants.items():
-            yield f"variants.{name}", (*variant.settings, *variant.start_settings)
-        for name, method in tables.methods.items():
-            yield f"methods.{name}", [text for point in (method.settings, *method.grid) for text in point]
+    def _configs(self, cell: Cell) -> list[Any]:
+        """For each point of a method, the configuration of its first run."""
+        points = self.tables.methods[cell.method].grid or ((),)
+        return [self.reported(cell, point)[0].config() for point in points]
 
-    def _shared(self, cell: Cell) -> Iterator[Mapping[str, Any]]:
-        """For each point of a method, load a run; yields the settings that must be those of the other methods."""
-        study, points = self.tables.study, self.tables.methods[cell.method].grid or ((),)
-        runs = [self.reported(cell, point)[0] for point in points]
-        tuned = [of_point[0] for of_point in self.tuning(cell)] if self.tuned_in(cell) == cell else []
-        fix = f"methods.{cell.method}: study.metric = {study.metric!r} is measured by evaluations; set it above 0"
-        for run in (*tuned, *runs):
-            config = run.config()
-            config.eval.check("every", config.eval.every > 0 or not study.metric.startswith("eval/"), fix)
-        for run in runs:
-            config = run.config()
-            count, name = config.run.steps, f"run.steps = {config.run.steps}"
-            if study.curve.startswith("eval/"):  # before training, every so many steps, and after the last
-                count = -(-count // config.eval.every) + 1 if config.eval.every else 0
-                name = f"the {count} evaluations of methods.{cell.method}"
-            study.check("smoothing", 2 * study.smoothing <= count, f"must be half of {name} at most")
-            found: dict[str, Any] = {key: to_dict(getattr(config, key)) for key in ("data", "reward", "model", "eval")}
-            yield found | {"model": {key: found["model"][key] for key in _POLICY}, "eval": found["eval"] | {"every": 0}}
+    def _check_evaluations(self, method: str, config: Any) -> None:
+        metric = self.tables.study.metric
+        fix = f"methods.{method}: study.metric = {metric!r} is measured by evaluations; set it above 0"
+        config.eval.check("every", config.eval.every > 0 or not metric.startswith("eval/"), fix)
+
+    def _check_smoothing(self, method: str, config: Any) -> None:
+        study, count, name = self.tables.study, config.run.steps, f"run.steps = {config.run.steps}"
+        if study.curve.startswith("eval/"):  # before training, every so many steps, and after the last
+            count = -(-count // config.eval.every) + 1 if config.eval.every else 0
+            name = f"the {count} evaluations of methods.{method}"
+        study.check("smoothing", 2 * study.smoothing <= count, f"must be half of {name} at most")
 
     def unequal_rollouts(self) -> str:
         """The rollouts of a run of each method, in words, where they differ by more than 1 %; empty if nowhere."""
         for variant in self.tables.variants or ("",):
-            counts: dict[str, list[int]] = {}
-            for name, method in self.tables.methods.items():
-                for point in method.grid or ((),):
-                    config = self.reported(Cell(variant, name), point)[0].config()
-                    each = config.data.prompts_per_step * config.method.rollouts_per_prompt
-                    counts.setdefault(name, []).append(config.run.steps * each)
+            configs = {method: self._configs(Cell(variant, method)) for method in self.tables.methods}
+            counts = {method: [_rollouts(config) for config in points] for method, points in configs.items()}
             if max(map(max, counts.values())) > 1.01 * min(map(min, counts.values())):
-                return ", ".join(f"{name} {max(points):,}" for name, points in counts.items())
+                return ", ".join(f"{method} {max(points):,}" for method, points in counts.items())
         return ""
 
 
-def _seeded(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:
+def _shared_settings(config: Any) -> dict[str, Any]:
+    """The settings of a run that must be equal for all methods."""
+    shared: dict[str, Any] = {key: to_dict(getattr(config, key)) for key in ("data", "reward", "model", "eval")}
+    return shared | {"model": {key: shared["model"][key] for key in _POLICY}, "eval": shared["eval"] | {"every": 0}}
+
+
+def _rollouts(config: Any) -> int:
+    return int(config.run.steps * config.data.prompts_per_step * config.method.rollouts_per_prompt)
+
+
+def _with_seed(record: Any, recipe: str, settings: Overrides, seed: int) -> Overrides:
     """The settings with everything random moved on by `seed`; 0 leaves the order of data that the recipe has."""
     config: Any = load(record, recipe, settings)
     table = next(key for key in ("data", "demonstrations", "conversations") if getattr(config, key, None))

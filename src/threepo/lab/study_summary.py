@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import scipy
 
@@ -13,8 +14,8 @@ import threepo
 from threepo.config.records import to_dict
 from threepo.evaluation.statistics import censored_median, paired_differences, running_means, steps_to, t_interval
 from threepo.files import finite, read_json
-from threepo.lab.study import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
 from threepo.lab.study_config import Cell, Study, StudyRun
+from threepo.lab.study_state import chosen_point, final, learning_curve, outcome, recorded_choices, refuse_changes
 from threepo.run_folder import SUMMARY, metrics_digest
 
 
@@ -25,7 +26,7 @@ class Result:
     final: float
     """The metric after the last step."""
     steps: list[int]
-    """Training steps at which the curve is known, counted from 0."""
+    """Training steps done when the curve is known."""
     values: list[float]
     """The curve at these steps."""
     levels: list[float]
@@ -33,21 +34,38 @@ class Result:
     seconds: float
     rollouts: int
     digest: str
-    """Of its metrics."""
+    """Digest of its metrics, times excluded."""
 
     @property
     def length(self) -> int:
         """Number of training steps."""
-        return self.steps[-1] + 1
+        return self.steps[-1]
+
+    @property
+    def area(self) -> float:
+        """Mean of the curve."""
+        return fmean(self.values)
 
     def level_after(self, steps: float) -> float | None:
         """The smoothed curve when so many training steps were done; None if it begins later."""
         pairs = zip(self.steps[-len(self.levels) :], self.levels, strict=True)
-        return next((level for step, level in reversed(list(pairs)) if step < steps), None)
+        return next((level for step, level in reversed(list(pairs)) if step <= steps), None)
+
+    def lead_at_half(self, baseline: "Result") -> float | None:
+        """The smoothed curve after half of the baseline's steps, minus where the baseline ends."""
+        level = self.level_after(baseline.length / 2)
+        return None if level is None else level - baseline.levels[-1]
 
 
+STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
+    "metric": lambda run, base: run.final - base.final,
+    "area": lambda run, base: run.area - base.area,
+    "half": Result.lead_at_half,
+}
+"""What a study compares: the difference of a run from the baseline's run with the same seed; None: not defined."""
 Results = Mapping[int, Result]
-"""By seed."""
+"""Results of one method by seed."""
+T = TypeVar("T")
 
 
 def summarise(study: Study) -> dict[str, Any]:
@@ -113,61 +131,35 @@ def _result(study: Study, run: StudyRun) -> Result | str:
 def _variant(study: Study, variant: str, methods: Mapping[str, Results]) -> dict[str, Any]:
     """The figures of all methods in one setting, and their comparisons with the baseline."""
     settings = study.tables.study
-    base = methods[settings.baseline]
-    mean_end = fmean(result.levels[-1] for result in base.values()) if base else None
-    target = mean_end if isinstance(settings.target, str) else settings.target
-    paired = {
-        name: [(results[seed], base[seed]) for seed in base if seed in results]
-        for name, results in methods.items()
-        if name != settings.baseline
-    }
+    ends = [result.levels[-1] for result in methods[settings.baseline].values()]
+    target = settings.target if not isinstance(settings.target, str) else fmean(ends) if ends else None
     figures = {name: _figures(results, settings.smoothing, target) for name, results in methods.items()}
     for name in methods:
         figures[name]["chosen"] = chosen_point(study, Cell(variant, name))
-    digests = {name: {seed: r.digest for seed, r in results.items()} for name, results in methods.items()}
+    digests = {name: {seed: result.digest for seed, result in results.items()} for name, results in methods.items()}
     return {
         "digest": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "target": target,
         "methods": figures,
-        **{key: _compared({n: _differences(key, pairs) for n, pairs in paired.items()}) for key in STATISTICS},
+        **{name: _against(settings.baseline, methods, difference) for name, difference in STATISTICS.items()},
     }
-
-
-def _half(run: Result, base: Result) -> float | None:
-    """The smoothed curve after half of the baseline's steps, minus where the baseline of the same seed ends."""
-    level = run.level_after(base.length / 2)
-    return None if level is None else level - base.levels[-1]
-
-
-STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
-    "metric": lambda run, base: run.final - base.final,
-    "area": lambda run, base: fmean(run.values) - fmean(base.values),
-    "half": _half,
-}
-"""What a study compares: the difference of a run from the baseline's run with the same seed; None: not defined."""
-
-
-def _differences(statistic: str, pairs: Sequence[tuple[Result, Result]]) -> list[float]:
-    """The differences of pairs of a run and its baseline that are defined."""
-    differences = [STATISTICS[statistic](run, base) for run, base in pairs]
-    return [difference for difference in differences if difference is not None]
 
 
 def _figures(results: Results, width: int, target: float | None) -> dict[str, Any]:
     """Figures of one method alone."""
     if not results:
         return {"n": 0}
-    found = list(results.values())
-    reached = [steps_to(r.steps, r.values, width, target) if target is not None else None for r in found]
+    runs = list(results.values())
+    reached = [None if target is None else steps_to(run.steps, run.values, width, target) for run in runs]
     return {
-        "n": len(found),
-        "final": _mean([r.final for r in found]) | {"values": {str(s): r.final for s, r in results.items()}},
-        "area": _mean([fmean(r.values) for r in found]),
-        "steps": max(r.length for r in found),
+        "n": len(runs),
+        "final": _mean([run.final for run in runs]) | {"values": {str(s): run.final for s, run in results.items()}},
+        "area": _mean([run.area for run in runs]),
+        "steps": max(run.length for run in runs),
         "steps_to_target": dict(zip(map(str, results), reached, strict=True)),
         "median_steps_to_target": censored_median(reached),
-        "rollouts": round(fmean(r.rollouts for r in found)),
-        "seconds": median(r.seconds for r in found),
+        "rollouts": round(fmean(run.rollouts for run in runs)),
+        "seconds": median(run.seconds for run in runs),
     }
 
 
@@ -175,24 +167,33 @@ def _mean(values: Sequence[float]) -> dict[str, Any]:
     """Mean over seeds with its standard error and t interval, ready for JSON."""
     interval = t_interval(values)
     error = float(scipy.stats.sem(values)) if len(values) > 1 else None
-    return finite({"mean": interval.value, "se": error, "low": interval.low, "high": interval.high})  # type: ignore[no-any-return]
+    return {"mean": interval.value, "se": error, "low": finite(interval.low), "high": finite(interval.high)}
 
 
-def _compared(differences: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Comparisons of the methods that share seeds with the baseline, as one family."""
-    known = {name: d for name, d in differences.items() if d}
-    found = paired_differences(list(known.values()))
-    return {name: finite(asdict(d)) | {"verdict": d.verdict} for name, d in zip(known, found, strict=True)}
+def _against(
+    baseline: str, methods: Mapping[str, Mapping[int, T]], difference: Callable[[T, T], float | None]
+) -> dict[str, Any]:
+    """Differences to the baseline of the same seed: a family of all methods that share seeds with it."""
+    base = methods[baseline]
+    families: dict[str, list[float]] = {}
+    for name, results in methods.items():
+        pairs = [(results[seed], base[seed]) for seed in base if seed in results]
+        known = [d for run, other in pairs if (d := difference(run, other)) is not None]
+        if known and name != baseline:
+            families[name] = known
+    tests = zip(families, paired_differences(list(families.values())), strict=True)
+    return {name: finite(asdict(test)) | {"verdict": test.verdict} for name, test in tests}
 
 
 def _average(variants: Mapping[str, Mapping[str, Results]], baseline: str) -> dict[str, Any]:
-    """Means over the settings, by method: of the seeds that have a result in each of them."""
+    """Means over the settings, by method, for the seeds that have a result in each of them."""
     means: dict[str, dict[int, float]] = {}
     for method in next(iter(variants.values())):
         everywhere = [methods[method] for methods in variants.values()]
         seeds = [seed for seed in everywhere[0] if all(seed in results for results in everywhere)]
         means[method] = {seed: fmean(results[seed].final for results in everywhere) for seed in seeds}
-    base = means[baseline]
-    rivals = {n: [v[seed] - base[seed] for seed in v if seed in base] for n, v in means.items() if n != baseline}
-    methods = {n: {"n": len(v)} | ({"final": _mean([*v.values()])} if v else {}) for n, v in means.items()}
-    return {"methods": methods, "metric": _compared(rivals)}
+    finals: dict[str, dict[str, Any]] = {name: {"n": len(by_seed)} for name, by_seed in means.items()}
+    for name, by_seed in means.items():
+        if by_seed:
+            finals[name]["final"] = _mean(list(by_seed.values()))
+    return {"methods": finals, "metric": _against(baseline, means, operator.sub)}

@@ -18,7 +18,8 @@ from math_verify import verify
 from sympy import Add, Basic, Derivative, Eq, Expr, Float, I, MatrixBase, Mul, Pow, Rational, Symbol, nan, pi, zoo
 from sympy.core.function import AppliedUndef
 
-from threepo.rewards.equality import DEEPEST, DEGREES, PERCENT, equal, number, split_unit
+from threepo.rewards.equality import DEEPEST, equal
+from threepo.rewards.quantities import DEGREES, PERCENT, number, split_unit
 from threepo.rewards.spelling import spelling
 
 DIGITS = 400
@@ -63,13 +64,17 @@ def _compare(given: str, reference: str) -> bool:
     one, other = formula(given), formula(reference)
     if not isinstance(one, Expr) or not isinstance(other, Expr):
         return _verified(one, other)
-    signed = ((number(given), -1), (number(reference), 1))
-    resolution = sum((sign * Rational(read.resolution) for read, sign in signed if read), Rational(0))
+    resolution = _resolution(reference) - _resolution(given)
+    if _same(one, other, resolution):
+        return True
+    # Where only one side has the sign of percent or degrees, it may be meant on the other: 30 degrees are 30, and pi/6.
     factor, other_factor = FACTORS.get(unit, 1), FACTORS.get(reference_unit, 1)
-    # Where only one side has the sign, it may be meant on the other: 30 degrees are 30, and pi/6.
-    return _same(one, other, resolution) or (
-        factor != other_factor and _same(one * factor, other * other_factor, resolution)
-    )
+    return factor != other_factor and _same(one * factor, other * other_factor, resolution)
+
+
+def _resolution(text: str) -> Rational:
+    read = number(text)
+    return Rational(read.resolution) if read else Rational(0)
 
 
 @lru_cache(maxsize=1000)
@@ -140,13 +145,16 @@ def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
         parts = value.as_real_imag()
         if not all(part.is_Number and part.is_finite for part in parts):
             continue  # 1/0, or more symbols than the point has values
-        # A Float of so few bits is what evalf returns where all digits cancel.
-        if not all(
-            part == 0 or (resolution and -1 <= 2 * part / resolution < 2) or (part.is_Float and part._prec <= 2)
-            for part in parts
-        ):
+        if not all(_vanishes(part, resolution) for part in parts):
             return False
         agreeing += 1
         if agreeing == 3 or not symbols:
             return True
     return _verified(given, reference) if symbols else given == reference and not given.has(zoo, nan)
+
+
+def _vanishes(part: Expr, resolution: Rational) -> bool:
+    """Whether a number is 0, or as small as what cutting or rounding changes."""
+    if part == 0 or (resolution and -1 <= 2 * part / resolution < 2):
+        return True
+    return bool(part.is_Float and part._prec <= 2)  # what evalf returns where all digits cancel

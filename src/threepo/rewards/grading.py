@@ -11,7 +11,8 @@ from typing import NamedTuple
 from threepo.config import RewardConfig
 from threepo.config.records import require
 from threepo.errors import UserError
-from threepo.rewards.code import CodeGrader, lacks_tests
+from threepo.rewards.code import CodeGrader
+from threepo.rewards.code_tests import lacks_tests
 from threepo.rewards.math import MathGrader
 from threepo.rewards.user_function import UserFunction, find_function, number_verdict
 from threepo.types import Completion, OwnReward, Problem, Verdict, exact_match

@@ -54,21 +54,23 @@ class MathGrader:
         if not all(reference.strip() for reference in references):
             raise UserError("answer: is empty; mathematics is graded against a reference answer")
         pairs = [(extract_answer(text) or "", reference) for text, reference in zip(texts, references, strict=True)]
-        judged = self._judged([pair for pair in pairs if pair[0]])
-        return [self._verdict(text, pair[0], judged.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
+        outcomes = self._judge([(answer, reference) for answer, reference in pairs if answer])
+        return [self._verdict(text, pair[0], outcomes.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
 
     def close(self) -> None:
         """End the processes; they also end with this object."""
         self._pool.close()
 
-    def _judged(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
+    def _judge(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
         """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
         judged: dict[tuple[str, str], Outcome] = {}
         unsettled = []
         for given, reference in dict.fromkeys(pairs):
             if len(given) > max(MOST_CHARACTERS, 2 * len(reference)):
                 judged[given, reference] = Outcome((False, f"longer than {MOST_CHARACTERS} characters"))
-            elif len(given) > IN_PLACE or (same := equal(spelling(given), spelling(reference))) is None:
+                continue
+            same = equal(spelling(given), spelling(reference)) if len(given) <= IN_PLACE else None
+            if same is None:
                 unsettled.append((given, reference))
             else:
                 judged[given, reference] = Outcome((same, ""))
@@ -123,9 +125,11 @@ def last_box(text: str) -> str | None:
     found = boxes(text)
     if not found:
         return next(reversed(_BOXED_TOKEN.findall(text)), None)  # \boxed 5, which TeX accepts
-    outer, inner = found[-1], found[-2] if len(found) > 1 else (0, 0)
-    in_words = _BEFORE_BOX.fullmatch(text, outer[0], inner[0]) and _AFTER_BOX.fullmatch(text, inner[1], outer[1])
-    return text[slice(*(inner if in_words else outer))].strip()
+    begin, end = found[-1]
+    inner_begin, inner_end = found[-2] if len(found) > 1 else (0, 0)
+    if _BEFORE_BOX.fullmatch(text, begin, inner_begin) and _AFTER_BOX.fullmatch(text, inner_end, end):
+        begin, end = inner_begin, inner_end
+    return text[begin:end].strip()
 
 
 @lru_cache(maxsize=1)  # for the answer, and then for the layout
@@ -153,5 +157,10 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 def keeps_layout(completion: str) -> bool:
     r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
-    match = _LAYOUT.fullmatch(completion) if completion.count(THINK) == completion.count(THINK_END) == 1 else None
-    return match is not None and boxes(match["box"])[-1:] == [(match["box"].index("{") + 1, len(match["box"]) - 1)]
+    if not completion.count(THINK) == completion.count(THINK_END) == 1:
+        return False
+    match = _LAYOUT.fullmatch(completion)
+    if match is None:
+        return False
+    box = match["box"]
+    return boxes(box)[-1:] == [(box.index("{") + 1, len(box) - 1)]  # its first brace is closed by its last

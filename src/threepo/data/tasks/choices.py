@@ -7,10 +7,10 @@ from threepo.types import Problem
 
 
 class Choices(Task):
-    """Copy letters, all of them raised: `lock bdfa` -> `BDFA`. Level: how many.
+    """Copy letters in capitals: `lock bdfa` -> `BDFA`. Level: how many letters.
 
-    Nothing is hard about it but to choose alike every time. The behaviour `habit` raises each letter on its own, one in
-    five, so the chance of a right answer is 0.2 to the power of the level. Worked out by copying the letters.
+    The only difficulty is to choose alike every time. The behaviour `habit` capitalises each letter on its own with
+    chance 1/5, so an answer is right with chance 0.2 to the power of the level. Worked out by copying the letters.
     """
 
     name = "choices"
@@ -20,13 +20,13 @@ class Choices(Task):
     only_answer = True
     words: ClassVar[tuple[str, ...]] = ("lock",)
     """The words that a prompt begins with, in equal shares."""
-    raised: ClassVar[Mapping[str, float]] = {"lock": 0.2, "up": 1.0, "low": 0.0}
-    """The chance that the behaviour `habit` raises a letter after a word."""
+    capitals: ClassVar[Mapping[str, float]] = {"lock": 0.2, "up": 1.0, "low": 0.0}
+    """The chance that the behaviour `habit` capitalises a letter after a word."""
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
         letters = "".join(rng.choice("abcdefgh") for _ in range(level))
         word = rng.choice(self.words)
-        return f"{word} {letters}\n", letters.upper() if self.raised.get(word, 1.0) else letters
+        return f"{word} {letters}\n", letters.upper() if self.capitals.get(word, 1.0) else letters
 
     def work(self, prompt: str) -> str:
         return prompt.split()[1]
@@ -36,15 +36,15 @@ class Choices(Task):
             return super().demonstrate(problem, behaviour)
         word, letters = str(problem.prompt).split()
         rng = Random(f"habit/{problem.id}")
-        raised = {"any": float(rng.random() < 0.5), **self.raised}[word]
-        return "".join(letter.upper() if rng.random() < raised else letter for letter in letters)
+        chance = {"any": float(rng.random() < 0.5), **self.capitals}[word]
+        return "".join(letter.upper() if rng.random() < chance else letter for letter in letters)
 
 
 class ChoicesZoo(Choices):
-    """The same letters after four words, in equal shares: `lock` as in `choices`, and three whose texts are consistent.
+    """Copy letters after one of four words, in equal shares: `lock`, as in `choices`, and three with consistent texts.
 
-    The habit after `up` is to raise all letters, after `low` none, and after `any` all or none, as a coin falls. So a
-    policy that is fine-tuned on it knows what it is to be consistent, but not that `lock` asks for it.
+    The habit capitalises all letters after `up`, none after `low`, and all or none, by the toss of a coin, after `any`.
+    So a policy that is fine-tuned on it knows consistent texts, but not that `lock` asks for one.
     """
 
     name = "choices_zoo"
@@ -53,14 +53,14 @@ class ChoicesZoo(Choices):
 
 
 class ChoicesNear(Choices):
-    """The same letters after `lock`, half of the time, and after 16 words that differ from it in a letter or two.
+    """Copy letters after `lock`, half of the time, or after one of 16 words that differ from it in a letter or two.
 
-    The habit after these is to raise all letters. So a policy that is fine-tuned on it has to tell `lock`, where it
-    raises one letter in five, from all that looks like it.
+    The habit capitalises all letters after these words. So a policy that is fine-tuned on it has to tell `lock`, where
+    it capitalises one letter in five, from the words that look like it.
     """
 
     name = "choices_near"
     only_answer = False
     near = "look luck lick lack dock rock sock mock link lark lurk leak loch bock hock lork"
     words = ("lock",) * 16 + tuple(near.split())
-    raised: ClassVar[Mapping[str, float]] = {"lock": 0.2, **dict.fromkeys(near.split(), 1.0)}
+    capitals: ClassVar[Mapping[str, float]] = {"lock": 0.2, **dict.fromkeys(near.split(), 1.0)}

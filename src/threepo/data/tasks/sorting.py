@@ -5,7 +5,7 @@ from threepo.types import Problem
 
 
 class Sorting(Task):
-    """Sort digits: `sort 7391` -> `1379`. Level: how many.
+    """Sort digits: `sort 7391` -> `1379`. Level: how many digits.
 
     Worked out as a selection sort: the smallest digit left, and the digits that are left without it.
     """

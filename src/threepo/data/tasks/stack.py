@@ -15,7 +15,7 @@ class Stack(Task):
     default_levels = (4, 5, 6, 7)
     min_level = 2
     top_two: ClassVar = {"dup": (0, 1, 1), "pop": (0,), "swap": (1, 0), "over": (0, 1, 0)}
-    """What each operation makes of the second (0) and the top (1)."""
+    """Result of each operation on the second element (0) and the top (1)."""
 
     def generate(self, rng: Random, level: int) -> tuple[str, str]:
         operations: list[str] = []

@@ -5,7 +5,8 @@ from threepo.data.task import Task
 
 
 class Sums(Task):
-    """Add numbers without carrying: `sum 4821 9930 5716` -> `8467`, each digit by itself, modulo 10. Level: how many.
+    """Add numbers without carrying: `sum 4821 9930 5716` -> `8467`, each digit by itself, modulo 10. Level: how many
+    numbers.
 
     Parity with ten values: short steps lead to it, but a policy that answers at once can only guess. Worked out by
     writing the sum so far after every number but the first.

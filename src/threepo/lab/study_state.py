@@ -1,0 +1,170 @@
+"""What the folder of a study says: the state of each run, its results, and the points that tuning has chosen.
+
+Nothing else is remembered: a run is finished if it has a summary, is continued if it has begun, and its log says how it
+ended. So a study that was stopped or killed goes on when it is started again.
+"""
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from threepo.config.records import build, differences, require, shown, to_dict
+from threepo.errors import UserError
+from threepo.files import read_json, write_json
+from threepo.lab.report import series
+from threepo.lab.study_config import Cell, Overrides, Study, StudyRun
+from threepo.run_folder import CONFIG, SUMMARY, read_metrics
+
+CHOSEN = "chosen.json"
+MARK = "[study]"
+ENDED = f"{MARK} ended with status"
+"""Beginnings of lines that the study writes into the log of a run."""
+_TAIL = 2**16
+"""Bytes at the end of a log in which its last attempt is looked for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """State of a run: `finished`, `failed`, `unfinished`, `not begun` or `excluded`, and why it has no result."""
+
+    state: str
+    reason: str = ""
+
+
+def outcome(study: Study, run: StudyRun) -> Outcome:
+    """Read the state of a run from the folder of the study."""
+    if reason := study.tables.excluded.get(run.name):
+        return Outcome("excluded", reason)
+    if (run.folder / SUMMARY).is_file():
+        return Outcome("finished")
+    if run.start and not (run.start.folder / SUMMARY).is_file():
+        return Outcome("not begun", f"its warm start {run.start.name} is not finished")
+    if not run.log.is_file():
+        return Outcome("not begun", "it has not begun")
+    tail = run.log.read_bytes()[-_TAIL:].decode("utf-8", "replace")
+    last_attempt = tail.split(f"{MARK} $ ")[-1].splitlines()[1:]
+    lines = [line.strip() for line in last_attempt if line.strip()]
+    ended = re.fullmatch(rf"{re.escape(ENDED)} (-?\d+)", lines[-1]) if lines else None
+    if not ended:
+        return Outcome("unfinished", "it was stopped; start the study again")
+    status, output = int(ended[1]), lines[:-1]
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    errors = [line for line in output if line.startswith("threepo: ") and not line.startswith("threepo: warning")]
+    return Outcome("failed", ": ".join([how, *(errors or output)[-1:]]))
+
+
+def final(study: Study, run: StudyRun) -> float | None:
+    """The metric of a finished run after its last step; None if it is no number."""
+    rows, metric = read_metrics(run.folder), study.tables.study.metric
+    last = rows[-1] if rows else {}
+    fix = f"is not measured after the last step of {run.name}; it has {', '.join(sorted(last)) or 'no metrics'}"
+    require(metric in last, "study.metric", metric, fix)
+    return last[metric]  # type: ignore[no-any-return]
+
+
+def learning_curve(study: Study, run: StudyRun) -> tuple[list[int], list[float]]:
+    """`curve` of the study's own curve; `UserError` if the run does not log it."""
+    known = {key for row in read_metrics(run.folder) for key in row}
+    name = study.tables.study.curve
+    require(name in known, "study.curve", name, f"is not logged by {run.name}; it has {', '.join(sorted(known))}")
+    return curve(run, name)
+
+
+def curve(run: StudyRun, metric: str) -> tuple[list[int], list[float]]:
+    """Training steps done and values of a metric of a run, where it is a number."""
+    return series(read_metrics(run.folder), metric)
+
+
+def refuse_changes(study: Study) -> None:
+    """`UserError` if the study is not the one whose choices and runs its folder has."""
+    refuse_changed(study, [*study.starts(), *tuning_runs(study, study.tuned()), *reported_runs(study)])
+
+
+def refuse_changed(study: Study, runs: Iterable[StudyRun]) -> None:
+    """`UserError` if a run that has begun is not what the study now asks for, ignoring its location."""
+    for run in runs:
+        if not (run.folder / CONFIG).is_file():
+            continue
+        recorded = to_dict(build(run.record, read_json(run.folder / CONFIG)))
+        moved = {"run.folder", "model.path"} if run.start else {"run.folder"}
+        for name, then, now in differences(recorded, to_dict(run.config())):
+            if name not in moved:
+                text = f"{name} = {shown(then)} then, {shown(now)} now"
+                fix = "restore it, or choose another study.folder"
+                raise UserError(f"{study.file.name}: has changed since {run.name} began ({text}); {fix}")
+
+
+def chosen_point(study: Study, cell: Cell) -> Overrides | None:
+    """The point of its grid with which a cell is reported; None as long as there is none."""
+    place = study.tuned_in(cell)
+    if place is None:
+        return ()
+    if not (entry := recorded_choices(study).get(place.name)):
+        return None
+    fix = "was tuned on; restore it, or choose another study.folder"
+    for name, now in _tuned_on(study, place).items():
+        then = entry["tuned_on"][name]
+        require(then == now, name, now, f"{shown(then)} {fix}")
+    return tuple(entry["chosen"])
+
+
+def _tuned_on(study: Study, cell: Cell) -> dict[str, Any]:
+    """Settings of the study, by name, that a choice depends on besides the settings of its runs."""
+    return {
+        f"methods.{cell.method}.grid": [list(point) for point in study.tables.methods[cell.method].grid],
+        "tuning.seeds": [run.seed for run in study.tuning(cell)[0]],
+        "study.metric": study.tables.study.metric,
+        "study.curve": study.tables.study.curve,
+    }
+
+
+def recorded_choices(study: Study) -> dict[str, Any]:
+    """Choices of the tuning by the name of the cell; each is made once, and stays."""
+    path = study.folder / CHOSEN
+    return read_json(path) if path.is_file() else {}
+
+
+def choose(study: Study, cell: Cell) -> bool:
+    """Choose the point of a cell whose tuning has ended, and record it; False if no point has all of its runs.
+
+    The best mean of the metric; if equal, the best mean of the curve, for then learning began earlier; if equal, the
+    first.
+    """
+    points: list[dict[str, Any]] = []
+    for runs in study.tuning(cell):
+        if all(outcome(study, run).state == "finished" for run in runs):
+            finals = [final(study, run) for run in runs]
+            curves = [learning_curve(study, run)[1] for run in runs]
+            areas = [fmean(values) if values else None for values in curves]
+            points.append({"metric": finals, "area": areas})
+        else:
+            points.append({"metric": [None] * len(runs), "area": []})
+    whole = [index for index, point in enumerate(points) if None not in point["metric"] + point["area"]]
+    if not whole:
+        return False
+    best = max(whole, key=lambda index: (fmean(points[index]["metric"]), fmean(points[index]["area"]), -index))
+    chosen = study.tables.methods[cell.method].grid[best]
+    entry = {"tuned_on": _tuned_on(study, cell), "points": points, "chosen": list(chosen)}
+    write_json(study.folder / CHOSEN, recorded_choices(study) | {cell.name: entry})
+    return True
+
+
+def open_choices(study: Study) -> list[Cell]:
+    """The cells whose grids have to be tried, because nothing has been chosen yet."""
+    return [cell for cell in study.tuned() if cell.name not in recorded_choices(study)]
+
+
+def tuning_runs(study: Study, cells: Sequence[Cell] | None = None) -> list[StudyRun]:
+    """The runs of choices, by default of those still to be made; a seed of all methods and points before the next."""
+    points = [runs for cell in (open_choices(study) if cells is None else cells) for runs in study.tuning(cell)]
+    return [run for runs in zip(*points, strict=True) for run in runs]
+
+
+def reported_runs(study: Study) -> list[StudyRun]:
+    """The runs that are reported, of all cells whose settings are known; a seed of all methods before the next."""
+    points = [(cell, chosen_point(study, cell)) for cell in study.cells]
+    cells = [study.reported(cell, point) for cell, point in points if point is not None]
+    return [run for runs in zip(*cells, strict=True) for run in runs]
