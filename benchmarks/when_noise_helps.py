@@ -67,7 +67,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, Any]:
     settings += [f'demonstrations.tasks=["{task}"]', f"demonstrations.seed={cell.seed}", f"run.seed={cell.seed}"]
     settings += [f"optimizer.lr={SIZES[cell.width, cell.layers]}", "run.threads=1", f"run.folder={start}"]
     if not (start / SUMMARY).exists():
-        api.fine_tune(load(SFTConfig, "demo/choices/warm_start", settings))
+        api.train(load(SFTConfig, "demo/choices/warm_start", settings))
     config = load(TrainConfig, "demo/choices/replay", [f"model.path={start}", f"data.seed={cell.seed + 1}"])
     sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
     asked = ProbeConfig(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from threepo.cli import main
 from threepo.config import SFTConfig, TrainConfig
-from threepo.config.recipes import load
+from threepo.config.recipes import load, load_resumed
 from threepo.run_folder import checkpoints, read_metrics
 
 TINY = (
@@ -88,6 +88,13 @@ def train_config(folder: Path, *settings: str) -> TrainConfig:
 def sft_config(folder: Path, *settings: str) -> SFTConfig:
     """A recipe of a small fine-tuning run."""
     return load(SFTConfig, "", [*SFT, f"run.folder={folder}", *settings])
+
+
+def resume(folder: Path, kind: Any = TrainConfig, **changes: Any) -> Path:
+    """Go on with a run, with changes by table, as `--resume` does."""
+    from threepo import api
+
+    return api.resume(folder, load_resumed(kind, folder, changes))
 
 
 def forked(*arguments: str, said: str = os.devnull, most_bytes: int = resource.RLIM_INFINITY) -> ForkServerProcess:

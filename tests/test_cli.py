@@ -239,7 +239,7 @@ def test_a_run_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     api.train(train_config(folder, "run.steps=1"))
     from threepo.run_folder import RunFolder
 
-    with RunFolder.open(folder)[0]:
+    with RunFolder(folder):
         assert main(["train", "--resume", str(folder)]) == 2
     assert "is in use by another process" in capsys.readouterr().err
 

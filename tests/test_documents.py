@@ -157,14 +157,14 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     ):
         api.train(config)
         logged |= {key for row in read_metrics(tmp_path / name) for key in row}
-    api.fine_tune(sft_config(tmp_path / "sft", "run.steps=1"))
+    api.train(sft_config(tmp_path / "sft", "run.steps=1"))
     logged |= {key for row in read_metrics(tmp_path / "sft") for key in row}
     monkeypatch.chdir(ROOT)
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text('{"prompt": "What?", "completion": "That."}\n')
     chats = [f"conversations.eval={heldout}", f"conversations.cache={tmp_path / 'cache'}"]
     chats += [f"run.folder={tmp_path / 'chats'}", "conversations.epochs=1", "conversations.batch_size=12"]
-    api.fine_tune(load(SFTConfig, "examples/conversations.toml", chats))
+    api.train(load(SFTConfig, "examples/conversations.toml", chats))
     logged |= {key for row in read_metrics(tmp_path / "chats") for key in row}
     logged.discard("step")
     text, _, completions = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Completions")

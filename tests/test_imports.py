@@ -13,7 +13,7 @@ import threepo
 
 SOURCE = Path(threepo.__file__).parent
 
-DOORS = {"__init__", "__main__", "cli", "commands", "api", "library", "given"}
+DOORS = {"__init__", "__main__", "cli", "commands", "api", "library", "inputs"}
 """The command line and Python: through them one gets to every storey, so they import from all of them."""
 STOREYS = {"lab", "plugins"}
 """The laboratory reads run folders and uses the core; plug-ins use both. The core imports neither."""

@@ -82,7 +82,7 @@ def test_a_signal_that_comes_too_late_to_save_waits_for_the_next_step(
         if kind == "train":
             api.train(train_config(tmp_path / "run", *settings))
         else:
-            api.fine_tune(sft_config(tmp_path / "run", *settings))
+            api.train(sft_config(tmp_path / "run", *settings))
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [2]
 
 

@@ -320,10 +320,10 @@ def test_evaluation(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run.evaluate(HELDOUT, closure(), folder="refused", samples=4)
     with pytest.raises(UserError, match="holds a run already"):
         run.evaluate(HELDOUT, closure(), folder=run.folder)
-    given = Path("scores/given/eval.jsonl").read_bytes()
+    given = Path("scores/inputs/eval.jsonl").read_bytes()
     with pytest.raises(UserError, match="holds an evaluation with another eval; choose another folder"):
         run.evaluate(HELDOUT[:-1], closure(), folder="scores", **settings)
-    assert Path("scores/given/eval.jsonl").read_bytes() == given
+    assert Path("scores/inputs/eval.jsonl").read_bytes() == given
     assert run.evaluate(HELDOUT, closure(), folder="scores", **settings) == summary
 
 
@@ -398,10 +398,10 @@ def test_demonstrations_of_a_task_need_no_data(tmp_path: Path) -> None:
 
 def test_a_run_that_is_there_is_not_written_over(model: str, policy: Policy, tmp_path: Path) -> None:
     run = trained(model, tmp_path / "run", 1)
-    kept = (run.folder / "given" / "train.jsonl").read_bytes()
+    kept = (run.folder / "inputs" / "train.jsonl").read_bytes()
     with pytest.raises(UserError, match="holds"):
         threepo.train(policy.model, ROWS[:2], by_name, tokenizer=policy.tokenizer, folder=run.folder, **SMALL)
-    assert (run.folder / "given" / "train.jsonl").read_bytes() == kept
+    assert (run.folder / "inputs" / "train.jsonl").read_bytes() == kept
     assert (run.folder / CONFIG).is_file()
     with pytest.raises(UserError, match="tokenizer is missing"):
         threepo.train(policy.model, ROWS, by_name, folder=tmp_path / "other")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transformers.utils import logging
 
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.recipes import Table, load
+from threepo.config.recipes import Table, load, load_resumed
 from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
 from threepo.data.rows import digest
@@ -19,6 +19,7 @@ from threepo.errors import UserError
 from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
+from threepo.inputs import SavedInputs
 from threepo.lab import probe as probing
 from threepo.lab.probe_config import ProbeConfig
 from threepo.lab.probe_findings import recipe, write_recipe
@@ -29,56 +30,91 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics
+from threepo.run_folder import (
+    CONFIG,
+    SUMMARY,
+    FollowedFolder,
+    RunFolder,
+    model_folder,
+    read_metrics,
+    refuse_taken,
+)
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
-__all__ = ["closing_words", "evaluate", "fine_tune", "merge", "probe", "probe_folder", "reopen", "sample", "train"]
+__all__ = ["closing_words", "complete", "evaluate", "merge", "probe", "probe_folder"]
+__all__ += ["resume", "sample", "start", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
 
-def train(
-    config: TrainConfig, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
+def start(
+    config: Config, world: World = ALONE, callbacks: Sequence[Follower] = (), inputs: SavedInputs | None = None
 ) -> Path:
-    """Train with reinforcement learning to the end, and write the run's summary. Returns the run folder."""
+    """Begin a run, and train to its end. Returns the run folder.
+
+    `inputs`: objects to write into the folder first, from which the run reads them. All ranks of `world` must call
+    this and the functions below together.
+    """
+    world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
+    with inputs.written(world) if inputs else contextlib.nullcontext():
+        return train(config, None, world, callbacks)
+
+
+def resume(run: Path, config: Config, world: World = ALONE, callbacks: Sequence[Follower] = ()) -> Path:
+    """Go on with a run to its end; `load_resumed` reads its configuration. Returns the run folder."""
+    return train(config, reopen(run, config, world), world, callbacks)
+
+
+def complete(config: Config) -> Path:
+    """Start the run of this configuration, or resume it if it has begun, or do nothing if it is finished."""
+    run = Path(config.run.folder)
+    if (run / SUMMARY).is_file():
+        return run
+    if (run / CONFIG).is_file():
+        return resume(run, load_resumed(type(config), run))
+    return start(config)
+
+
+def reopen(run: Path, config: Config, world: World = ALONE) -> RunFolder:
+    """The open folder of the run to resume, which gets the length that `config` has."""
+    folder = world.only_first(lambda: RunFolder(run), others=FollowedFolder(run))
+    world.on_first(lambda: folder.extend(config.run.steps))
+    return folder
+
+
+def train(
+    config: Config, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
+) -> Path:
+    """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
+
+    `resumed`: the open folder of a run to go on with. The other ranks, if there are any, must call this too.
+    """
     began = time.monotonic()
+    if isinstance(config, SFTConfig):
+        fine_tuning = sft.assemble(config, resumed, world)
+        with fine_tuning.folder:
+            return _finish(fine_tuning, sft.fine_tune, began, resumed is not None, callbacks)
     run = rlvr.assemble(config, resumed, world)
     with run.folder, contextlib.closing(run.engine):  # who waits for the folder finds the engine's devices free
         return _finish(run, rlvr.train, began, resumed is not None, callbacks)
 
 
-def reopen(path: Path, config: Config, steps: int | None, world: World = ALONE) -> tuple[Config, RunFolder]:
-    """The configuration and the open folder of the run to resume, with another length if `steps` says one."""
-    folder = world.only_first(lambda: RunFolder(path), others=FollowedFolder(path))
-    if steps is not None:
-        config = world.on_first(lambda: folder.extend(config, steps))
-    return config, folder
-
-
-def fine_tune(
-    config: SFTConfig, resumed: RunFolder | None = None, world: World = ALONE, callbacks: Sequence[Follower] = ()
-) -> Path:
-    """Fine-tune to the end, and write the run's summary. Returns the run folder."""
-    began = time.monotonic()
-    run = sft.assemble(config, resumed, world)
-    with run.folder:
-        return _finish(run, sft.fine_tune, began, resumed is not None, callbacks)
-
-
 def _finish(run: Any, loop: Callable[[Any], None], began: float, resumed: bool, callbacks: Sequence[Follower]) -> Path:
-    path, parts = Path(run.folder.path), ("time/step", "time/eval", "time/log")
-    earlier = [row for row in read_metrics(path) if row["step"] < run.state.step]  # steps of other processes
-    began -= sum(row.get(part) or 0.0 for row in earlier for part in parts)
+    path = Path(run.folder.path)
+    for row in read_metrics(path):
+        if row["step"] < run.state.step:  # made by earlier processes
+            began -= sum(row.get(part) or 0.0 for part in ("time/step", "time/eval", "time/log"))
     trackers = run.world.only_first(
         lambda: Trackers(run.config.run.trackers, path, to_dict(run.config), run.state.step, resumed), others=None
     )
     if trackers is None:
         loop(run)
         return path
-    run.followers, summary = (trackers.log, *callbacks), None
+    run.followers = (trackers.log, *callbacks)
+    summary = None
     try:
         loop(run)
         source = getattr(run, "source", None)

@@ -1,25 +1,108 @@
-"""Actions of the command line's commands, given their parsed arguments; cli.py has the arguments.
+"""The commands that train, evaluate and write models, each with its arguments; those of the laboratory are in lab/.
 
 Nothing heavy is imported before a command needs it.
 """
 
 import argparse
-import os
-import signal
-import warnings
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.files import write_json
 from threepo.ranks.launch import join_world, ranks_started
 
+Action = Callable[[argparse.Namespace], None]
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""What `ArgumentParser.add_argument` takes."""
 
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line."""
+
+    name: str
+    """One word, or two, of which the first is a group of commands."""
+    help: str
+    action: Action | None = None
+    """What it does, given the parsed arguments; None for a group."""
+    arguments: tuple[Argument, ...] = ()
+    on_ranks: bool = False
+    """Whether several ranks of torchrun can run it together."""
+
+    @property
+    def more(self) -> str:
+        """The argument that takes any number of words, which may stand anywhere; empty if there is none."""
+        return next((n[0] for n, how in self.arguments if n[0][0] != "-" and how.get("nargs") in ("*", "+")), "")
+
+
+COMMANDS: list[Command] = []
+
+
+def command(
+    table: list[Command], name: str, text: str, *arguments: Argument, on_ranks: bool = False
+) -> Callable[[Action], Action]:
+    """Put the decorated action into the table as a command, with its help `text` and its arguments."""
+
+    def put(action: Action) -> Action:
+        table.append(Command(name, text, action, arguments, on_ranks))
+        return action
+
+    return put
+
+
+def argument(*names: str, **how: Any) -> Argument:
+    """An argument, as `ArgumentParser.add_argument` describes it."""
+    return names, how
+
+
+def path_argument(text: str) -> Path:
+    """A path from the command line; an empty one is a variable that was not set, not the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; name a path")
+    return Path(text).expanduser()
+
+
+def settings_argument(text: str, pattern: str = "section.key=value") -> Argument:
+    """Any number of settings."""
+    return argument("settings", nargs="*", metavar=pattern, help=text)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Pause garbage collection for the body, which imports; a seventh of the time would go into searching for none."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _training_arguments() -> Iterator[Argument]:
+    yield argument("recipe", nargs="?", default="", metavar="RECIPE", help="a TOML file or a shipped recipe")
+    yield settings_argument("override settings of the recipe")
+    text = "continue this run; run.steps=N extends it"
+    yield argument("--resume", type=path_argument, metavar="RUN", help=text)
+    yield argument("--list", action="store_true", help="list the shipped recipes")
+    yield argument("--dry-run", action="store_true", help="print memory and compute of the run, load nothing")
+    for kind in ("prompt", "response"):
+        text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
+        yield argument(f"--{kind}-tokens", type=int, default=0, help=text)
+    text = "--dry-run: number of ranks, each with a GPU (default: those of torchrun, or 1)"
+    yield argument("--ranks", type=int, default=0, help=text)
+
+
+@command(COMMANDS, "sft", "warm start by supervised fine-tuning", *_training_arguments(), on_ranks=True)
+@command(COMMANDS, "train", "reinforcement learning from verifiable rewards", *_training_arguments(), on_ranks=True)
 def train(options: argparse.Namespace) -> None:
     """Start or resume a training run of either kind."""
     from threepo.config import SFTConfig, TrainConfig, recipes
 
-    record: Any = TrainConfig if options.kind == "train" else SFTConfig
+    record: Any = TrainConfig if options.command.name == "train" else SFTConfig
     if options.list:
         print("\n".join(recipes.shipped_recipes()))
         return
@@ -32,58 +115,52 @@ def train(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}-tokens {tokens}: must be above 0, and goes with --dry-run only")
     if options.ranks < 0 or (options.ranks and not options.dry_run):
         raise UserError(f"--ranks {options.ranks}: must be above 0, and goes with --dry-run only: torchrun starts them")
-    config: Any = None
-    steps = None
     if options.resume:
-        config, steps = _recorded(options, record)
+        changes = recipes.parse_overrides(options.settings)
+        if options.recipe or not recipes.can_change(changes):
+            taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
+            branch = f"to change them, start a new run from its checkpoint, with model.path={options.resume}"
+            raise UserError(f"--resume takes {taken}; leave out the recipe and other settings ({branch})")
+        config = recipes.load_resumed(record, options.resume, changes)
     elif options.recipe or options.settings:
         config = recipes.load(record, options.recipe, options.settings)
     else:
         raise UserError("name a recipe, or --resume a run; --list shows the shipped recipes")
     if options.dry_run:
-        from threepo.lab.plan import plan
-
-        found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
-        for label, lines in found.items():
-            print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
+        _print_plan(config, options)
         return
     if not config.run.folder:
         raise UserError("run.folder = '': no recipe names the folder; set run.folder")
-    with join_world(config.parallel.timeout_s) as world:
+    with without_collector():
         from threepo import api
-
-        folder = None
-        if options.resume:
-            config, folder = api.reopen(options.resume, config, steps, world)
-        train: Any = api.train if options.kind == "train" else api.fine_tune
-        path = train(config, folder, world)
+    with join_world(config.parallel.timeout_s) as world:
+        path = api.resume(options.resume, config, world) if options.resume else api.start(config, world)
         world.on_first(lambda: print(api.closing_words(path)))
 
 
-_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
-"""Beginnings of settings that say where a run runs; a run that is resumed may run elsewhere."""
+def _print_plan(config: Any, options: argparse.Namespace) -> None:
+    from threepo.lab.plan import plan
+
+    found = plan(config, options.prompt_tokens, options.response_tokens, options.ranks or ranks_started())
+    for label, lines in found.items():
+        print(*(f"{'' if i else label:12} {line}" for i, line in enumerate(lines)), sep="\n")
 
 
-def _recorded(options: argparse.Namespace, record: Any) -> tuple[Any, Any]:
-    """The configuration of the run to resume, and the length that it gets; None: its own."""
-    from threepo.config.recipes import merge, parse_overrides
-    from threepo.config.records import build
-    from threepo.run_folder import recorded_config
-
-    names = [text.partition("=")[0].strip() for text in options.settings]
-    if options.recipe or not all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name in names):
-        taken = "all but run.steps, parallel.* and engine.vllm.servers from the run folder"
-        branch = f"to change them, start a new run from its checkpoint, with model.path={options.resume}"
-        raise UserError(f"--resume takes {taken}; leave out the recipe and other settings ({branch})")
-    given = parse_overrides(options.settings)
-    steps = given.pop("run", {}).get("steps")
-    recorded = recorded_config(options.resume, record)
-    if "model.path" in names and not recorded["model"].get("lora", {}).get("rank"):
-        raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
-    return build(record, merge(recorded, given)), steps
-
-
+@command(
+    COMMANDS,
+    "eval",
+    "pass@k and maj@k of a model on benchmarks or held-out problems",
+    argument("model", nargs="?", metavar="MODEL", help="model directory, checkpoint, run folder or hub id"),
+    settings_argument("such as data.train=sorting"),
+    argument("--recipe", default="", help="take data, reward and eval settings from this recipe"),
+    argument("--benchmarks", metavar="NAMES", help="such as aime24,math500 or math500=FILE (see the docs)"),
+    argument("--benchmark-files", type=path_argument, metavar="FOLDER", help="read aime24.jsonl, ... from here"),
+    argument("--output", type=path_argument, help="folder for scores and completions (default: in runs/)"),
+    argument("--compare", nargs=2, type=path_argument, metavar=("A", "B"), help="test two evaluations' difference"),
+    on_ranks=True,
+)
 def evaluate(options: argparse.Namespace) -> None:
+    """Score a model, or compare two evaluations."""
     from rich.console import Console
 
     from threepo.config import recipes
@@ -97,13 +174,14 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.benchmark_files:
         benchmarks["folder"] = str(options.benchmark_files)
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
-    from threepo.api import evaluate
-    from threepo.evaluation.records import default_folder
-    from threepo.evaluation.scores import evaluation_table
+    with without_collector():
+        from threepo import api
+        from threepo.evaluation.records import default_folder
+        from threepo.evaluation.scores import evaluation_table
 
     folder = options.output or default_folder(config)
     with join_world(config.parallel.timeout_s) as world:
-        summary = evaluate(config, folder, world=world)
+        summary = api.evaluate(config, folder, world=world)
     Console().print(evaluation_table(summary))
     print(f"every completion and the settings: {folder}")
 
@@ -125,164 +203,37 @@ def _compare(options: argparse.Namespace) -> None:
         write_json(options.output / "comparison.json", comparison)
 
 
-def probe(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from threepo.lab.probe_config import load_probing
-
-    flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
-    flags |= {"exact": True} if options.exact else {}
-    if options.ess:
-        try:
-            flags["ess"] = [float(size) for size in options.ess.split(",")]
-        except ValueError:
-            raise UserError(f"--ess {options.ess}: must be numbers with commas between them, such as 1e8,1e9") from None
-    if options.write and options.write.suffix != ".toml":
-        raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
-    config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
-    from threepo import api
-    from threepo.lab.probe_report import table
-
-    folder = options.output or api.probe_folder(config, settings)
-    summary = api.probe(config, settings, folder, training, options.write)
-    console = Console()
-    console.print(table(summary))
-    console.print(summary["verdict"], highlight=False)
-    print(f"all figures: {folder}")
-    if options.write and options.write.is_file():
-        print(f"next: threepo train {options.write}")
-
-
-def report(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from threepo.lab.report import read_runs, tables
-
-    runs = read_runs([*map(Path, options.runs)])
-    named = os.path.abspath(options.baseline or runs[0].path)
-    baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
-    if baseline is None:
-        raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
-    for table in tables(runs):
-        Console().print(table)
-    if options.output is None:
-        return
-    from threepo.lab.curves import plot
-
-    if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
-        plot(runs, options.output)
-        return
-    from threepo.lab.page import PAGE, write_page
-
-    write_page(runs, baseline, options.output)
-    print(f"page: {options.output / PAGE}")
-
-
-def explore(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    baseline, *runs = map(Path, options.runs)
-    if not runs:
-        raise UserError(f"explore {baseline}: name the baseline, and at least one run to compare with it")
-    from threepo.lab.exploration import explore
-    from threepo.lab.exploration_view import exploration_tables, plot_exploration
-
-    rule = {"verdict": options.verdict, "above": options.right_above, "by_draw": options.by_draw}
-    comparison = explore(baseline, runs, heldout=options.heldout or (), **rule)
-    for table in exploration_tables(comparison):
-        Console().print(table)
-    for name, run in comparison["runs"].items():
-        for side, steps in run["steps_in_one_only"].items():
-            if steps:
-                print(f"{name}: left out {steps} steps that only the {side} has")
-    if options.output:
-        write_json(options.output / "exploration.json", comparison)
-        plot_exploration(comparison, options.output / "exploration.png")
-
-
-def study(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from threepo.lab.study_config import load_study
-
-    study = load_study(options.study, options.settings)
-    if unequal := study.unequal_rollouts():
-        warnings.warn(f"the methods differ in rollouts of a run: {unequal}", ThreepoWarning, stacklevel=2)
-    if options.dry_run:
-        from threepo.lab.study import forecast
-
-        print("\n".join(forecast(study)))
-        return
-    if not options.summary:
-        from threepo.lab.study import run_study
-
-        run_study(study)
-    from threepo.lab.study_summary import summarise
-    from threepo.lab.study_view import shown_tables, write_results
-
-    summary = summarise(study)
-    write_results(study, summary)
-    for table in shown_tables(summary):
-        Console().print(table)
-    for entry in summary["left_out"]:
-        print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")
-    print(f"figures, tables and curves: {study.folder}")
-
-
+@command(
+    COMMANDS,
+    "sample",
+    "write models drawn from a checkpoint's posterior",
+    argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run folder of an IVON run"),
+    argument("--draws", type=int, default=1, help="number of models (default 1)"),
+    argument("--first", type=int, default=0, help="number of the first draw (default 0)"),
+    argument("--output", type=path_argument, required=True, help="folder for draw-0, draw-1, ..."),
+)
 def sample(options: argparse.Namespace) -> None:
+    """Write models drawn from a posterior."""
     if options.draws < 1 or options.first < 0:
         raise UserError(f"--draws {options.draws} --first {options.first}: at least 1 draw, from number 0 on")
-    from threepo import api
+    with without_collector():
+        from threepo import api
 
     for path in api.sample(options.checkpoint, options.output, range(options.first, options.first + options.draws)):
         print(path)
 
 
+@command(
+    COMMANDS,
+    "merge",
+    "write a model with adapters as one without",
+    argument("model", type=path_argument, metavar="MODEL", help="checkpoint or run folder of a run with model.lora"),
+    argument("--output", type=path_argument, required=True, help="folder for the model"),
+)
 def merge(options: argparse.Namespace) -> None:
-    from threepo import api
+    """Write a model with adapters as one without."""
+    with without_collector():
+        from threepo import api
 
     api.merge(options.model, options.output)
     print(options.output)
-
-
-def push(options: argparse.Namespace) -> None:
-    if options.public and options.dry_run:
-        raise UserError("--public --dry-run: --dry-run uploads nothing; leave out one of the two")
-    from threepo.lab import hub
-
-    evaluations = options.evaluations or ()
-    if options.dry_run:
-        hub.write(options.run, options.repo, options.dry_run, evaluations)
-        print(f"what would be uploaded: {options.dry_run}")
-    else:
-        print(hub.push(options.run, options.repo, evaluations, options.public))
-
-
-def show_data(options: argparse.Namespace) -> None:
-    from threepo.lab.show import listing, shown_problem
-
-    if options.source is None:
-        print(listing())
-        return
-    split: Any = "heldout" if options.heldout else "train"
-    print(shown_problem(options.source, options.settings, split, options.index, options.model))
-
-
-def demo(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from threepo.lab.demo import demonstrate
-
-    again = "run it again to go on: finished stages are not repeated"
-    try:
-        demonstrate(options.folder, Console())
-    except Interrupted as stop:
-        raise Interrupted(stop.signal_number, f"{str(stop).partition(';')[0]}; {again}") from None
-    except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, f"interrupted; {again}") from None
-
-
-def doctor(options: argparse.Namespace) -> None:
-    from threepo.lab.doctor import doctor
-
-    doctor()

@@ -9,19 +9,19 @@ folder, from which the run reads them, so that it can be resumed.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from threepo.config import Method, SFTConfig, TrainConfig
 from threepo.config.presets import PRESETS
-from threepo.config.recipes import Table, load, load_evaluation, merge, nested
-from threepo.config.records import build, to_dict
+from threepo.config.recipes import Table, can_change, load, load_evaluation, load_resumed, merge, nested
+from threepo.config.records import to_dict
 from threepo.errors import Interrupted, UserError
 from threepo.files import read_json
-from threepo.given import GivenObjects, path_of
+from threepo.inputs import SavedInputs, path_of
 from threepo.progress import CALLBACK
 from threepo.ranks.launch import join_world
 from threepo.rewards.user_function import FROM_PYTHON, functions_from_python
@@ -31,9 +31,7 @@ from threepo.run_folder import (
     model_folder,
     read_config,
     read_metrics,
-    recorded_config,
     refuse_no_run,
-    refuse_taken,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from threepo.posterior.gaussian import Posterior
+
+Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
 class Run:
@@ -144,25 +144,25 @@ def train(
     name, functions = _reward(reward)
     if resume is not None:
         others = (model, data, method, heldout, tokenizer, recipe or None, folder or None)
-        run, config, steps = _resumed(resume, settings, others, TrainConfig)
-        was = config.reward.function
+        run, config = _to_resume(TrainConfig, resume, settings, others)
         unnamed = [one for one in config.reward.names if one.startswith(f"{FROM_PYTHON}:")]
         if name and not unnamed and [*config.reward.names] != ([name] if isinstance(name, str) else name):
+            was = config.reward.function
             raise UserError(f"reward = {name!r}: the run's reward is {was!r}; leave it out, or give that one")
         if len(unnamed) == 1 and callable(reward):  # a lambda may have another name now
             functions = {unnamed[0]: reward}
         with functions_from_python(functions):
-            return _run(config, callbacks, GivenObjects(""), run.folder, steps)
+            return _resume(run, config, callbacks)
     settings, folder = _settings(settings, folder)
-    objects = GivenObjects(folder)
-    tables = objects.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
+    inputs = SavedInputs(folder)
+    tables = inputs.tables(model, tokenizer, "data", {"train": data, "eval": heldout})
     tables |= {"reward": {"function": name}} if name else {}
     tables |= {"method": _method(method)} if method is not None else {}
     if "kind" in settings.get("optimizer", {}) and isinstance(method, Method):
         tables["method"] = {key: value for key, value in tables["method"].items() if key != "optimizer"}
-    config = _config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
+    config = _new_config(TrainConfig, recipe, merge(tables, settings), {"data": ("data", "train")})
     with functions_from_python(functions):
-        return _run(config, callbacks, objects)
+        return _start(config, inputs, callbacks)
 
 
 def fine_tune(
@@ -185,13 +185,13 @@ def fine_tune(
     """
     if resume is not None:
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)
-        run, config, steps = _resumed(resume, settings, others, SFTConfig)
-        return _run(config, callbacks, GivenObjects(""), run.folder, steps)
+        run, fine_tuning = _to_resume(SFTConfig, resume, settings, others)
+        return _resume(run, fine_tuning, callbacks)
     settings, folder = _settings(settings, folder)
-    objects = GivenObjects(folder)
-    tables = merge(objects.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
+    inputs = SavedInputs(folder)
+    tables = merge(inputs.tables(model, tokenizer, "conversations", {"source": data, "eval": heldout}), settings)
     needed = {} if "demonstrations" in tables else {"data": ("conversations", "source")}
-    return _run(_config(SFTConfig, recipe, tables, needed), callbacks, objects)
+    return _start(_new_config(SFTConfig, recipe, tables, needed), inputs, callbacks)
 
 
 def evaluate(
@@ -211,24 +211,23 @@ def evaluate(
     from threepo import api
     from threepo.evaluation.records import default_folder
 
-    objects = GivenObjects(folder)
+    inputs = SavedInputs(folder)
     name, functions = _reward(reward)
-    tables = objects.tables(model, tokenizer, "data", {"eval": data})
+    tables = inputs.tables(model, tokenizer, "data", {"eval": data})
     tables |= {"reward": {"function": name}} if name else {}
     path = tables.get("model", {}).pop("path", "")
     if not path:
         raise UserError("model is missing: name a directory, a hub id or a Run, or give a model with its tokenizer")
     config = load_evaluation(path, str(recipe), merge(tables, _settings(settings)[0]))
     output = path_of("folder", folder) if folder else default_folder(config)
-    with ExitStack() as opened:
-        opened.enter_context(functions_from_python(functions))
-        world = opened.enter_context(join_world(config.parallel.timeout_s))
-        opened.enter_context(objects.written(world))
+    with functions_from_python(functions), join_world(config.parallel.timeout_s) as world, inputs.written(world):
         return api.evaluate(config, output, world=world)
 
 
-def _config(record: Any, recipe: str | Path, tables: Table, needed: Mapping[str, tuple[str, str]]) -> Any:
-    """The configuration of a new run; `needed`: where the arguments go that only a recipe can replace."""
+def _new_config(
+    record: type[Config], recipe: str | Path, tables: Table, needed: Mapping[str, tuple[str, str]]
+) -> Config:
+    """The configuration of a new run. `needed`: arguments that only a recipe can replace, with their settings."""
     for argument, (table, key) in {"model": ("model", "path"), **needed}.items():
         if not recipe and not tables.get(table, {}).get(key):
             raise UserError(f"{argument} is missing: give it as an argument, or name a recipe that has it")
@@ -238,44 +237,46 @@ def _config(record: Any, recipe: str | Path, tables: Table, needed: Mapping[str,
     return config
 
 
-def _resumed(
-    resume: str | Path | Run, settings: Mapping[str, Any], others: Iterable[Any], record: type
-) -> tuple[Run, Any, int | None]:
-    """The run to go on with, its configuration, and the length that it gets; None: its own."""
-    run, table = resume if isinstance(resume, Run) else Run(resume), _settings(settings)[0]
-    if any(other is not None for other in others) or table.keys() - {"run"} or table.get("run", {}).keys() - {"steps"}:
+def _to_resume(
+    record: type[Config], resume: str | Path | Run, settings: Mapping[str, Any], others: Iterable[Any]
+) -> tuple[Run, Config]:
+    """The run to go on with, and its configuration; `UserError` for what only a new run takes."""
+    run = resume if isinstance(resume, Run) else Run(resume)
+    changes = _settings(settings)[0]
+    if any(other is not None for other in others) or not can_change(changes):
         raise UserError(
-            "resume takes callbacks, run={'steps': ...} and, in `threepo.train`, reward; all else is the run's own (to "
-            "change it, start a new run from its checkpoint: give the Run as the model)"
+            "resume takes callbacks, run={'steps': ...}, parallel={...} and, in `threepo.train`, reward; all else is "
+            "the run's own (to change it, start a new run from its checkpoint: give the Run as the model)"
         )
-    return run, build(record, recorded_config(run.folder, record)), table.get("run", {}).get("steps")
+    return run, load_resumed(record, run.folder, changes)
 
 
-def _run(
-    config: Any,
-    callbacks: Sequence[Any],
-    objects: GivenObjects,
-    resume: Path | None = None,
-    steps: int | None = None,
-) -> Run:
+def _start(config: Config, inputs: SavedInputs, callbacks: Sequence[Any]) -> Run:
     from threepo import api
 
-    path, opened = resume or Path(config.run.folder), None
+    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
+        api.start(config, world, callbacks, inputs)
+    return Run(config.run.folder)
+
+
+def _resume(run: Run, config: Config, callbacks: Sequence[Any]) -> Run:
+    from threepo import api
+
+    with _stopped_by(callbacks), join_world(config.parallel.timeout_s) as world:
+        api.resume(run.folder, config, world, callbacks)
+    return run
+
+
+@contextmanager
+def _stopped_by(callbacks: Any) -> Iterator[None]:
+    """End the body, which trains with these callbacks, without an error if one of them stops it."""
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks = {callbacks!r}: must be a list of functions; write callbacks=[function]")
-    with join_world(config.parallel.timeout_s) as world:
-        if resume:
-            config, opened = api.reopen(resume, config, steps, world)
-        else:
-            world.on_first(lambda: refuse_taken(path, config))
-        loop: Any = api.train if isinstance(config, TrainConfig) else api.fine_tune
-        try:
-            with objects.written(world):
-                loop(config, opened, world, callbacks)
-        except Interrupted as stop:
-            if stop.signal_number != CALLBACK:
-                raise
-    return Run(path)
+    try:
+        yield
+    except Interrupted as stop:
+        if stop.signal_number != CALLBACK:
+            raise
 
 
 def _settings(settings: Mapping[str, Any], folder: str | Path = "") -> tuple[dict[str, Any], str | Path]:

@@ -7,7 +7,7 @@ metrics.jsonl                a row per step: the source of truth
 completions/step-N.parquet   every rollout of step N, with its problem, draw, reward and log-probs
 checkpoints/step-N/          a Hugging Face model directory, plus posterior.safetensors and the train state
 summary.json                 the run's result, once it has one
-given/                       objects of Python that the run reads (library.py)
+inputs/                      objects of Python that the run reads (inputs.py)
 trackers.json                the run's ids in trackers
 
 Imports nothing heavy, so anyone may look into a folder.
@@ -21,13 +21,13 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from threepo.config.records import build, first_difference, must, to_dict
+from threepo.config.records import first_difference, must, to_dict
 from threepo.errors import ThreepoWarning, UserError
 from threepo.files import (
     UNFINISHED,
@@ -45,9 +45,16 @@ from threepo.files import (
 from threepo.types import Completion
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
-COMPLETIONS, CHECKPOINTS, GIVEN = "completions", "checkpoints", "given"
+COMPLETIONS, CHECKPOINTS, INPUTS = "completions", "checkpoints", "inputs"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
-_GIVEN_AS = ("model.path", "model.tokenizer", "data.train", "data.eval", "conversations.source", "conversations.eval")
+_INPUT_SETTINGS = (
+    "model.path",
+    "model.tokenizer",
+    "data.train",
+    "data.eval",
+    "conversations.source",
+    "conversations.eval",
+)
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
 _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row.get("step")) is int, "has no step")]
 
@@ -55,25 +62,11 @@ _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row
 def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
     config: dict[str, Any] = read_json(run / CONFIG)
-    for table, key in (setting.split(".") for setting in _GIVEN_AS):
+    for table, key in (setting.split(".") for setting in _INPUT_SETTINGS):
         held = config.get(table)
         then = Path(str(held.get(key, "") if isinstance(held, dict) else ""))
-        if then.parent.name == GIVEN and (now := run.absolute() / GIVEN / then.name).exists():
+        if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
             config[table][key] = str(now)
-    return config
-
-
-def recorded_config(run: Path, record: type[Any]) -> dict[str, Any]:
-    """The contents of config.json of a run to go on with, of which `record` can be made; else `UserError`."""
-    refuse_no_run(run)
-    config, trains = read_config(run), "method" in record.__dataclass_fields__
-    if ("conversations" if trains else "method") in config:
-        made_by = "`threepo sft`, or `threepo.fine_tune`" if trains else "`threepo train`, or `threepo.train`"
-        raise UserError(f"run folder {run}: is a run of {made_by}; resume it with that")
-    try:
-        build(record, config)
-    except UserError as error:
-        raise UserError(f"{run / CONFIG}: {error}; restore it from a copy") from error
     return config
 
 
@@ -236,26 +229,18 @@ class RunFolder(LockedFolder):
             stack.pop_all()
         return folder
 
-    @classmethod
-    def open(cls, path: Path) -> tuple["RunFolder", dict[str, Any]]:
-        """An existing run, with the contents of its config.json."""
-        refuse_no_run(path)
-        return cls(path), read_config(path)
-
-    def extend(self, config: Any, steps: Any) -> Any:
-        """Change the number of steps in config.json; returns the config with that number."""
-        values = read_json(self.path / CONFIG)
-        values["run"]["steps"] = steps
-        extended = build(type(config), values)  # checks the type
+    def extend(self, steps: int) -> None:
+        """Write another number of steps into config.json; `UserError` if more are done already."""
+        config = read_json(self.path / CONFIG)
+        if steps == config["run"]["steps"]:
+            return
         done = max((row["step"] + 1 for row in read_metrics(self.path)), default=0)
-        if not config.run.steps:
-            raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")
         if steps < done:
             raise UserError(f"run.steps = {steps}: the run has done {done} steps; set {done} or more")
-        write_json(self.path / CONFIG, values)
+        config["run"]["steps"] = steps
+        write_json(self.path / CONFIG, config)
         if steps > done:
             (self.path / SUMMARY).unlink(missing_ok=True)
-        return replace(config, run=extended.run)
 
     def log(self, row: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl. NaN and infinity become null."""

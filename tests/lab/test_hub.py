@@ -60,7 +60,7 @@ def test_a_dry_run_writes_a_model_that_others_can_use(run: Path, tmp_path: Path)
 
 
 def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
-    warm = api.fine_tune(sft_config(tmp_path / "warm", "run.steps=1"))
+    warm = api.train(sft_config(tmp_path / "warm", "run.steps=1"))
     files = dict(contents(warm, "me/warm"))
     card = files["README.md"].decode()  # type: ignore[union-attr]
     assert "supervised fine-tuning: 1 steps on `sorting`, `stack`" in card

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from runs import sft_config, train_config
+from runs import resume, sft_config, train_config
 from threepo import api
-from threepo.config import TRACKERS, TrainConfig
-from threepo.config.records import build
+from threepo.config import TRACKERS
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.plugins import trackers
 from threepo.plugins.trackers import Trackers
-from threepo.run_folder import SUMMARY, RunFolder, read_metrics
+from threepo.run_folder import SUMMARY, read_metrics
 
 Points = dict[str, list[tuple[int, float]]]
 """The step and the value of each row, by metric."""
@@ -130,8 +129,7 @@ def test_a_tracker_has_the_rows_of_a_run_that_was_stopped_and_resumed(name: str,
     config = train_config(folder, "run.steps=3", "eval.every=3", f'run.trackers=["{name}"]', "method.preset=c3po")
     with pytest.raises(Interrupted, match="stopped by a callback after step 2 of 3"):
         api.train(config, callbacks=[lambda row: row["step"] == 1])
-    opened, recorded = RunFolder.open(folder)
-    api.train(build(TrainConfig, recorded), opened)
+    resume(folder)
     points, settings, summary = READERS[name](folder)
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == [-1, 0, 1, 2]
@@ -160,7 +158,7 @@ def test_a_run_of_wandb_that_the_user_has_open_stays_theirs(tmp_path: Path) -> N
 
 
 def test_fine_tuning_is_tracked_too(tmp_path: Path) -> None:
-    api.fine_tune(sft_config(tmp_path / "run", "run.steps=2", 'run.trackers=["tensorboard"]'))
+    api.train(sft_config(tmp_path / "run", "run.steps=2", 'run.trackers=["tensorboard"]'))
     points, *_ = from_tensorboard(tmp_path / "run")
     assert [step for step, _ in points["sft/loss"]] == [0, 1]
 

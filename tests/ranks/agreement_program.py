@@ -129,7 +129,7 @@ def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[s
     config, resumed = load(TrainConfig, "", settings), None
     if fault == "another run":
         name = ("nothing", "the-last-update")[world.rank]
-        config, resumed = api.reopen(folder / name, config, None, world)
+        resumed = api.reopen(folder / name, config, world)
     with ExitStack() as opened:
         if fault in FAULTS and world.rank == 1:
             opened.enter_context(FAULTS[fault]())

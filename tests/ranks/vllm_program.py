@@ -63,7 +63,7 @@ if __name__ == "__main__":
         for folder, fault, expected, command in json.loads(Path(sys.argv[1]).read_text()):
             os.chdir(folder)
             with (
-                patch("threepo.cli._PATIENCE", 0),  # nobody waits for torchrun here
+                patch("threepo.ranks.launch._PATIENCE_S", 0),  # nobody waits for torchrun here
                 patch("threepo.commands.join_world", lambda _: nullcontext(world)),  # ranks meet once in a process
                 patch.object(VLLMEngine, "generate", noted),
                 patch.object(VLLMEngine, "load", FAULTS[fault]),

@@ -152,7 +152,7 @@ def test_fine_tuning_then_learning_then_evaluating(base: Path) -> None:
     own = [text for text in SFT if not text.startswith("model.")]
     lora = ["model.lora.rank=4", "optimizer.hess_init=1e-2"]
     warm = load(SFTConfig, "", [*own, f"model.path={base}", "run.steps=3", "run.folder=warm", *lora])
-    api.fine_tune(warm)
+    api.train(warm)
     before = tensors("warm")
     assert any(value.any() for name, value in before.items() if "lora_B" in name)
     settings = ("method.preset=c3po", *ADAPTERS, "optimizer.load_hessian=warm")

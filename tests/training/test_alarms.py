@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from factories import completion
-from runs import outcome, train_config
+from runs import outcome, resume, train_config
 from threepo import api
 from threepo.config import Correction
 from threepo.errors import ThreepoWarning
 from threepo.models.policy import load_policy
-from threepo.run_folder import RunFolder, read_metrics
+from threepo.run_folder import read_metrics
 from threepo.training.alarms import CONSTANT_STEPS, FAILED_STEPS, watch
 from threepo.training.rollouts import Rollouts
 from threepo.training.update_record import RowRecord, UpdateRecord
@@ -103,10 +103,9 @@ def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, monkeypat
     config = train_config(tmp_path / "parts", *settings, "run.steps=3")
     api.train(config)
     for steps in (FAILED_STEPS, 7):
-        folder, _ = RunFolder.open(tmp_path / "parts")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            api.train(folder.extend(config, steps), folder)
+            resume(tmp_path / "parts", run={"steps": steps})
         assert sum(one.category is ThreepoWarning for one in caught) == (steps == FAILED_STEPS)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 

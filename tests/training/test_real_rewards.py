@@ -47,7 +47,7 @@ def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings += [f"conversations.source={source}", "conversations.batch_size=4", f"conversations.cache={folder}"]
     settings += [f"conversations.chat_template={folder / 'chat.jinja'}"]
     settings += ["optimizer.kind=adamw", "optimizer.lr=1e-2", "optimizer.weight_decay=0"]
-    return api.fine_tune(load(SFTConfig, "", settings))
+    return api.train(load(SFTConfig, "", settings))
 
 
 def trained(warm_start: Path, folder: Path, *settings: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import BRITTLE, RLVR, forked, outcome, sft_config, train_config
+from runs import BRITTLE, RLVR, forked, outcome, resume, sft_config, train_config
 from threepo import api
 from threepo.cli import main
 from threepo.config import IVONConfig, ModelConfig, NoiseConfig, TrainConfig
@@ -209,8 +209,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
         with pytest.raises(Interrupted, match="SIGTERM after step 3 of 6"):
             api.train(train_config(tmp_path / "parts", *common))
     assert checkpoints(tmp_path / "parts")[-1][0] == 3
-    folder, plain = reopen(tmp_path / "parts")
-    api.train(plain, folder)
+    resume(tmp_path / "parts")
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key
@@ -244,13 +243,6 @@ def test_a_raised_temperature_is_that_of_rollouts_log_probs_and_update(tmp_path:
     assert first[0] == first[1], "an evaluation, here that before the first step, has a temperature of its own"
     for row in found["raised"]["completions"]["step-000000.parquet"]:
         assert row["gradient_logprob_sum"] == pytest.approx(row["behaviour_logprob_sum"], abs=1e-4)
-
-
-def reopen(path: Path) -> tuple[RunFolder, TrainConfig]:
-    from threepo.config.records import build
-
-    folder, plain = RunFolder.open(path)
-    return folder, build(TrainConfig, plain)
 
 
 def test_a_run_killed_at_five_random_moments_ends_like_one_never_killed(tmp_path: Path, learnable: list[str]) -> None:
@@ -399,8 +391,7 @@ def test_what_comes_before_an_evaluation_is_saved(
     rows = [(row["step"], "eval/pass_at_1" in row) for row in read_metrics(parts)]
     assert rows == [(-1, True), (0, False), (1, False)]
     assert checkpoints(parts)[-1][0] == 2
-    folder, plain = reopen(parts)
-    api.train(plain, folder)
+    resume(parts)
     assert outcome(parts) == outcome(tmp_path / "whole")
 
 
@@ -523,7 +514,7 @@ def test_a_posterior_that_is_not_used_is_named_at_the_start(
 ) -> None:
     """Only where there is one, and IVON could use it; resuming says nothing."""
     warm, name = tmp_path / "warm", "optimizer.load_hessian"
-    api.fine_tune(sft_config(warm, "run.steps=1", f"optimizer.kind={kind}"))
+    api.train(sft_config(warm, "run.steps=1", f"optimizer.kind={kind}"))
     assert (f"model.path={warm} {name}={warm}" in api.closing_words(warm)) is (kind == "ivon")
 
     def said(*settings: str) -> str:

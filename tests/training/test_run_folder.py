@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from factories import completion
-from threepo.config import RunConfig
+from threepo.config import RunConfig, TrainConfig
+from threepo.config.recipes import load_resumed
 from threepo.errors import UserError
 from threepo.evaluation.records import EvaluationFolder
 from threepo.files import atomic_file, atomic_folder, write_text
@@ -95,14 +96,14 @@ def test_a_new_run_that_the_user_must_fix_leaves_no_folder(tmp_path: Path) -> No
         folder.log({"step": 0})
         raise UserError("fix it")
     assert len(read_metrics(path)) == 1
-    with pytest.raises(UserError, match="fix"), RunFolder.open(path)[0]:
+    with pytest.raises(UserError, match="fix"), RunFolder(path):
         raise UserError("fix it")
     assert (path / "config.json").is_file(), "a run that is being resumed is never deleted"
 
 
 def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig(steps=5))
-    for begin in (RunFolder.open, lambda path: RunFolder.create(path, RunConfig(steps=5))):
+    for begin in (RunFolder, lambda path: RunFolder.create(path, RunConfig(steps=5))):
         with pytest.raises(UserError, match="is in use by another process"):
             begin(tmp_path / "run")
     folder.close()
@@ -110,14 +111,12 @@ def test_a_run_folder_has_one_user_and_one_run(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "run", RunConfig(steps=6))
     with pytest.raises(UserError, match="holds this run already; continue it with --resume"):
         RunFolder.create(tmp_path / "run", RunConfig(steps=5))
-    opened, config = RunFolder.open(tmp_path / "run")
-    assert config["steps"] == 5
-    opened.close()
+    RunFolder(tmp_path / "run").close()
     with pytest.raises(UserError, match="holds no run"):
-        RunFolder.open(tmp_path / "elsewhere")
+        load_resumed(TrainConfig, tmp_path / "elsewhere")
     (tmp_path / "run" / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        RunFolder.open(tmp_path / "run")
+        load_resumed(TrainConfig, tmp_path / "run")
 
 
 def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
@@ -130,10 +129,10 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"locked\n"
     with pytest.raises(UserError, match="in use"):
-        RunFolder.open(tmp_path / "run")
+        RunFolder(tmp_path / "run")
     process.kill()
     process.wait()
-    RunFolder.open(tmp_path / "run")[0].close()
+    RunFolder(tmp_path / "run").close()
 
 
 def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_pat
     (tmp_path / "run" / "checkpoints" / ".mine").mkdir()
     left = {path.name.split(".unf")[0].rpartition(".")[0] for path in tmp_path.rglob("*.unfinished")}
     assert left == {".step-000001", ".step-000001.parquet", ".summary.json"}
-    RunFolder.open(tmp_path / "run")[0].close()
+    RunFolder(tmp_path / "run").close()
     assert list(tmp_path.rglob("*.unfinished")) == []
     assert (tmp_path / "run" / "checkpoints" / ".mine").is_dir(), "threepo did not make it"
 
@@ -173,7 +172,7 @@ def test_metrics_survive_a_half_written_line_and_can_be_taken_back(tmp_path: Pat
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
     assert rows[2]["value"] is None
     assert rows[3]["value"] == 0.1 * 3
-    folder, _ = RunFolder.open(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.forget_after(3)
     folder.log({"step": 3, "value": 9.0})
     folder.add_to_row({"step": 2, "score": 0.5})

@@ -8,24 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from runs import outcome, sft_config
+from runs import outcome, resume, sft_config
 from threepo import api
 from threepo.config import SFTConfig
 from threepo.config.recipes import load
-from threepo.config.records import build
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.packing import flatten
 from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior
 from threepo.posterior.ivon import IVON
-from threepo.run_folder import RunFolder, checkpoints, read_metrics
+from threepo.run_folder import checkpoints, read_metrics
 from threepo.training import sft
 from threepo.types import Row
 
 
 @pytest.mark.parametrize("optimizer", [["optimizer.kind=adamw", "optimizer.lr=1e-2"], ["optimizer.lr=5e3"]])
 def test_the_loss_falls(optimizer: list[str], tmp_path: Path) -> None:
-    api.fine_tune(sft_config(tmp_path / "run", "run.steps=30", *optimizer))
+    api.train(sft_config(tmp_path / "run", "run.steps=30", *optimizer))
     losses = [row["sft/loss"] for row in read_metrics(tmp_path / "run")]
     assert losses[0] == pytest.approx(math.log(260), rel=0.1), "a random model knows nothing of 260 tokens"
     assert sum(losses[-3:]) / 3 < 0.6 * losses[0]
@@ -81,7 +80,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ["run.steps=6", f"optimizer.kind={kind}", "run.checkpoint_every=2"]
-    api.fine_tune(sft_config(tmp_path / "whole", *settings))
+    api.train(sft_config(tmp_path / "whole", *settings))
     inner, calls = sft.cross_entropy, []
 
     def fail(*arguments: object) -> float:
@@ -93,10 +92,9 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     with monkeypatch.context() as patch:
         patch.setattr(sft, "cross_entropy", fail)
         with pytest.raises(ZeroDivisionError):
-            api.fine_tune(sft_config(tmp_path / "parts", *settings))
+            api.train(sft_config(tmp_path / "parts", *settings))
     assert checkpoints(tmp_path / "parts")[-1][0] == 2
-    folder, config = RunFolder.open(tmp_path / "parts")
-    api.fine_tune(build(SFTConfig, config), folder)
+    resume(tmp_path / "parts", SFTConfig)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     for key in whole:
         assert parts[key] == whole[key], key
@@ -106,7 +104,7 @@ def test_one_draw_a_step_is_held_over_all_micro_batches(tmp_path: Path, monkeypa
     draws = []
     inner = IVON.perturbed
     monkeypatch.setattr(IVON, "perturbed", lambda self, draw: draws.append(draw) or inner(self, draw))
-    api.fine_tune(sft_config(tmp_path / "run", "run.steps=3", "batching.tokens=64"))
+    api.train(sft_config(tmp_path / "run", "run.steps=3", "batching.tokens=64"))
     assert [draw.step for draw in draws] == [0, 1, 2]
 
 
@@ -123,7 +121,7 @@ def test_the_first_update_that_is_skipped_warns(kind: str, tmp_path: Path, monke
 
     monkeypatch.setattr(sft, "cross_entropy", spoilt)
     with pytest.warns(ThreepoWarning) as caught:
-        api.fine_tune(sft_config(tmp_path / "run", "run.steps=4", f"optimizer.kind={kind}"))
+        api.train(sft_config(tmp_path / "run", "run.steps=4", f"optimizer.kind={kind}"))
     said = [str(warning.message) for warning in caught if "skipped" in str(warning.message)]
     assert len(said) == 1
     assert said[0].startswith("a gradient of step 1 was not finite")
@@ -131,7 +129,7 @@ def test_the_first_update_that_is_skipped_warns(kind: str, tmp_path: Path, monke
 
 
 def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:
-    api.fine_tune(sft_config(tmp_path / "run", "run.steps=4", "optimizer.betas=[0.9, 0.9]"))
+    api.train(sft_config(tmp_path / "run", "run.steps=4", "optimizer.betas=[0.9, 0.9]"))
     posterior = Posterior.from_pretrained(checkpoints(tmp_path / "run")[-1][1])
     assert posterior.step == 4
     assert all(h.std() > 0 for h in posterior.hessian.values())
@@ -139,12 +137,12 @@ def test_the_learned_posterior_is_saved(tmp_path: Path) -> None:
 
 def test_what_cannot_be_encoded_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exceed the model's context of 16"):
-        api.fine_tune(sft_config(tmp_path / "run", "model.tiny.context=16"))
+        api.train(sft_config(tmp_path / "run", "model.tiny.context=16"))
     assert not (tmp_path / "run").exists()
 
 
 def test_the_shipped_warm_start_runs(tmp_path: Path) -> None:
     config = load(SFTConfig, "demo/warm_start")
-    api.fine_tune(replace(config, run=replace(config.run, steps=5, folder=str(tmp_path / "run"))))
+    api.train(replace(config, run=replace(config.run, steps=5, folder=str(tmp_path / "run"))))
     losses = [row["sft/loss"] for row in read_metrics(tmp_path / "run")]
     assert losses[-1] < losses[0] - 0.5

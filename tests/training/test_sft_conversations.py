@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from chats import CHATML, chat
-from runs import RLVR, TINY, outcome
+from runs import RLVR, TINY, outcome, resume
 from threepo import api
 from threepo.cli import main
 from threepo.config import DataConfig, ModelConfig, SFTConfig
-from threepo.config.recipes import load
-from threepo.config.records import build
+from threepo.config.recipes import load, load_resumed
 from threepo.errors import ThreepoWarning, UserError
 from threepo.files import read_json
 from threepo.models.policy import Policy, load_policy
@@ -58,7 +57,7 @@ def run_of(settings: list[str]) -> sft.FineTuning:
 def test_it_learns_the_answers_and_counts_what_it_read(base: list[str], tmp_path: Path) -> None:
     settings = [*base, "run.steps=40", f"conversations.eval={tmp_path / 'chats.jsonl'}"]
     with pytest.warns(ThreepoWarning, match="conversations.eval: 21 of the 21 held-out ones are also trained on"):
-        api.fine_tune(load(SFTConfig, "", settings))
+        api.train(load(SFTConfig, "", settings))
     rows = read_metrics(tmp_path / "run")
     assert rows[-1]["sft/loss"] < 0.5 * rows[0]["sft/loss"]
     assert rows[-1]["sft/eval_loss"] == pytest.approx(rows[-1]["sft/loss"], rel=0.5)
@@ -129,7 +128,7 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     held = write(tmp_path / "held.jsonl", [{"messages": chat("say c", "c")}])
     settings = [*base, *kind, "run.steps=7", "run.checkpoint_every=2"]
     settings += [f"conversations.eval={held}", "conversations.eval_every=3"]
-    api.fine_tune(load(SFTConfig, "", [*settings, f"run.folder={tmp_path / 'whole'}"]))
+    api.train(load(SFTConfig, "", [*settings, f"run.folder={tmp_path / 'whole'}"]))
     inner, calls = sft.cross_entropy, []
 
     def fail(*arguments: Any) -> float:
@@ -141,12 +140,11 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
     with monkeypatch.context() as patch:
         patch.setattr(sft, "cross_entropy", fail)
         with pytest.raises(ZeroDivisionError):
-            api.fine_tune(load(SFTConfig, "", settings))
+            api.train(load(SFTConfig, "", settings))
     assert checkpoints(tmp_path / "run")[-1][0] == saved
     for name in ("chats.jsonl", "held.jsonl", "chat.jinja"):
         (tmp_path / name).unlink()
-    folder, config = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, config), folder)
+    resume(tmp_path / "run", SFTConfig)
     whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "run")
     for key in whole:
         assert parts[key] == whole[key], key
@@ -156,8 +154,8 @@ def test_stopping_and_resuming_equals_never_stopping_bitwise(
 
 
 def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Path) -> None:
-    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
-    folder, config = RunFolder.open(tmp_path / "run")
+    api.train(load(SFTConfig, "", [*base, "run.steps=1"]))
+    folder, config = RunFolder(tmp_path / "run"), load_resumed(SFTConfig, tmp_path / "run")
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     write(tmp_path / "chats.jsonl", ROWS[:-1])
@@ -165,16 +163,15 @@ def test_a_resumed_run_refuses_other_conversations(base: list[str], tmp_path: Pa
         folder,
         pytest.raises(UserError, match=r"chats.jsonl have changed .*\(20 now, 21 then\); restore the old"),
     ):
-        sft.assemble(build(SFTConfig, config), folder)
+        sft.assemble(config, folder)
 
 
 def test_without_its_cache_a_resumed_run_reads_again(base: list[str], tmp_path: Path) -> None:
-    api.fine_tune(load(SFTConfig, "", [*base, "run.steps=1"]))
+    api.train(load(SFTConfig, "", [*base, "run.steps=1"]))
     before = read_json(tmp_path / "run" / "conversations.json")["source"]
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
-    folder, config = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, config), folder)
+    resume(tmp_path / "run", SFTConfig)
     after = read_json(tmp_path / "run" / "conversations.json")["source"]
     assert after == before
     assert Path(after["file"]).is_file()
@@ -349,13 +346,12 @@ def test_another_tokenizer_is_used_and_saved(base: list[str], policy: Policy, tm
     names = [f"model.path={tmp_path / 'base'}", f"model.tokenizer={tmp_path / 'chatty'}"]
     with pytest.raises(UserError, match=r"holds a model but no tokenizer.*model.tokenizer"):
         run_of([*settings, names[0]])
-    api.fine_tune(load(SFTConfig, "", [*settings, *names, "run.steps=1"]))
+    api.train(load(SFTConfig, "", [*settings, *names, "run.steps=1"]))
     saved = checkpoints(tmp_path / "run")[-1][1]
     assert (saved / "chat_template.jinja").read_text() == TEMPLATE
     for file in (tmp_path / "chatty").iterdir():
         file.unlink()
-    folder, config = RunFolder.open(tmp_path / "run")
-    api.fine_tune(build(SFTConfig, config), folder)
+    resume(tmp_path / "run", SFTConfig)
 
 
 def test_the_example_then_reinforcement_learning_from_its_posterior(

@@ -17,7 +17,7 @@ from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
 from threepo.config.records import BASES, build, require, shown, to_dict
 from threepo.errors import UserError
-from threepo.run_folder import CHECKPOINTS, CONFIG, read_config
+from threepo.run_folder import CHECKPOINTS, CONFIG, read_config, refuse_no_run
 
 Table = dict[str, Any]
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -37,6 +37,8 @@ _NOT_FOR_EVALUATION = {
 _BENCHMARKS = "benchmarks"
 """Stands in data.train for problems that nothing reads."""
 _ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
+_WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
+"""Beginnings of the settings that say where a run runs; a resumed run may run elsewhere."""
 
 
 def read_toml(path: Path, below: tuple[Path, ...] = ()) -> Table:
@@ -182,6 +184,41 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
     if path.exists() or name not in shipped_recipes():
         return model
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
+
+
+def can_change(changes: Mapping[str, Any], table: str = "") -> bool:
+    """Whether a resumed run may get other values of all these settings: its length, and where it runs."""
+    for key, value in changes.items():
+        name = f"{table}{key}"
+        if isinstance(value, Mapping):
+            if not can_change(value, f"{name}."):
+                return False
+        elif name not in ("run.steps", "model.path") and not name.startswith(_WHERE):
+            return False
+    return True
+
+
+def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a run to go on with: as it is recorded, with `changes`, which `can_change` allows.
+
+    `UserError` if the folder holds no run, one of the other kind, or a configuration that is damaged.
+    """
+    refuse_no_run(run)
+    config, trains = read_config(run), record is TrainConfig
+    if ("conversations" if trains else "method") in config:
+        made_by = "`threepo sft`, or `threepo.fine_tune`" if trains else "`threepo train`, or `threepo.train`"
+        raise UserError(f"run folder {run}: is a run of {made_by}; resume it with that")
+    try:
+        recorded = build(record, config)
+    except UserError as error:
+        raise UserError(f"{run / CONFIG}: {error}; restore it from a copy") from error
+    changes = changes or {}
+    if "path" in changes.get("model", {}) and not config["model"].get("lora", {}).get("rank"):
+        raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
+    if "steps" in changes.get("run", {}) and not config["run"]["steps"]:
+        steps = changes["run"]["steps"]
+        raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")
+    return build(record, merge(config, changes)) if changes else recorded
 
 
 def load_evaluation(

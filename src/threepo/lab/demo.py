@@ -11,15 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from threepo.api import fine_tune, probe, train
+from threepo.api import complete, probe
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
-from threepo.config.records import build
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
 from threepo.lab.probe_config import load_probing
 from threepo.lab.report import RunReport, read_run, tables
-from threepo.run_folder import CONFIG, SUMMARY, RunFolder
+from threepo.run_folder import SUMMARY
 
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
 SECOND_ACT = ("choices/grpo", "choices/replay")
@@ -65,14 +64,8 @@ class Demonstration:
         self.console.print(f"{what}, in {self.folder / name}", highlight=False)
 
     def _stage(self, name: str, record: Any, overrides: Sequence[str]) -> Path:
-        """Run or resume the recipe demo/NAME, unless it is finished."""
-        run: Any = fine_tune if record is SFTConfig else train
-        folder = self.folder / name
-        if not (folder / CONFIG).is_file():
-            run(load(record, f"demo/{name}", [*overrides, f"run.folder={folder}"]))
-        elif not (folder / SUMMARY).is_file():
-            opened, config = RunFolder.open(folder)
-            run(build(record, config), opened)
+        """Bring the run of the recipe demo/NAME to its end."""
+        folder = complete(load(record, f"demo/{name}", [*overrides, f"run.folder={self.folder / name}"]))
         self.seconds += float(read_json(folder / SUMMARY)["seconds"])
         return folder
 

@@ -1,0 +1,266 @@
+"""The commands of the laboratory, each with its arguments: they ask what noise does, and read what runs have left.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+from threepo.commands import Command, argument, command, path_argument, settings_argument, without_collector
+from threepo.errors import Interrupted, ThreepoWarning, UserError
+from threepo.files import write_json
+
+LAB_COMMANDS: list[Command] = []
+
+
+@command(
+    LAB_COMMANDS,
+    "probe",
+    "before training: would noise on the weights help, where, how large",
+    argument("model", metavar="MODEL", help="model directory, checkpoint, run folder or hub id"),
+    settings_argument("such as data.train=sorting"),
+    argument("--recipe", default="", help="the training that the probe is about"),
+    argument("--ess", metavar="LIST", help="sizes of the posterior, such as 1e8,1e9,1e10"),
+    argument("--draws", type=int, help="draws of each noise (default 64)"),
+    argument("--rollouts", type=int, help="completions of each problem by each draw (default 16)"),
+    argument("--exact", action="store_true", help="chances from the probability of the only right answer"),
+    argument("--output", type=path_argument, help="folder for figures and picture (default: in runs/)"),
+    argument("--write", type=path_argument, metavar="RECIPE", help="write the training recipe that follows, if any"),
+)
+def probe(options: argparse.Namespace) -> None:
+    """Predict what noise on the weights would do to a training."""
+    from rich.console import Console
+
+    from threepo.lab.probe_config import load_probing
+
+    flags = {name: value for name in ("draws", "rollouts") if (value := getattr(options, name)) is not None}
+    flags |= {"exact": True} if options.exact else {}
+    if options.ess:
+        try:
+            flags["ess"] = [float(size) for size in options.ess.split(",")]
+        except ValueError:
+            raise UserError(f"--ess {options.ess}: must be numbers with commas between them, such as 1e8,1e9") from None
+    if options.write and options.write.suffix != ".toml":
+        raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
+    config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
+    with without_collector():
+        from threepo import api
+        from threepo.lab.probe_report import table
+
+    folder = options.output or api.probe_folder(config, settings)
+    summary = api.probe(config, settings, folder, training, options.write)
+    console = Console()
+    console.print(table(summary))
+    console.print(summary["verdict"], highlight=False)
+    print(f"all figures: {folder}")
+    if options.write and options.write.is_file():
+        print(f"next: threepo train {options.write}")
+
+
+@command(
+    LAB_COMMANDS,
+    "report",
+    "tables of training runs, and a page with figures and rollouts",
+    argument("runs", nargs="+", metavar="RUN", help="run folders"),
+    argument(
+        "--output",
+        type=path_argument,
+        metavar="FOLDER",
+        help="write a page into this folder, or only curves into a .png, .pdf or .svg file",
+    ),
+    argument("--baseline", type=path_argument, metavar="RUN", help="pair the others with this run, not the first"),
+)
+def report(options: argparse.Namespace) -> None:
+    """Print tables of runs, and write a page or curves."""
+    from rich.console import Console
+
+    from threepo.lab.report import read_runs, tables
+
+    runs = read_runs([*map(Path, options.runs)])
+    named = os.path.abspath(options.baseline or runs[0].path)
+    baseline = next((run for run in runs if os.path.abspath(run.path) == named), None)
+    if baseline is None:
+        raise UserError(f"--baseline {options.baseline}: must be one of the RUNs")
+    for table in tables(runs):
+        Console().print(table)
+    if options.output is None:
+        return
+    if options.output.suffix[1:].isalpha():  # of a file; qwen2.5 is a folder
+        from threepo.lab.curves import plot
+
+        plot(runs, options.output)
+        return
+    from threepo.lab.page import PAGE, write_page
+
+    write_page(runs, baseline, options.output)
+    print(f"page: {options.output / PAGE}")
+
+
+@command(
+    LAB_COMMANDS,
+    "explore",
+    "did runs explore more than a baseline, from saved completions",
+    argument("runs", nargs="+", metavar="RUN", help="the baseline, then the runs: folders or files"),
+    argument("--heldout", nargs="+", type=path_argument, metavar="EVAL", help="an evaluation of each, in order"),
+    argument("--by-draw", action="store_true", help="a group is what one draw wrote, as M3PO credits it"),
+    argument("--verdict", default="", metavar="COLUMN", help="column that says what is right, as a reward"),
+    argument("--right-above", type=float, metavar="X", help="right is a verdict above this (default: is 1)"),
+    argument("--output", type=path_argument, metavar="FOLDER", help="write exploration.json and .png there"),
+)
+def explore(options: argparse.Namespace) -> None:
+    """Compare the completions of runs with a baseline's."""
+    from rich.console import Console
+
+    baseline, *runs = map(Path, options.runs)
+    if not runs:
+        raise UserError(f"explore {baseline}: name the baseline, and at least one run to compare with it")
+    from threepo.lab.exploration import explore
+    from threepo.lab.exploration_view import exploration_tables, plot_exploration
+
+    comparison = explore(
+        baseline,
+        runs,
+        heldout=options.heldout or (),
+        verdict=options.verdict,
+        above=options.right_above,
+        by_draw=options.by_draw,
+    )
+    for table in exploration_tables(comparison):
+        Console().print(table)
+    for name, run in comparison["runs"].items():
+        for side, steps in run["steps_in_one_only"].items():
+            if steps:
+                print(f"{name}: left out {steps} steps that only the {side} has")
+    if options.output:
+        write_json(options.output / "exploration.json", comparison)
+        plot_exploration(comparison, options.output / "exploration.png")
+
+
+@command(
+    LAB_COMMANDS,
+    "study",
+    "methods x seeds: tuned alike, compared in pairs, with intervals",
+    argument("study", metavar="STUDY", help="a TOML file or a shipped study; started again, it goes on"),
+    settings_argument("such as study.jobs=4"),
+    argument("--summary", action="store_true", help="run nothing; write the tables of what is finished"),
+    argument("--dry-run", action="store_true", help="list the runs, and how long the rest may take"),
+)
+def study(options: argparse.Namespace) -> None:
+    """Run a study, and write its tables."""
+    from rich.console import Console
+
+    from threepo.lab.study_config import load_study
+
+    study = load_study(options.study, options.settings)
+    if unequal := study.unequal_rollouts():
+        warnings.warn(f"the methods differ in rollouts of a run: {unequal}", ThreepoWarning, stacklevel=2)
+    if options.dry_run:
+        from threepo.lab.study import forecast
+
+        print("\n".join(forecast(study)))
+        return
+    if not options.summary:
+        from threepo.lab.study import run_study
+
+        run_study(study)
+    from threepo.lab.study_summary import summarise
+    from threepo.lab.study_view import shown_tables, write_results
+
+    summary = summarise(study)
+    write_results(study, summary)
+    for table in shown_tables(summary):
+        Console().print(table)
+    for entry in summary["left_out"]:
+        print(f"left out: {entry['run']}: {entry['state']}: {entry['reason']}")
+    print(f"figures, tables and curves: {study.folder}")
+
+
+@command(
+    LAB_COMMANDS,
+    "push",
+    "upload a run's model to the Hugging Face hub, with a card made of the run",
+    argument("run", type=path_argument, metavar="RUN", help="run folder"),
+    argument("repo", metavar="ORG/NAME", help="repository; a new one is private"),
+    argument(
+        "--evaluations", nargs="+", type=path_argument, metavar="EVAL", help="folders of threepo eval, for the card"
+    ),
+    argument("--public", action="store_true", help="a new repository is for everybody"),
+    argument(
+        "--dry-run", type=path_argument, metavar="FOLDER", help="write what would be uploaded there, upload nothing"
+    ),
+)
+def push(options: argparse.Namespace) -> None:
+    """Upload a model, or write what would be uploaded."""
+    if options.public and options.dry_run:
+        raise UserError("--public --dry-run: --dry-run uploads nothing; leave out one of the two")
+    from threepo.lab import hub
+
+    evaluations = options.evaluations or ()
+    if options.dry_run:
+        hub.write(options.run, options.repo, options.dry_run, evaluations)
+        print(f"what would be uploaded: {options.dry_run}")
+    else:
+        print(hub.push(options.run, options.repo, evaluations, options.public))
+
+
+LAB_COMMANDS.append(Command("data", "the sources of problems, and a problem as a policy reads it"))
+
+
+@command(LAB_COMMANDS, "data list", "list the sources of problems")
+def list_sources(options: argparse.Namespace) -> None:
+    """List what data.train can name."""
+    from threepo.lab.show import listing
+
+    print(listing())
+
+
+@command(
+    LAB_COMMANDS,
+    "data show",
+    "one problem as a policy reads it, and the number of problems",
+    argument("source", metavar="SOURCE", help="what data.train can name, such as gsm8k or problems.jsonl"),
+    settings_argument("such as data.prompt_column=question", "data.key=value"),
+    argument("--index", type=int, default=0, help="which problem, from 0 (default 0)"),
+    argument("--heldout", action="store_true", help="a held-out problem, not one to train on"),
+    argument("--model", default="", help="model directory or hub id, for its tokenizer and chat template"),
+)
+def show_problem(options: argparse.Namespace) -> None:
+    """Show one problem."""
+    from threepo.lab.show import shown_problem
+
+    split: Any = "heldout" if options.heldout else "train"
+    print(shown_problem(options.source, options.settings, split, options.index, options.model))
+
+
+@command(
+    LAB_COMMANDS,
+    "demo",
+    "warm start, four methods, a comparison: minutes on a CPU",
+    argument("--folder", type=path_argument, default=Path("runs/demo"), help="default: runs/demo"),
+)
+def demo(options: argparse.Namespace) -> None:
+    """Run the demonstration."""
+    from rich.console import Console
+
+    with without_collector():
+        from threepo.lab.demo import demonstrate
+
+    again = "run it again to go on: finished stages are not repeated"
+    try:
+        demonstrate(options.folder, Console())
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, f"{str(stop).partition(';')[0]}; {again}") from None
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, f"interrupted; {again}") from None
+
+
+@command(LAB_COMMANDS, "doctor", "what is installed, what works here, and what to do about what does not")
+def doctor(options: argparse.Namespace) -> None:
+    """Check the installation."""
+    from threepo.lab.doctor import doctor
+
+    doctor()
