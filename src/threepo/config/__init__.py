@@ -6,7 +6,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 
 import os
 from dataclasses import field, fields
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -42,11 +42,9 @@ from threepo.config.records import (
     NotNegative,
     OneOf,
     ParallelOrZero,
-    Positive,
     PositiveShare,
     Seconds,
     Settings,
-    must,
     without_nul,
 )
 from threepo.config.reward import RewardConfig as RewardConfig
@@ -60,7 +58,6 @@ from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
 from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
-from threepo.config.sources import LocalPath
 from threepo.errors import UserError
 
 TRACKERS = {
