@@ -1,8 +1,12 @@
 """Studies: killed and started again, choices, comparisons from folders, and every run accounted for."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +134,26 @@ def test_a_signal_stops_the_study_with_its_runs_saved(tmp_path: Path, monkeypatc
     first = load_study("tiny.toml", ["study.folder=stopped"]).reported(Cell("", "grpo"), ())[0]
     assert len(list((first.folder / "checkpoints").iterdir())) == 1
     assert "continue with --resume" in first.log.read_text()
+
+
+def test_ctrl_c_while_the_first_run_is_still_importing_ends_in_one_line(tmp_path: Path) -> None:
+    """The terminal sends the signal to the process that forks the runs too."""
+    settings = json.dumps([*SETTINGS, "eval.every=4"])
+    text = KILLED.replace("SETTINGS", settings).replace('launcher = ["env", "VERIFIER=down"]', "")
+    (tmp_path / "tiny.toml").write_text(text)
+    (tmp_path / "rewards_of_study.py").write_text(REWARDS)
+    command = [sys.executable, "-m", "threepo", "study", "tiny.toml", "study.folder=early", "study.jobs=1"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    study = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, text=True, **pipes)
+    while study.poll() is None and not list((tmp_path / "early").glob("runs/*/*.log")):
+        time.sleep(0.01)
+    time.sleep(0.5)  # importing takes several seconds more
+    assert study.poll() is None, study.communicate()
+    os.killpg(study.pid, signal.SIGINT)
+    said, _ = study.communicate()
+    assert study.returncode == 128 + signal.SIGINT, said
+    assert "Traceback" not in said
+    assert said.endswith("study tiny: SIGINT: its runs are saved; the same command goes on\n")
 
 
 FABRICATED = """

@@ -5,14 +5,19 @@ Importing takes most of the time in which a short run starts (docs/performance.m
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest.mock import patch
 
 from threepo.cli import main
 from threepo.files import lock
+
+TERMINAL = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to the study and to the process that forks: only the study must obey them."""
 
 
 class ForkedRun:
@@ -23,6 +28,12 @@ class ForkedRun:
         context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
         self._process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
         with patch.dict(os.environ, environment):  # libraries read the number of threads when they are imported
+            resource_tracker.ensure_running()  # which lets signals through again when it has started
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._process.start()
 
     def poll(self) -> int | None:
@@ -37,6 +48,7 @@ class ForkedRun:
 def _run(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
     """In the fork: the command, as `python -m threepo` runs it in `folder`."""
     os.setsid()  # the terminal's Ctrl-C must reach it once, from the study
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL)
     with closing(lock(log)) as output:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output.fileno(), 1)
