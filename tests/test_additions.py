@@ -235,7 +235,9 @@ class RowNoise(StructuredNoise):
     },
     "a tracker": {
         "plugins/csv_tracker.py": [],
-        "config/__init__.py": [after("\nTRACKERS = {", '"csv": Named("threepo.plugins.csv_tracker:CSV", "a table"), ')],
+        "config/__init__.py": [
+            after("\nTRACKERS = {", '"table": Named("threepo.plugins.csv_tracker:CSV", "a table"), ')
+        ],
     },
     "a study statistic": {
         "lab/study_summary.py": [
@@ -308,7 +310,7 @@ def test_one_run_uses_an_addition_of_every_kind(copy: Path, tmp_path: Path) -> N
     settings += ["method.advantage.rule=sign", "ess_schedule.kind=halving", "data.train=doubling"]
     settings += [
         "reward.function=brevity",
-        'run.trackers=["csv"]',
+        'run.trackers=["table"]',
         "noise.unit=rms",
         "noise.size=0.1",
         "noise.by_row=1",

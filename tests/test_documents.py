@@ -57,17 +57,6 @@ def test_your_own_model_and_reward_from_the_readmes_lines_alone(
     assert [row["reward/mean"] for row in read_metrics(Path("runs/from_python"))] == rewards
 
 
-def test_the_readmes_map_names_files_and_records_that_exist() -> None:
-    text = section("What is where").split("```")[1].partition("\nexamples/")[0]
-    source = ROOT / "src" / "threepo"
-    for name in re.findall(r"[\w/]+\.py", text):
-        assert list(source.rglob(name)), name
-    for name in re.findall(r"^  ([\w.]+)/? ", text, re.MULTILINE):
-        assert (source / name).exists(), name
-    for name in re.findall(r"types\.py .*: ([\w, ]+)", text)[0].split(", "):
-        assert hasattr(threepo.types, name), name
-
-
 def test_python_in_the_page_about_python_runs(tmp_path: Path) -> None:
     """All of it, as one program."""
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -85,6 +74,8 @@ def test_the_readmes_tree_names_what_is_there() -> None:
     tree = section("What is where")
     for name in re.findall(r"(\w+\.py)\b", tree):
         assert list((ROOT / "src" / "threepo").rglob(name)), name
+    for record in re.findall(r"types\.py .*: ([\w, ]+)", tree)[0].split(", "):
+        assert hasattr(threepo.types, record), record
     for folder in re.findall(r"^  (\w+)/", tree, re.MULTILINE):
         assert (ROOT / "src" / "threepo" / folder).is_dir(), folder
     for package in (path.name for path in (ROOT / "src" / "threepo").iterdir() if (path / "__init__.py").is_file()):

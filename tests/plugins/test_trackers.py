@@ -122,9 +122,14 @@ READERS: Mapping[str, Callable[[Path], tuple[Points, Any, Any]]] = {
 }
 
 
+def skip_without_package(name: str) -> None:
+    if needs := TRACKERS[name].needs:
+        pytest.importorskip(needs)
+
+
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_has_the_rows_of_a_run_that_was_stopped_and_resumed(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(name)
+    skip_without_package(name)
     folder = tmp_path / "run"
     config = train_config(folder, "run.steps=3", "eval.every=3", f'run.trackers=["{name}"]', "method.preset=c3po")
     with pytest.raises(Interrupted, match="stopped by a callback after step 2 of 3"):
@@ -206,7 +211,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(
 def test_a_folder_that_a_tracker_cannot_write_ends_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(name)
+    skip_without_package(name)
     folder = tmp_path / "run"
     (file := tmp_path / "file").write_text("no folder")
     folder.mkdir()

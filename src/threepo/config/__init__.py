@@ -61,10 +61,10 @@ from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
 from threepo.errors import UserError
 
 TRACKERS = {
-    "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder"),
-    "wandb": Named("threepo.plugins.trackers:WeightsAndBiases", "W&B"),
-    "trackio": Named("threepo.plugins.trackers:Trackio", "trackio"),
-    "mlflow": Named("threepo.plugins.trackers:MLflow", "MLflow"),
+    "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder", needs="tensorboard"),
+    "wandb": Named("threepo.plugins.trackers:WeightsAndBiases", "W&B", needs="wandb"),
+    "trackio": Named("threepo.plugins.trackers:Trackio", "trackio", needs="trackio"),
+    "mlflow": Named("threepo.plugins.trackers:MLflow", "MLflow", needs="mlflow"),
 }
 """To add a tracker, write a class with the methods of `Tracker` and a line here."""
 

@@ -66,6 +66,8 @@ class Named(NamedTuple):
     """The place of the code, as module:name; imported when it is used."""
     says: str
     """A line on it, for docs/configuration.md."""
+    needs: str = ""
+    """The package that the code imports, which the extra of the row's name installs; empty: none."""
 
     def load(self) -> Any:
         """Import it."""

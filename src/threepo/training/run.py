@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from threepo.config import ScheduleConfig, SFTConfig, TrainConfig
+from threepo.config import TRACKERS, ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
@@ -223,7 +223,8 @@ def refuse_early(config: Config, resumed: RunFolder | None, world: World) -> Non
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
     with world.together():
         for name in config.run.trackers:
-            if not find_spec(name):
+            needs = TRACKERS[name].needs
+            if needs and not find_spec(needs):
                 raise UserError(f"run.trackers: {name!r} needs the package; in a clone, pip install '.[{name}]'")
 
 
