@@ -56,16 +56,17 @@ def test_the_kernels_work_in_a_forked_process() -> None:
     program = """
 import os, signal, torch
 from threepo.posterior import kernels
+from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import Perturb, Scalars
 
 torch.set_num_threads(2)
 mean, hessian, before, after = torch.ones(4, 1 << 20).unbind()  # before the fork: torch's own operations wait after it
 scalars = Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
-kernels.run([Perturb(before, mean, hessian, (1, 2), scalars)])
+kernels.run([Perturb(before, mean, hessian, Noise((1, 2)), scalars)])
 child = os.fork()
 if not child:
     signal.alarm(30)  # a child that waits forever must not be left behind
-kernels.run([Perturb(after, mean, hessian, (1, 2), scalars)])
+kernels.run([Perturb(after, mean, hessian, Noise((1, 2)), scalars)])
 same = bool((before.numpy() == after.numpy()).all())
 if not child:
     os._exit(0 if same else 1)

@@ -139,8 +139,8 @@ def train(
     `settings`: tables of a recipe, `optimizer={"lr": 1.0}`, or dotted keys, `**{"optimizer.lr": 1.0}`; they lie over
     `recipe`, a file or a shipped name.
     `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
-    returns. `resume`: a run to go on with; it takes only `callbacks`, `reward`, `run={"steps": ...}` and `parallel={...}`
-    besides.
+    returns. `resume`: a run to go on with; besides, it takes only `callbacks`, `reward`, `run={"steps": ...}` and
+    `parallel={...}`.
     """
     name, functions = _reward(reward)
     if resume is not None:

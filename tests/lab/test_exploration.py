@@ -18,7 +18,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.errors import UserError
 from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
-from threepo.lab.completions import Group, PairMeans, pair_means, read_completions, text_distances
+from threepo.lab.completions import PairMeans, PromptGroup, pair_means, read_completions, text_distances
 from threepo.lab.exploration import distinct_answers, explore, figures, terms_of
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, draw_panel, with_data
@@ -27,9 +27,9 @@ from threepo.run_folder import write_parquet
 UNKNOWN = PairMeans()
 
 
-def group(verdicts: str, draws: str = "", texts: PairMeans = UNKNOWN) -> Group:
+def group(verdicts: str, draws: str = "", texts: PairMeans = UNKNOWN) -> PromptGroup:
     """Completions as letters: R and S are right, small letters are wrong answers, and a dash is none."""
-    return Group(
+    return PromptGroup(
         right=tuple(letter.isupper() for letter in verdicts),
         no_answer=tuple(letter == "-" for letter in verdicts),
         answers=tuple(None if letter == "-" else letter for letter in verdicts),
@@ -159,7 +159,7 @@ def test_groups_by_draw_are_the_mean_over_draws() -> None:
 
 
 def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_path: Path) -> None:
-    def read(name: str, **columns: list[Any]) -> Group:
+    def read(name: str, **columns: list[Any]) -> PromptGroup:
         made = [{"step": "3", "problem_id": "p", "completion": "a", "correct": i == 0} for i in range(3)]
         table = [row | {key: values[i] for key, values in columns.items()} for i, row in enumerate(made)]
         return read_completions(written(tmp_path / f"{name}.jsonl", table))[3, "p"]
@@ -196,7 +196,7 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines if line.startswith("pass@")] == ["pass@1", "pass@4"]
 
 
-def drawn(generator: np.random.Generator, chances: np.ndarray) -> list[Group]:
+def drawn(generator: np.random.Generator, chances: np.ndarray) -> list[PromptGroup]:
     """Groups of four, with these chances of a right completion."""
     return [group("".join("R" if hit else "a" for hit in generator.random(4) < chance)) for chance in chances]
 

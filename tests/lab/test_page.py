@@ -132,7 +132,7 @@ def test_runs_that_cannot_be_paired_do_not_break_the_page(tmp_path: Path) -> Non
     assert "0 of 0 steps with rollouts" in page
     write_page(runs[:1], runs[0], tmp_path / "alone")
     alone = (tmp_path / "alone" / PAGE).read_text()
-    assert ">Nothing to compare: exploration is shown for runs beside a baseline, and this is one run.<" in alone
+    assert ">Nothing to compare: exploration compares runs with a baseline, and this is one run.<" in alone
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

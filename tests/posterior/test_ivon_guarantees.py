@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimize
 from threepo.errors import UserError
 from threepo.posterior import kernels
 from threepo.posterior.gaussian import Posterior
-from threepo.posterior.groups import NOISE_SCALES, RANGES
 from threepo.posterior.ivon import IVON
+from threepo.posterior.ivon_settings import NOISE_SCALES, RANGES
 from threepo.posterior.noise import noise_key
 from threepo.posterior.noise_structures import Noise
 from threepo.posterior.operations import Perturb, Scalars

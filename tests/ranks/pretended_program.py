@@ -56,7 +56,7 @@ def measure(model: Any, recomputed: bool, world: World, packed: MicroBatch) -> d
         recompute_activations(model)
     policy = Policy(Scorer(model, linear_head=True, packed_rows=True), None, torch.bfloat16)
     with patch.object(sharding, "init_device_mesh", real_mesh):
-        sharding._spread(policy, torch.device("cpu"), ParallelConfig(), world)
+        sharding._shard(policy, torch.device("cpu"), ParallelConfig(), world)
     optimizer = IVON(policy.model.named_parameters(), model=policy.model)
     for p in policy.model.parameters():
         p.grad = torch.zeros_like(p)  # of an earlier micro-batch

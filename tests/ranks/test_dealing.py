@@ -7,7 +7,7 @@ from launch import launch
 
 from threepo.config import VLLMConfig, VLLMEngineConfig
 from threepo.errors import UserError
-from threepo.ranks.dealing import RankedEngine, refuse_engine
+from threepo.ranks.dealing import SharedEngine, refuse_engine
 from threepo.ranks.world import ALONE, World
 from threepo.types import Draw
 
@@ -42,9 +42,9 @@ def test_what_several_ranks_cannot_have_is_refused(
 )
 def test_every_draw_has_an_engine(ranks: int, each: int, draws: int, served: list[list[int]]) -> None:
     """`each` ranks share an engine, which the first of them has."""
-    engine = RankedEngine(None, World(0, ranks), each)
+    engine = SharedEngine(None, World(0, ranks), each)
     engine._draws = [Draw(0, 0, i) for i in range(draws)]
-    assert [[i for i in range(draws) if rank in engine._servers(i)] for rank in range(ranks)] == served
+    assert [[i for i in range(draws) if rank in engine._ranks_of(i)] for rank in range(ranks)] == served
 
 
 def test_ranks_of_a_machine_take_their_memory_in_turn(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from threepo.ranks.dealing import RankedEngine
+from threepo.ranks.dealing import SharedEngine
 from threepo.ranks.launch import join_world
 from threepo.rollout.engines import RolloutEngine
 
@@ -25,4 +25,4 @@ class Noting(RolloutEngine):
 
 
 with join_world(60) as world:
-    RankedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)
+    SharedEngine(Noting(sys.argv[1]), world, 1).prepare(4, 100)

@@ -75,7 +75,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     decoding step and every push of weights, at most once per second, but not while it starts and compiles. With
     servers: seconds that a completion, or a change of weights, may take."""
     probe_tolerance: NotNegative = 0.0
-    """Largest mean log-prob difference (nats) of the probe after a push; 0: 0.001 in float32, 0.1 in bfloat16."""
+    """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
     """With [model.lora]: the most draws that a replica decodes in one batch, as adapters around one copy of the frozen

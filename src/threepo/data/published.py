@@ -147,26 +147,42 @@ def _llama_nemotron(row: Row, generator: str) -> Messages | str:
 
 TEMPLATES: dict[str | None, str] = {"math": MATH_TRAINING, "code": CODE}
 """The text around the problems of a verifier; `{prompt}` stands for the problem."""
-_code = partial(PublishedSet, verifier="code")
-_math = partial(PublishedSet, verifier="math")
-_chats = partial(PublishedSet, hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT")
-_PROBLEMS = (
-    _code(
-        "code-r1-12k", "programming in Python, about 12,000 problems with tests", "ganler/code-r1-12k", _code_r1, "test"
+PUBLISHED = {
+    "code-r1-12k": PublishedSet(
+        name="code-r1-12k",
+        summary="programming in Python, about 12,000 problems with tests",
+        hub="ganler/code-r1-12k",
+        read=_code_r1,
+        heldout="test",
+        verifier="code",
     ),
-    _math(
-        "dapo-math-17k", "competition mathematics, about 17,400 problems", "BytedTsinghua-SIA/DAPO-Math-17k", _dapo_math
+    "dapo-math-17k": PublishedSet(
+        name="dapo-math-17k",
+        summary="competition mathematics, about 17,400 problems",
+        hub="BytedTsinghua-SIA/DAPO-Math-17k",
+        read=_dapo_math,
+        verifier="math",
     ),
-    _math("gsm8k", "grade-school word problems, 7,473 and 1,319 held out", "openai/gsm8k:main", _gsm8k, "test"),
-)
-_by_r1, _by_any = (partial(_llama_nemotron, generator=generator) for generator in ("DeepSeek-R1", ""))
-_CONVERSATIONS = (
-    _chats("llama-nemotron", "answers of DeepSeek-R1 with their thoughts, as the paper says", read=_by_r1),
-    _chats(
-        "llama-nemotron-any",
-        "answers of any generator with their thoughts, as in the paper's released code",
-        read=_by_any,
+    "gsm8k": PublishedSet(
+        name="gsm8k",
+        summary="grade-school word problems, 7,473 and 1,319 held out",
+        hub="openai/gsm8k:main",
+        read=_gsm8k,
+        heldout="test",
+        verifier="math",
     ),
-)
-PUBLISHED = {known.name: known for known in _PROBLEMS}
-CONVERSATIONS = {known.name: known for known in _CONVERSATIONS}
+}
+CONVERSATIONS = {
+    "llama-nemotron": PublishedSet(
+        name="llama-nemotron",
+        summary="answers of DeepSeek-R1 with their thoughts, as the paper says",
+        hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT",
+        read=partial(_llama_nemotron, generator="DeepSeek-R1"),
+    ),
+    "llama-nemotron-any": PublishedSet(
+        name="llama-nemotron-any",
+        summary="answers of any generator with their thoughts, as in the paper's released code",
+        hub="nvidia/Llama-Nemotron-Post-Training-Dataset:SFT",
+        read=partial(_llama_nemotron, generator=""),
+    ),
+}

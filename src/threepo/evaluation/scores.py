@@ -31,7 +31,7 @@ class StandardErrors:
     """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Includes the sampling
     noise of the completions."""
     sampling: float
-    """For the same problems, of sampling K completions again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
+    """For the same problems, if K completions were sampled again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
     bootstrap: float
     """Standard deviation under resampling of problems and then of completions within them. It counts sampling noise
     twice, because the resampled scores include it already: too large, by up to a third for small K."""
@@ -49,7 +49,7 @@ class Scores:
     majority_at: dict[int, float]
     """Mean over problems of maj@k, for k = 1, 2, 4, ... and K; empty where completions have no answers to count."""
     pass_at_1_by_draw: dict[int, float]
-    """By the number of the posterior's draw, from 0; empty at the mean."""
+    """pass@1 by the number of the posterior's draw, from 0; empty at the mean."""
     no_answer_share: float
     error_share: float
     """Completions that the verifier failed to judge; they count as wrong."""

@@ -213,9 +213,9 @@ LAB_COMMANDS.append(Command("data", "the sources of problems, and a problem as a
 @command(LAB_COMMANDS, "data list", "list the sources of problems")
 def list_sources(options: argparse.Namespace) -> None:
     """List what data.train can name."""
-    from threepo.lab.show import listing
+    from threepo.lab.show import source_table
 
-    print(listing())
+    print(source_table())
 
 
 @command(
@@ -230,10 +230,10 @@ def list_sources(options: argparse.Namespace) -> None:
 )
 def show_problem(options: argparse.Namespace) -> None:
     """Show one problem."""
-    from threepo.lab.show import shown_problem
+    from threepo.lab.show import problem_text
 
     split: Any = "heldout" if options.heldout else "train"
-    print(shown_problem(options.source, options.settings, split, options.index, options.model))
+    print(problem_text(options.source, options.settings, split, options.index, options.model))
 
 
 @command(

@@ -1,4 +1,4 @@
-"""Saved completions as groups by step and problem: those of threepo, TRL and verl, or any with such columns.
+"""Saved completions as groups by step and problem: from threepo, TRL, verl, or any tool with such columns.
 
 docs/analysis.md lists the columns. Files are read one after the other, and only figures of a text are kept.
 """
@@ -32,11 +32,11 @@ NAMES = {
     "status": ("status",),
     "tokens": ("tokens",),
 }
-"""What is read, and the columns that can have it; the first that is there counts.
+"""Names of our columns, each with the names under which a file may have it; the first that is there counts.
 
 TRL: `_logs` in trl/trainer/grpo_trainer.py (f2cd577) is written as step, prompt, completion, a column for each reward
-function, those of `log_extra`, advantage. verl: `_dump_generations` in verl/trainer/ppo/ray_trainer.py (b178a3c) has
-input, output, gts, score, step and what the reward function returned, such as acc and pred.
+function, the columns of `log_extra`, advantage. verl: `_dump_generations` in verl/trainer/ppo/ray_trainer.py (b178a3c)
+has input, output, gts, score, step and what the reward function returned, such as acc and pred.
 """
 DRAW = ("draw_seed", "draw_step", "draw_index", "draw_mirrored")
 NO_ANSWER = (None, "", "[INVALID]")
@@ -57,7 +57,7 @@ class PairMeans:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """The completions of a problem at a step, in the order of the file; G values each."""
 
     right: tuple[bool, ...]
@@ -71,8 +71,8 @@ class Group:
     """1 - cosine of the token counts."""
 
 
-Groups = dict[tuple[int, str], Group]
-"""By step and problem."""
+Groups = dict[tuple[int, str], PromptGroup]
+"""Groups by step and problem."""
 
 
 def read_completions(path: Path, verdict: str = "", above: float | None = None, *, heldout: bool = False) -> Groups:
@@ -201,17 +201,18 @@ def _answers(table: Table) -> Table:
     return found
 
 
-def _group(table: Table, rows: Sequence[int]) -> Group:
-    def of(name: str) -> tuple[Any, ...] | None:
+def _group(table: Table, rows: Sequence[int]) -> PromptGroup:
+    def column(name: str) -> tuple[Any, ...] | None:
         return tuple(table[name][i] for i in rows) if table.get(name) is not None else None
 
-    labels = list(zip(*(values for name in DRAW if (values := of(name)) is not None), strict=True)) or [()] * len(rows)
+    addresses = [values for values in map(column, DRAW) if values is not None]
+    labels = list(zip(*addresses, strict=True)) or [()] * len(rows)
     numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     draws = tuple(numbers[label] for label in labels)
     means = PairMeans()
     if "completion" in table and len(rows) > 1:
         means = pair_means(text_distances([_tokens(table, i) for i in rows]), draws)
-    return Group(of("right") or (), of("no_answer"), of("answer"), draws, means)
+    return PromptGroup(column("right") or (), column("no_answer"), column("answer"), draws, means)
 
 
 def _tokens(table: Table, row: int) -> np.ndarray:

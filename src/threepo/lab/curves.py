@@ -42,7 +42,7 @@ def noise(runs: Sequence[RunReport]) -> list[Panel]:
     kept_note = f"Share of which at least one token counts. {SMOOTHED}"
     rho_note = "Ratio of a completion's chance under the weights of the gradient and of the rollout: median, 5 to 95 %."
     hessian_note = "Of all weights: median, 5 to 95 %. At 1, nothing was learnt of their precision."
-    sigma_note = "Root mean square of sigma over that of the weights."
+    sigma_note = "Root mean square of sigma, divided by the root mean square of the weights."
     kept, sigma = _smoothed(runs, "correction/kept_share"), _smoothed(runs, "posterior/sigma_to_rms")
     rho, hessian = _quantiles(runs, "correction/rho"), _quantiles(runs, "posterior/hessian")
     return [

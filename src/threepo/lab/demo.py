@@ -29,39 +29,40 @@ PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
 
 @dataclass
 class Demonstration:
-    """Its folder, where it is told, and the settings that are not those of the recipes."""
+    """A demonstration: its folder, where it is told, and settings on top of the recipes."""
 
     folder: Path
     console: Console
     overrides: Sequence[str]
-    """Of the methods, section.key=value."""
+    """Settings of the methods' recipes, section.key=value."""
     warm_start_overrides: Sequence[str]
+    """Settings of the warm starts' recipes."""
     seconds: float = 0.0
-    """That all stages took, in whichever process."""
+    """Time that all stages took, also in earlier processes."""
 
     def warm_start(self, name: str) -> Path:
         """Fine-tune from random weights."""
-        self._say("Warm start: supervised fine-tuning", name)
+        self._announce("Warm start: supervised fine-tuning", name)
         return self._stage(name, SFTConfig, self.warm_start_overrides)
 
     def method(self, name: str, start: Path) -> RunReport:
         """Train with reinforcement learning."""
-        self._say(f"RLVR: {Path(name).name}", name)
+        self._announce(f"RLVR: {Path(name).name}", name)
         return read_run(self._stage(name, TrainConfig, [*self.overrides, f"model.path={start}"]))
 
     def probe(self, name: str, start: Path, recipe: str) -> dict[str, Any]:
         """Ask whether the noise of a recipe will help."""
         began, folder = time.monotonic(), self.folder / name
-        self._say("Will the noise help? A probe before training", name)
+        self._announce("Will the noise help? A probe before training", name)
         noise = load(TrainConfig, f"demo/{recipe}").noise
         flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
         config, settings, _ = load_probing(str(start), f"demo/{recipe}", self.overrides, flags)
-        found = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else run_probe(config, settings, folder)
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else run_probe(config, settings, folder)
         self.seconds += time.monotonic() - began
-        self.console.print(found["verdict"], highlight=False)
-        return found
+        self.console.print(summary["verdict"], highlight=False)
+        return summary
 
-    def _say(self, what: str, name: str) -> None:
+    def _announce(self, what: str, name: str) -> None:
         self.console.print(f"{what}, in {self.folder / name}", highlight=False)
 
     def _stage(self, name: str, record: Any, overrides: Sequence[str]) -> Path:
@@ -83,7 +84,7 @@ def demonstrate(
     first = [demonstration.method(name, start) for name in FIRST_ACT]
     console.print("\nSecond act: the same comparison where a temperature finds nothing", highlight=False)
     start = demonstration.warm_start("choices/warm_start")
-    asked = demonstration.probe("choices/probe", start, SECOND_ACT[-1])
+    probed = demonstration.probe("choices/probe", start, SECOND_ACT[-1])
     second = [demonstration.method(name, start) for name in SECOND_ACT]
     acts = {"curves.png": first, "second_act.png": second}
     for picture, runs in acts.items():
@@ -91,35 +92,35 @@ def demonstrate(
         console.print(f"\n{_task(runs[0])}; curves: {folder / picture}", highlight=False)
         for table in tables(runs):
             console.print(table)
-    told = conclusion(asked, *second)
-    summary = {"seconds": demonstration.seconds, **_figures(first)}
-    summary["second_act"] = {**_figures(second), "probe": asked, "conclusion": told}
+    words = conclusion(probed, *second)
+    summary = {"seconds": demonstration.seconds, **_summary(first)}
+    summary["second_act"] = {**_summary(second), "probe": probed, "conclusion": words}
     write_json(folder / SUMMARY, summary)
     report = f"threepo report {' '.join(str(run.path) for run in second)} --output {folder / 'report'}"
-    console.print(f"\n{told}\n\n{demonstration.seconds:.0f} s\nnext: {report}", highlight=False, soft_wrap=True)
+    console.print(f"\n{words}\n\n{demonstration.seconds:.0f} s\nnext: {report}", highlight=False, soft_wrap=True)
     return summary
 
 
-def conclusion(asked: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:
-    """Words on a method with noise compared with one without, and on which kind of task, made of the numbers."""
-    chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (asked["mean"], asked["noise"][0]))
+def conclusion(probed: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:
+    """What the numbers say of a method with noise compared with one without, and of the task."""
+    chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
     plain, improved = (run.summary()["pass_at_1_after"] for run in (without, noisy))
     rollouts = without.summary()["rollouts"]
-    told = (
+    words = (
         f"{_task(without)}: before training, the chance of a right answer was {chance}, and {with_noise} with noise on "
         f"the weights. Of {rollouts:,} rollouts each, {without.name} got {_right(without):,} right and ended at "
         f"{100 * plain:.1f} %, {noisy.name} got {_right(noisy):,} right and ended at {100 * improved:.1f} %."
     )
     if improved - plain < 0.1:
-        return f"{told} Here noise on the weights did not help."
+        return f"{words} Here noise on the weights did not help."
     return (
-        f"{told} The task was made for such noise: many decisions must be alike, as they are after similar prompts. "
+        f"{words} The task was made for such noise: many decisions must be alike, as they are after similar prompts. "
         f"An entropy bonus instead of noise (method.preset=entreg) solved it as soon in ten seeds: docs/second_act.md."
     )
 
 
 def _right(run: RunReport) -> int:
-    """The right rollouts of a run whose rewards are 0 and 1."""
+    """Number of right rollouts of a run whose rewards are 0 and 1."""
     rewards = [float(row["reward/mean"]) for row in run.rows if row["step"] >= 0]
     return round(sum(rewards) / len(rewards) * int(run.summary()["rollouts"]))
 
@@ -129,5 +130,5 @@ def _task(run: RunReport) -> str:
     return f"{data['train']}, levels {', '.join(map(str, data['levels']))}"
 
 
-def _figures(runs: Sequence[RunReport]) -> dict[str, Any]:
+def _summary(runs: Sequence[RunReport]) -> dict[str, Any]:
     return {"task": _task(runs[0]), "methods": {run.name: run.summary() for run in runs}}

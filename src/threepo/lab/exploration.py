@@ -19,15 +19,15 @@ from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
-from threepo.lab.completions import Group, Groups, pair_means, read_completions
+from threepo.lab.completions import Groups, PromptGroup, pair_means, read_completions
 
 MOST_K = 256
 SUMS = ("rescued", "lost", "rescued_minus_lost")
 """Figures that are sums over pairs; most others are means over the pairs that have them."""
 HELDOUT_NAMES = {"rescued": "gained", "rescued_minus_lost": "gained_minus_lost"}
 BAD = ("no_answer", "incorrect", "wrong_answer")
-"""What a run should produce less of: completions without an answer; all that are not right; those with an answer that
-is not right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
+"""Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
+right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
 SECOND = ("text_distance", "two_answers", "one_right")
 """What a second completion may add to a first one."""
 PHASES = ("all", "early", "late")
@@ -46,8 +46,8 @@ def explore(
 ) -> dict[str, Any]:
     """Compare each run with the baseline, ready for JSON; docs/analysis.md explains the figures.
 
-    `heldout` names an evaluation for the baseline and for each run, in this order. `by_draw`: the groups of a run are
-    those of its draws, as M3PO credits them. `UserError` if the runs cannot be paired.
+    `heldout` names an evaluation for the baseline and for each run, in this order. `by_draw`: each draw of a run has
+    its own groups, as M3PO credits them. `UserError` if the runs cannot be paired.
     """
     if heldout and len(heldout) != 1 + len(runs):
         raise UserError(f"--heldout names {len(heldout)} evaluations; name {1 + len(runs)}: the baseline's, each run's")
@@ -57,21 +57,21 @@ def explore(
     found = {}
     for i, (name, path) in enumerate(zip(names, runs, strict=True)):
         second = read_completions(path, verdict, above)
-        found[name] = compared(baseline, path, first, second, by_draw=by_draw)
+        found[name] = analyse(baseline, path, first, second, by_draw=by_draw)
         if heldout:
             evaluated = read_completions(heldout[1 + i], verdict, above, heldout=True)
-            pairs = _paired(heldout[0], heldout[1 + i], examined, evaluated)
+            pairs = _pairs(heldout[0], heldout[1 + i], examined, evaluated)
             results = figures([terms_of(a, b) for _, a, b in pairs])
             found[name]["heldout"] = {HELDOUT_NAMES.get(figure, figure): value for figure, value in results.items()}
     return {"baseline": str(baseline), "by_draw": by_draw, "runs": found}
 
 
-def compared(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool = False) -> dict[str, Any]:
-    """All figures of one run against the baseline; `UserError` if they cannot be paired."""
+def analyse(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool = False) -> dict[str, Any]:
+    """All figures of a run compared with the baseline; `UserError` if they cannot be paired."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
     shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
-    pairs = _paired(baseline, run, *shared)
+    pairs = _pairs(baseline, run, *shared)
     terms = [terms_of(a, b, by_draw=by_draw) for _, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
@@ -89,7 +89,7 @@ def compared(baseline: Path, run: Path, first: Groups, second: Groups, *, by_dra
     }
 
 
-def _paired(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tuple[int, Group, Group]]:
+def _pairs(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tuple[int, PromptGroup, PromptGroup]]:
     """Step, the baseline's group and the run's, by step; `UserError` if the problems are not the same."""
     if not first or not second:
         raise UserError(f"{baseline} and {run}: have no step in common, so nothing can be paired")
@@ -103,14 +103,14 @@ def _paired(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tu
     return [(key[0], first[key], second[key]) for key in sorted(first)]
 
 
-def _parts(group: Group, values: Sequence[Any], by_draw: bool) -> list[Sequence[Any]]:
+def _parts(group: PromptGroup, values: Sequence[Any], by_draw: bool) -> list[Sequence[Any]]:
     """The values of a group's completions, or of each of its draws."""
     if not by_draw:
         return [values]
     return [[v for v, d in zip(values, group.draws, strict=True) if d == draw] for draw in sorted(set(group.draws))]
 
 
-def terms_of(base: Group, run: Group, *, by_draw: bool = False) -> Terms:
+def terms_of(base: PromptGroup, run: PromptGroup, *, by_draw: bool = False) -> Terms:
     """All figures of a pair of groups."""
     groups = {"baseline": base, "run": run}
     right = {name: _parts(group, group.right, by_draw) for name, group in groups.items()}
@@ -154,7 +154,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _bad(group: Group, kind: str) -> list[bool]:
+def _bad(group: PromptGroup, kind: str) -> list[bool]:
     """Returns for each completion whether it is bad in this sense; empty if that was not recorded."""
     if kind == "incorrect":
         return [not right for right in group.right]
@@ -162,7 +162,7 @@ def _bad(group: Group, kind: str) -> list[bool]:
     return none if kind == "no_answer" or not none else [not (r or n) for r, n in zip(group.right, none, strict=True)]
 
 
-def _second_draw(run: Group) -> Terms:
+def _second_draw(run: PromptGroup) -> Terms:
     """Value of a second completion after a first: from the same draw, and from another draw."""
     right, answers = np.array(run.right), run.answers
     means = {"text_distance": run.text_distance, "one_right": pair_means(right[:, None] | right, run.draws)}

@@ -129,7 +129,7 @@ def _plain_numbers(direction: Axis) -> None:
 
 
 def _follow_lines(panel: Panel, axis: Axes) -> None:
-    """Cut bands at half the height of all lines above and below them: those of few seeds can be many times as high."""
+    """Show bands up to half the height of all lines beyond them: with few seeds, a band can be many times as high."""
     values = [value for curve in panel.curves if curve.low and not curve.bars for value in curve.y]
     if values:
         pad = 0.5 * (max(values) - min(values)) or 0.05

@@ -24,7 +24,7 @@ from threepo.evaluation.tables import cells, number, table
 from threepo.files import atomic_file
 from threepo.lab.completions import DRAW, read_completions
 from threepo.lab.curves import cost, learning, noise, seconds, tokens
-from threepo.lab.exploration import compared
+from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
 from threepo.lab.figures import colours, inline_svg, picture, with_data
 from threepo.lab.report import RunReport, tables
@@ -46,7 +46,7 @@ COLUMNS = {
     "rho": "rho",
     "correction_weight": "weight",
 }
-"""What the page has of each completion, and under which name."""
+"""Columns of completions that the page has, with their names there."""
 
 
 def write_page(runs: Sequence[RunReport], baseline: RunReport, folder: Path) -> None:
@@ -110,7 +110,7 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     comparison: dict[str, Any] = {"baseline": baseline.name, "runs": {}}
     others = [run for run in runs if run is not baseline]
     if not others:
-        return comparison, ["Nothing to compare: exploration is shown for runs beside a baseline, and this is one run"]
+        return comparison, ["Nothing to compare: exploration compares runs with a baseline, and this is one run"]
     try:
         first = read_completions(baseline.path / COMPLETIONS)
     except UserError as error:
@@ -119,7 +119,7 @@ def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[s
     for run in others:
         try:
             second = read_completions(run.path / COMPLETIONS)
-            comparison["runs"][run.name] = compared(baseline.path, run.path, first, second)
+            comparison["runs"][run.name] = analyse(baseline.path, run.path, first, second)
         except UserError as error:
             reasons.append(f"Not compared: {error}")
     return comparison, reasons
@@ -166,13 +166,13 @@ def _chunks(files: Sequence[Sequence[Path]]) -> Iterator[str]:
             chunk.append(json.dumps({"run": run} | group, separators=(",", ":")))
             size += len(chunk[-1])
             if size > _CHUNK:
-                yield _packed(chunk)
+                yield _pack(chunk)
                 chunk, size = [], 0
     if chunk:
-        yield _packed(chunk)
+        yield _pack(chunk)
 
 
-def _packed(chunk: Sequence[str]) -> str:
+def _pack(chunk: Sequence[str]) -> str:
     return base64.b64encode(gzip.compress(f"[{','.join(chunk)}]".encode(), mtime=0)).decode()
 
 

@@ -31,13 +31,14 @@ from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
 from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings
 from threepo.models.adapters import adapter_folder
-from threepo.models.packing import flatten, pack
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
 from threepo.posterior.noise_sizes import fits_any, layer_kind, trained_names
 from threepo.progress import obey, polite_stop, progress
+from threepo.ranks.world import ALONE
 from threepo.rollout.engines import RolloutEngine, build_engine
 from threepo.run_folder import SUMMARY, LockedFolder, model_folder
+from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
 
 PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
@@ -199,20 +200,16 @@ class Probe:
             "kept_share_by_length": [[float(tokens[part].mean()), float(kept[part].mean())] for part in by_length],
         }
 
-    @torch.no_grad()
     def _scores(
         self, source: FixedWeights, rows: Sequence[Completion], draws: Sequence[Draw | None], temperature: float
     ) -> list[np.ndarray]:
         """Log-probs [K] of each row's tokens at its draw, by the trainer's forward pass."""
-        device, padding = self.policy.device, not self.policy.scorer.packed_rows
         found: dict[int, np.ndarray] = {}
         for draw in dict.fromkeys(draws):
             mine = [CreditedRow.of(row, i) for i, row in enumerate(rows) if draws[i] == draw]
             with source.at(draw):
-                for bundle in pack(mine, self.config.batching.tokens, device, padding=padding):
-                    logprobs = self.policy.logprobs(flatten(bundle, device), temperature).logprobs
-                    by_row = torch.split(logprobs.double().cpu(), [row.loss_tokens for row in bundle])
-                    found |= {row.index: own.numpy() for row, own in zip(bundle, by_row, strict=True)}
+                scores = score_rows(mine, self.policy, temperature, self.config.batching.tokens, ALONE)
+            found |= {index: own.logprobs.double().numpy() for index, own in scores.items()}
         return [found[i] for i in range(len(rows))]
 
 

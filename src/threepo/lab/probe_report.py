@@ -13,7 +13,7 @@ from threepo.lab.probe_config import POSTERIOR
 from threepo.lab.probe_findings import label
 
 Condition = Mapping[str, Any]
-"""What was found for one noise, one temperature or the mean."""
+"""Findings for one noise, one temperature or the mean."""
 KL = "KL to the mean, nats a token"
 
 

@@ -5,6 +5,7 @@ Only a tokenizer needs torch; without one, problems are shown at once.
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from threepo.config import DataConfig
 from threepo.config.recipes import parse_overrides
@@ -18,9 +19,10 @@ from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.models.prompts import messages, prompt_text, tokenized
+from threepo.types import Problem
 
 
-def listing() -> str:
+def source_table() -> str:
     """Every source of problems and conversations, and every benchmark, a line each."""
     endless = "endless, from level {}; default levels {}"
     rows = [("SOURCE", "VERIFIER", "PROBLEMS")]
@@ -37,18 +39,12 @@ def listing() -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def shown_problem(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
+def problem_text(source: str, overrides: Sequence[str], split: Split, index: int, model: str) -> str:
     """Problem number `index` of a source as a policy reads it, with its verifier's reference and some counts.
 
     `overrides` are settings of [data]. `model` names the tokenizer; without one, the prompt is shown as chat messages.
     """
-    table = parse_overrides(overrides)
-    data = table.pop("data", {})
-    if table:
-        raise UserError(f"{next(iter(table))}: `threepo data show` reads settings of [data] only, such as data.seed=1")
-    for key in data.keys() & {"train", "eval"}:
-        raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
-    settings = build(DataConfig, {**data, "train": source}, "data")
+    settings = _data_settings(source, overrides)
     name = settings.train
     if split == "heldout" and not has_heldout(name):
         raise UserError(f"--heldout: {name} has no held-out problems of its own; leave it out")
@@ -63,12 +59,7 @@ def shown_problem(source: str, overrides: Sequence[str], split: Split, index: in
         from threepo.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-        facts["tokens"] = str(len(tokenized([problem], tokenizer, settings)[0]))
-        if isinstance(opened.problems, FiniteProblems):
-            lengths = [len(tokens) for tokens in tokenized(opened.problems.problems, tokenizer, settings)]
-            facts["longest"] = f"{max(lengths)} tokens"
-            if most := settings.max_prompt_tokens:
-                facts["dropped"] = f"{sum(length > most for length in lengths)} above data.max_prompt_tokens = {most}"
+        facts |= _token_counts(opened, problem, tokenizer, settings)
         parts = [("prompt", prompt_text(problem, tokenizer, settings))]
     else:
         parts = [(message["role"], message["content"]) for message in messages(problem, settings)]
@@ -80,12 +71,35 @@ def shown_problem(source: str, overrides: Sequence[str], split: Split, index: in
     return "\n".join(lines + [f"--- {title} {'-' * (75 - len(title))}\n{text}" for title, text in parts])
 
 
+def _data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
+    table = parse_overrides(overrides)
+    data = table.pop("data", {})
+    if table:
+        raise UserError(f"{next(iter(table))}: `threepo data show` reads settings of [data] only, such as data.seed=1")
+    for key in data.keys() & {"train", "eval"}:
+        raise UserError(f"data.{key} = {data[key]!r}: `threepo data show` shows {source}; leave it out")
+    return build(DataConfig, {**data, "train": source}, "data")
+
+
 def _facts(opened: ProblemSet, name: str) -> dict[str, str]:
-    source, counts = name, "endless"
-    if isinstance(problems := opened.problems, FiniteProblems):
-        source, kept = problems.source, f"{len(problems.problems)} of {problems.rows} rows"
-        counts = f"{kept} ({problems.duplicates} duplicates, {problems.broken} broken)"
+    """Where the problems come from, how many there are, and what judges the answers."""
+    source, counts, problems = name, "endless", opened.problems
+    if isinstance(problems, FiniteProblems):
+        source = problems.source
+        rows = f"{len(problems.problems)} of {problems.rows} rows"
+        counts = f"{rows} ({problems.duplicates} duplicates, {problems.broken} broken)"
     verifier: str = opened.verifier if isinstance(opened.verifier, str) else "its own"
     if opened.verifier is None:
         verifier = "none of its own; name one with reward.function: exact, math, code or your own"
     return {"source": source, "problems": counts, "verifier": verifier}
+
+
+def _token_counts(opened: ProblemSet, problem: Problem, tokenizer: Any, settings: DataConfig) -> dict[str, str]:
+    """Tokens of a problem's prompt, and of the longest prompt where the problems are finite."""
+    counts = {"tokens": str(len(tokenized([problem], tokenizer, settings)[0]))}
+    if isinstance(opened.problems, FiniteProblems):
+        lengths = [len(tokens) for tokens in tokenized(opened.problems.problems, tokenizer, settings)]
+        counts["longest"] = f"{max(lengths)} tokens"
+        if most := settings.max_prompt_tokens:
+            counts["dropped"] = f"{sum(length > most for length in lengths)} above data.max_prompt_tokens = {most}"
+    return counts

@@ -217,7 +217,7 @@ def _kind(run: StudyRun) -> str:
 
 
 def job_devices(study: Study) -> list[str]:
-    """For each run that goes on at once, the GPU that it gets; "" where there is none, or where others see to it."""
+    """The GPU of each run that goes on at once; "" where there is none, or where the launcher assigns it."""
     settings = study.tables.study
     devices = [] if settings.launcher else gpus()
     jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)

@@ -85,9 +85,9 @@ class VariantConfig(Settings, table="variants"):
     settings: Overrides = ()
     """Overrides for all methods; a method's own go before them."""
     start: str = ""
-    """Another recipe of the warm start; empty: that of [start]."""
+    """Another recipe of the warm start; empty: the recipe of [start]."""
     start_settings: Overrides = ()
-    """Overrides of the warm start; they go before those of [start]."""
+    """Overrides of the warm start; they override the settings of [start]."""
 
 
 class StudyMethod(Settings, table="methods"):
@@ -115,7 +115,7 @@ class StudyTables(Settings, table=""):
     def __post_init__(self) -> None:
         study, tuning = self.study, self.tuning
         for name in (*self.methods, *self.variants):
-            require(bool(re.fullmatch(_NAME, name)), "a name", name, "is that of a folder, too: letters, digits, . _ -")
+            require(bool(re.fullmatch(_NAME, name)), "a name", name, "names a folder, too: use letters, digits, . _ -")
         study.check("baseline", study.baseline in self.methods, f"must be one of {', '.join(self.methods)}")
         numeric = not isinstance(study.target, str)
         study.check("target", numeric or study.target == "baseline", "must be a number, or 'baseline'")
@@ -144,7 +144,7 @@ class StudyRun:
     """One run of a study. Its log, which the process that trains has locked, lies next to its folder."""
 
     name: str
-    """Its folder, relative to that of the study."""
+    """Its folder, relative to the folder of the study."""
     folder: Path
     record: type[TrainConfig] | type[SFTConfig]
     recipe: str
@@ -259,8 +259,10 @@ class Study:
 
     def _recipe(self, name: str) -> str:
         """A recipe's file, looked for in the folder of the study first; "" for none."""
-        beside = self.file.parent / name
-        return str((beside if beside.is_file() else find_recipe(name)).absolute()) if name else ""
+        if not name:
+            return ""
+        neighbour = self.file.parent / name
+        return str((neighbour if neighbour.is_file() else find_recipe(name)).absolute())
 
     def check(self) -> None:
         """`UserError` for anything that can be refused before the first run starts."""

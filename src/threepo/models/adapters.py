@@ -5,7 +5,7 @@ is trained. So noise with deviation sigma on B changes every element of W with d
 sizes of noise, weight decay and clip radius keep the meaning that they have for W. A's numbers are addressed by the
 seed of the run and its name.
 
-The local engine multiplies with A and B beside one copy of W (rollout/ensemble.py). vLLM does so too, or it sees the
+The local engine multiplies with A and B next to one copy of W (rollout/ensemble.py). vLLM does so too, or it sees the
 model without adapters: then `Merged` multiplies them out for each draw.
 """
 
@@ -35,14 +35,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a peft directory."""
 BASE_FILE = "base.json"
 NAME = "default"
-"""Of the adapter, in peft and so in the names of parameters."""
+"""peft's name of the adapter, which is part of the names of parameters."""
 A, B, BASE = f"lora_A.{NAME}", f"lora_B.{NAME}", "base_layer"
 _SHAPE = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _ORIGIN = {"base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_type"}
 _FREE = _SHAPE | _ORIGIN | {"peft_version"}
 """Settings of peft that may be anything; others must be peft's defaults, because they would compute something else."""
 _INITS = (True, False, "gaussian")
-"""Of A and B alone; others change W."""
+"""Values of init_lora_weights that leave W as it is."""
 
 
 def adapter_folder(path: str) -> Path | None:
@@ -203,7 +203,7 @@ def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
     if settings.init == "unit" and init != "unit":
         of_a = [p for name, p in model.named_parameters() if f".{A}." in name]
         square = sum(float(p.detach().float().square().sum()) for p in of_a) / sum(p.numel() for p in of_a)
-        fix = "A of the adapters in model.path has another size, so sigma would not be that of W; set it to 'usual'"
+        fix = "A of the adapters in model.path has another size, so sigma would be another one on W; set it to 'usual'"
         settings.check("init", not init and 0.7 < square * scale**2 * settings.rank < 1.4, fix)
     _train(model, settings.init)
 
@@ -214,7 +214,7 @@ def is_adapter(name: str) -> bool:
 
 
 def without_adapter(name: str) -> str:
-    """A parameter's name in the model before it got adapters; those of A and B stay."""
+    """A parameter's name in the model before it got adapters; the names of A and B stay."""
     return name.replace(f".{BASE}.", ".")
 
 

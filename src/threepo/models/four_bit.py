@@ -16,7 +16,7 @@ from threepo.errors import UserError
 BLOCK = 64
 """Numbers that share a scale, which is float32."""
 BYTES = 0.5 + 4 / BLOCK
-"""Of a number."""
+"""Bytes of a number, with its share of the scale."""
 
 
 class FourBit(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Models and tokenizers: of a Hugging Face directory or hub id, with checks that they are complete, or tiny ones.
+"""Loads models and tokenizers from a directory or the hub, with checks that they are complete; makes tiny ones.
 
 The tiny models are for demonstrations, tests and studies on a CPU: randomly initialised byte-level decoders of real
 Hugging Face architectures.
@@ -87,15 +87,15 @@ class Shape(NamedTuple):
     """Shape of a model to come, without its weights."""
 
     model: Any
-    """Of Hugging Face, on the meta device, with adapters."""
+    """The Hugging Face model on the meta device, with adapters."""
     weights: int
     """How many it has, without adapters."""
     adapters: int = 0
     """Numbers in all A and B of [model.lora]; 0: without adapters."""
     trained: int = 0
-    """Those of all weights and adapters that are trained."""
+    """Numbers of all weights and adapters that are trained."""
     rounded: int = 0
-    """Those of the weights that are held in [model.lora] base_dtype, if it is not float32."""
+    """Weights that are held in [model.lora] base_dtype, if it is not float32."""
     rounded_bytes: float = 4.0
     """Bytes of each of these."""
     sides: int = 0
@@ -107,7 +107,7 @@ class Shape(NamedTuple):
         return self.model.config
 
     def served(self, engine: EngineConfig) -> int:
-        """Weights, without adapters, that an engine has for one draw; vLLM gets a tied head beside its embedding."""
+        """Weights, without adapters, that an engine has for one draw; vLLM holds a tied head and its embedding."""
         text = self.config.get_text_config()
         apart = int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
         return self.weights + (apart if engine.kind == "vllm" else 0)

@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Of the distribution that the token was drawn from."""
+    """Entropy of the distribution that the token was drawn from."""
     self_certainty: torch.Tensor
     """KL(uniform || that distribution) (arXiv 2502.18581); never with gradient."""
 

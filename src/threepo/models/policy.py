@@ -75,7 +75,7 @@ class Policy:
     without_weights: Any = None
     """If the model is sharded or has adapters: the architecture that engines copy, on the meta device."""
     base_digest: str = ""
-    """If it has adapters: of the weights that they are beside."""
+    """Digest of the frozen weights, if the model has adapters."""
 
     @property
     def model(self) -> Any:
@@ -131,7 +131,7 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write a Hugging Face model directory: weights (float32 safetensors), configuration, tokenizer.
 
-        Of a model with adapters: a peft directory, which holds them alone, and the tokenizer.
+        For a model with adapters: a peft directory, which holds the adapters alone, and the tokenizer.
         """
         if not self.has_adapters:
             self.model.save_pretrained(folder)
@@ -157,7 +157,7 @@ class Policy:
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors for a file of the weights: each parameter once, and buffers that are saved; sharded as they are.
 
-        Of a model with adapters: these alone, by peft's names.
+        For a model with adapters, the adapters alone under peft's names.
         """
         if self.has_adapters:
             return saved_adapters(self.model)
@@ -209,8 +209,8 @@ class Policy:
 def load_policy(settings: ModelConfig, seed: int = 0, adapters: Path | None = None) -> Policy:
     """Load the model and tokenizer that `settings.path` names, or make a tiny one from `seed`.
 
-    Adapters come from the peft directory `adapters`; or from that which `settings.path` names, whose base model is
-    loaded then; or they are made as [model.lora] says, from `seed`.
+    Adapters come from the peft directory `adapters`, or from the one that `settings.path` names (its base model is then
+    loaded), or are made as [model.lora] says, from `seed`.
     """
     transformers_logging.disable_progress_bar()  # would show "Writing model shards" on the line of ours
     named = adapter_folder(settings.path)

@@ -1,4 +1,4 @@
-"""From a problem to prompt tokens: templates and chat messages. Needs a tokenizer but no model."""
+"""Prompt tokens of problems: templates and chat messages. Needs a tokenizer but no model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

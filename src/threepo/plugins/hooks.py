@@ -1,4 +1,4 @@
-"""Hooks: methods of another library that a plug-in overrides. Renamed there, they would silently never run."""
+"""Checks of hooks, the methods of another library that a plug-in overrides: renamed there, they would never run."""
 
 import inspect
 from collections.abc import Callable
@@ -13,20 +13,21 @@ LOGGED = ("posterior/sigma_to_rms", "posterior/clipped_share", "optimizer/skippe
 
 
 def check_hooks(package: str, tested: str, hooks: str, needed: str = "") -> Callable[[type], Any]:
-    """Class decorator: `UserError` unless the base class has these hooks, with the same first parameters.
+    """Make a class decorator that raises `UserError` unless the base class has these hooks, with the same parameters.
 
-    `check_called` asks later for the calls of those that are `needed`. Both are names with spaces between.
+    `check_called` verifies later that the `needed` hooks were called. Both arguments are names separated by spaces.
     """
 
     def check(plugin: Any) -> Any:
         plugin._tested = f"{package} {version(package)} is installed, {plugin.__name__} was tested with {tested}"
         plugin._needed = {name: _counting(vars(plugin)[name]) for name in needed.split()}
         for name in [*hooks.split(), *plugin._needed]:
-            theirs, ours = getattr(super(plugin, plugin), name, None), inspect.signature(vars(plugin)[name]).parameters
+            ours = inspect.signature(vars(plugin)[name]).parameters
             named = [x for x, p in ours.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
             required = [x for x in named if ours[x].default is inspect.Parameter.empty]  # others may be new there
-            found = list(inspect.signature(theirs).parameters) if theirs else []
-            if found[: len(named)] != named[: len(found)] or len(found) < len(required):
+            overridden = getattr(super(plugin, plugin), name, None)
+            theirs = list(inspect.signature(overridden).parameters) if overridden else []
+            if theirs[: len(named)] != named[: len(theirs)] or len(theirs) < len(required):
                 lacks = f"{plugin.__mro__[1].__name__} has no {name}({', '.join(named)})"
                 raise UserError(f"{plugin._tested}: {lacks}; install {package}=={tested}")
         for name, hook in plugin._needed.items():
@@ -37,6 +38,8 @@ def check_hooks(package: str, tested: str, hooks: str, needed: str = "") -> Call
 
 
 def _counting(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook so that its instance remembers the call."""
+
     @wraps(hook)
     def counting(self: Any, *args: Any, **settings: Any) -> Any:
         vars(self).setdefault("_called", set()).add(hook.__name__)

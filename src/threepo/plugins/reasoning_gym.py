@@ -1,7 +1,7 @@
 """Problems of any reasoning-gym data set, for example `reasoning-gym:chain_sum(min_terms=2, max_terms=3)`.
 
-Only the full score of 1.0 counts as right: reasoning-gym gives partial scores to answers that merely contain the right
-one, and a policy would learn to exploit that.
+Only the full score of 1.0 counts as right: reasoning-gym gives a partial score to an answer that merely contains the
+right one, which a policy would learn to exploit.
 """
 
 import hashlib
@@ -20,8 +20,7 @@ from threepo.types import Problem, Verdict, final_answer, judge
 PREFIX = "reasoning-gym:"
 _CHUNK = 256
 _PER_CHUNK: dict[Split, int] = {"train": 192, "heldout": 8}
-"""Problems taken from each chunk of generated items: fewer than the split's share (7/8, 1/8), so that every chunk has
-enough."""
+"""Problems taken from each chunk of generated items: fewer than the split's share of it (7/8, 1/8)."""
 
 
 class ReasoningGymProblems(Endless):
@@ -74,7 +73,7 @@ class ReasoningGymProblems(Endless):
             return judge(given, False)
         try:
             score = self._chunk(0)[0].score_answer(given, problem.columns["entry"])
-        except Exception:  # the scorer failed on the text, so it gave no verdict
+        except Exception:  # the scorer failed on this text
             return Verdict(correct=False, status="error", answer=given)
         return judge(given, score >= 1.0)
 

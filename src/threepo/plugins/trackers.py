@@ -1,9 +1,9 @@
 """Copies of a run's metrics for TensorBoard, W&B, trackio and MLflow; metrics.jsonl stays the source of truth.
 
-A tracker gets the resolved configuration once, each row of metrics at its step, and the summary at the end. A run that
-is resumed goes on in the same run of the tracker, whose id is in trackers.json. Where the copies go is for the
-trackers' own environment variables to say (docs/trackers.md). Whatever a tracker raises switches that tracker off, with
-one warning, and never ends the run. To add a tracker, write a class with these methods and a line in `TRACKERS`
+A tracker gets the resolved configuration once, each row of metrics at its step, and the summary at the end. A resumed
+run continues the same run of the tracker, whose id is in trackers.json. The trackers' own environment variables say
+where the copies go (docs/trackers.md). An error of a tracker switches that tracker off, with one warning, and never
+ends the run. To add a tracker, write a class with these methods and a line in `TRACKERS`
 of config.
 """
 
@@ -11,7 +11,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,12 +33,12 @@ Values = Mapping[str, Any]
 class Tracker(Protocol):
     """An open run of a tracker.
 
-    It is made from the run folder, the configuration, the id of the run to go on with (empty: a new one) and the first
-    step of which rows will come.
+    Its class is called with the run folder, the configuration, the id of the run to continue (empty: a new run) and the
+    first step whose row will be logged.
     """
 
     id: str
-    """By which a resumed run finds it again."""
+    """The id of the run in the tracker, by which a resumed run finds it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record finite metrics of a training step; -1 is the evaluation before the first."""
@@ -47,20 +48,17 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers of a run, on the rank that writes its folder."""
+    """The open trackers of a run."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Values, first_step: int, resumed: bool) -> None:
         """`first_step`: rows of earlier steps are there already."""
-        fix, known = "delete it: trackers then begin new runs", resumed and (folder / IDS).is_file()
-        ids = read_json_as(folder / IDS, dict[str, str], fix) if known else {}
+        ids: dict[str, str] = {}
+        if resumed and (folder / IDS).is_file():
+            ids = read_json_as(folder / IDS, dict[str, str], "delete it: trackers then begin new runs")
         self._open: dict[str, Tracker] = {}
         for name in names:
-            try:
+            with self._off_after_errors(name):
                 self._open[name] = TRACKERS[name].load()(folder, config, ids.get(name, ""), first_step)
-            except KeyboardInterrupt:  # the user's
-                raise
-            except BaseException as error:
-                _warn(name, error)
         ids |= {name: tracker.id for name, tracker in self._open.items()}
         if ids:
             write_json(folder / IDS, ids)
@@ -68,31 +66,32 @@ class Trackers:
     def log(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics.jsonl."""
         metrics = {name: value for name, value in finite(row).items() if value is not None and name != "step"}
-        self._each(lambda tracker: tracker.log(row["step"], metrics))
+        for name, tracker in list(self._open.items()):
+            with self._off_after_errors(name):
+                tracker.log(row["step"], metrics)
 
     def finish(self, summary: Values | None) -> None:
         """Close all; see `Tracker.finish`."""
-        self._each(lambda tracker: tracker.finish(summary))
-
-    def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            try:
-                call(tracker)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                del self._open[name]
-                _warn(name, error)
+            with self._off_after_errors(name):
+                tracker.finish(summary)
 
-
-def _warn(name: str, error: BaseException) -> None:
-    reason = " ".join(str(error).split())[:300]
-    message = f"{name} failed and is now off for this run: {type(error).__name__}: {reason}; metrics.jsonl has all"
-    warnings.warn(message, ThreepoWarning, stacklevel=2)
+    @contextmanager
+    def _off_after_errors(self, name: str) -> Iterator[None]:
+        """Switch a tracker off if the body raises anything except the user's Ctrl-C, and warn."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._open.pop(name, None)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            message = f"{name} failed and is now off for this run: {reason}; metrics.jsonl has all"
+            warnings.warn(message, ThreepoWarning, stacklevel=3)
 
 
 def _flat(values: Values, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings by their dotted keys."""
+    """Yield nested settings by their dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{name}{key}.")
@@ -142,7 +141,7 @@ class WeightsAndBiases:
             config=dict(config),
             settings=wandb.Settings(finish_timeout=PATIENCE),
         )
-        self._run.define_metric("*", step_metric="step")  # its own count of rows knows no step -1
+        self._run.define_metric("*", step_metric="step")  # W&B's own count of rows has no step -1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "step": step})
@@ -176,7 +175,7 @@ class MLflow:
     """A run of an experiment, on the server or in the file that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, folder: Path, config: Values, known: str, first_step: int) -> None:
-        # Its own defaults keep a run waiting for minutes where the server is dead.
+        # With MLflow's own defaults, a run waits for minutes if the server is dead.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(PATIENCE // 3))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient
@@ -192,12 +191,12 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
         settings = [Param(key, str(value)) for key, value in _flat(config)]
-        for first in range(0, len(settings), 100):  # as many as it takes at a time
+        for first in range(0, len(settings), 100):  # MLflow takes at most 100 at a time
             self._client.log_batch(self.id, params=settings[first : first + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        # Its files cannot hold both a/b and a/b/c: that is a/b.c here.
+        # MLflow's files cannot hold both a/b and a/b/c, so the latter becomes a/b.c.
         names = {name: "/".join(name.replace("/", ".").split(".", 1)) for name in metrics}
         self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
 

@@ -4,9 +4,9 @@
     trainer.train()
 
 Each optimizer step has one draw: all its micro-batches run forward and backward at the same weights, mean + sigma *
-z(draw). Between them the model holds the mean, so evaluation, checkpoints and the saved model are of the mean. Every
-saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every rank makes the
-same draw without communication, because noise is a function of its address (seed, step, draw, parameter name).
+z(draw). Between them the model holds the mean, so evaluations, checkpoints and saved models are of the mean. Every
+saved model comes with `posterior.safetensors`, from which draws are made. Under data parallelism every process makes
+the same draw without communication, because noise is a function of its address (seed, step, draw, parameter name).
 Needs accelerate (`pip install '.[trainer]'` in a clone).
 """
 
@@ -32,7 +32,7 @@ _HOOKS = "create_optimizer train _inner_training_loop _load_optimizer_and_schedu
 
 
 class PushPosterior(TrainerCallback):  # type: ignore[misc]
-    """Adds the posterior to an upload of a checkpoint, for which the Trainer copies the files that it knows."""
+    """Adds the posterior to the upload of a checkpoint, for which the Trainer copies only the files that it knows."""
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Copy the posterior from the checkpoint to the model's files that are uploaded."""
@@ -46,9 +46,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose optimizer is `threepo.IVON`.
 
     Args:
-        model: as in Trainer, like all other arguments but `ivon`.
-        args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` seeds the noise too. `max_grad_norm` and
-            `weight_decay` must be 0; other settings of optimizers are not used.
+        model: as in Trainer, like all other arguments except `ivon`.
+        args: `learning_rate` is IVON's `lr`, which schedulers change; `seed` also seeds the noise. `max_grad_norm` and
+            `weight_decay` must be 0; other settings of optimizers are refused.
         ivon: further settings of `threepo.IVON`; clip_radius is the paper's 1e-3 unless set. For parameter groups, pass
             an IVON as `optimizers=(optimizer, None)` instead.
 
@@ -68,9 +68,9 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self._settings = dict(ivon or {})
         self._draw: Draw | None = None
-        """Of the optimizer step in progress."""
+        """The draw of the optimizer step in progress."""
         self._best: Path | None = None
-        """The checkpoint that the weights were loaded from after training."""
+        """The checkpoint from which the weights were loaded after training."""
         _check_arguments(args or TrainingArguments())  # before Trainer builds anything on them
         super().__init__(model, args, *rest, **settings)
         self._check_optimizer()
@@ -106,7 +106,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
-        # Also after an error, with or without a retry: the gradients of the step that it interrupted are cleared too.
+        # After an error, Trainer clears the gradients of the interrupted step, so its draw is forgotten too.
         self._draw = None
         return super()._inner_training_loop(*args, **settings)
 
@@ -122,11 +122,11 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             return super().training_step(*args, **settings)  # type: ignore[no-any-return]
 
     def _observe(self, *_: Any) -> None:
-        """Before a step: gradients are accumulated and reduced over ranks, and Trainer has logged their norm."""
+        """Observe the draw before a step, once gradients are summed over processes and Trainer has taken their norm."""
         check_called(self)
         if self._draw is not None:
-            draw, self._draw = self._draw, None
-            self.ivon.observe(draw)
+            self.ivon.observe(self._draw)
+            self._draw = None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Trainer does, with `posterior.safetensors` next to the model once there is an optimizer."""
@@ -167,7 +167,7 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[None]:
-    """Context in which loading a checkpoint keeps the settings passed as `ivon`, except `hess_init`, and says so."""
+    """Keep the settings passed as `ivon`, except `hess_init`, when the body loads a checkpoint, and warn of changes."""
     own = {name: value for name, value in optimizer.param_groups[0].items() if name in passed}
     yield
     saved = {name: optimizer.param_groups[0][name] for name in own}
@@ -176,12 +176,12 @@ def passed_settings_kept(optimizer: Any, passed: Collection[str]) -> Iterator[No
         group.update({name: own[name] for name in other if name != "hess_init"})
     if other:
         values = ", ".join(f"{name} = {own[name]!r} (the checkpoint: {saved[name]!r})" for name in other)
-        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what shall not change"
+        fate = "all but hess_init replace the checkpoint's, whose Hessian is loaded; leave out what should not change"
         warnings.warn(f"resuming with other settings in ivon, {values}: {fate}", ThreepoWarning, stacklevel=3)
 
 
 def check_optimizer_arguments(args: Any, kind: str, starts: tuple[str, ...], also: str = "") -> None:
-    """`UserError` for settings of the Trainer's own optimizers that would be ignored; `also` is a value that is not."""
+    """Raise `UserError` for settings of the Trainer's own optimizers, which would be ignored; `also` is accepted."""
     for field in fields(TrainingArguments):
         value = getattr(args, field.name)
         if field.name.startswith(starts) and value not in (field.default, also):

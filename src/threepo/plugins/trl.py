@@ -3,10 +3,10 @@
     trainer = ThreepoTrainer(model, reward_funcs, GRPOConfig(..., learning_rate=1.0, max_grad_norm=0.0),
                              method=threepo.C3PO, ivon={"ess": 1e9}, train_dataset=..., processing_class=...)
 
-TRL generates, grades, normalises and logs. What differs is at which weights: the rows of a group are dealt to the
-draws of the step, and the gradient is taken where the method says. Between these the model holds the mean, so
-evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all ranks make the same.
-With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
+TRL generates, grades, normalises and logs. What differs is the weights: the rows of a group are divided among the draws
+of the step, and the gradient is taken at the draws that the method names. In between the model holds the mean, so
+evaluations and checkpoints are of the mean. Draws are addressed by (seed, step, index), so all processes make the same
+ones. With `engine={"kind": "vllm"}` an engine of threepo's generates instead, with the weights of all draws at once.
 """
 
 import time
@@ -48,7 +48,7 @@ from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.types import Draw, Problem, Request
 
 Batch = dict[str, torch.Tensor]
-"""What TRL keeps of generated rows: tensors whose first dimension is that of the rows, and numbers."""
+"""TRL's record of generated rows: tensors [rows, ...], and numbers."""
 _HOOKS = "create_optimizer _load_from_checkpoint _load_optimizer_and_scheduler evaluation_loop save_model log"
 _NEEDED = "training_step _prepare_inputs _generate_and_score_completions _generate_single_turn"
 """Hooks without which a step would have no draws."""
@@ -61,22 +61,22 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     Args:
         model: as in GRPOTrainer, like all arguments that are not named here.
         args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is that of IVON,
-            which schedulers change; `seed` seeds the draws too.
+            which schedulers change; `seed` also seeds the draws.
         method: a row of the lattice. One that learns a posterior takes `ivon`; one with draws around AdamW takes
             `noise`. `threepo.GRPO` with neither is TRL's own trainer.
         ivon: settings of IVON, as in [optimizer] of a recipe.
         noise: [noise] of a recipe, such as {"unit": "rms", "size": 0.05}.
-        engine: [engine] of a recipe, such as {"kind": "vllm"}: what generates, in training and, once training has
-            begun, in evaluations. None: TRL's `generate`, one draw after another.
+        engine: [engine] of a recipe, such as {"kind": "vllm"}; it generates in training and, once training has begun,
+            in evaluations. None: TRL's `generate`, one draw after another.
 
     The log has `correction/kept_share`, `correction/kl`, `posterior/sigma_to_rms`, `posterior/clipped_share` and
     `optimizer/skipped_steps` where they apply; completions have the column `draw_index`.
     """
 
     optimizer: Any
-    """What learns, wrapped by accelerate once training has begun; None before."""
+    """The optimizer, wrapped by accelerate once training has begun; None before."""
     _buffered_inputs: Any
-    """Of GRPOTrainer: the micro-batches of a step."""
+    """GRPOTrainer's micro-batches of a step."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if not isinstance(method, Method):
             raise UserError(f"ThreepoTrainer method = {method!r}: must be a Method, such as threepo.C3PO")
         self.method = replace(method, rollouts_per_prompt=args.num_generations)
-        self._ready: Batch | None = None  # prepared for a training step that has not begun
+        self._ready: Batch | None = None  # the micro-batch of a training step that has not begun
         self._passed = ivon or {}
-        self._checkpoint: Path | None = None  # what training goes on from
+        self._checkpoint: Path | None = None  # from which training is resumed
         self._settings: OptimizerConfig | None = None  # None: TRL makes the optimizer, and there are no draws
         self._engine_settings: EngineConfig | None = None
         self._engine: RolloutEngine | None = None  # made for the first rollouts
@@ -109,8 +109,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                     fix = "draws only write plain answers, and the method has its optimizer; leave it out"
                     raise UserError(f"ThreepoTrainer {name}: {fix}")
             if engine is not None:
+                if not isinstance(engine, Mapping):
+                    raise UserError(f"ThreepoTrainer engine = {engine!r}: is a table; pass one like {{'kind': 'vllm'}}")
                 kinds: Any = AnyEngine
-                self._engine_settings = build(kinds, {"kind": "local"} | dict(engine), "engine")
+                self._engine_settings = build(kinds, {"kind": "local", **engine}, "engine")
                 decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
                 self._engine_settings.check_temperature(self._sampling, "temperature")
@@ -137,12 +139,12 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._settings is None or self.optimizer is not None:
             return super().create_optimizer(model)
         model = self.model if model is None else model
-        # accelerate shards the parameters and exchanges them in an optimizer that it expects to be empty.
-        later = [p for p in model.parameters() if p.requires_grad and self.is_fsdp_enabled]
-        for p in later:
+        # accelerate shards the parameters and exchanges them in an optimizer that it expects to have no state.
+        to_shard = [p for p in model.parameters() if p.requires_grad and self.is_fsdp_enabled]
+        for p in to_shard:
             p.requires_grad_(False)
         self.optimizer = build_optimizer(self._settings, self._noise, model, self.args.seed, self._checkpoint)
-        for p in later:
+        for p in to_shard:
             p.requires_grad_(True)
         if not isinstance(self._settings, IVONConfig):
             split_by_decay(self.optimizer, self.get_decay_parameter_names(model))
@@ -168,7 +170,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         model.train()
         began = time.perf_counter()
         self._ready = self._prepare_inputs(inputs)  # generates, so before the draw of the gradient is in the model
-        self._current_train_step_time += time.perf_counter() - began  # as TRL, which generates within a step
+        self._current_train_step_time += time.perf_counter() - began  # TRL counts generation as part of a step
         draws = gradient_draws(self.method, self.args.seed, self.state.global_step)
         share = self.args.gradient_accumulation_steps // len(draws)
         draw = draws[self._step % self.args.gradient_accumulation_steps // share]
@@ -192,22 +194,23 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         return ready
 
     def _by_draw(self, batches: list[Batch]) -> list[Batch]:
-        """The rows of all micro-batches in as many micro-batches of one draw each."""
-        joined = {name: torch.cat([b[name] for b in batches]) if x.ndim else x for name, x in batches[0].items()}
-        order = joined["draw"].argsort(stable=True)
-        parts = {name: x[order].chunk(len(batches)) if x.ndim else [x] * len(batches) for name, x in joined.items()}
-        found = [{name: part[i] for name, part in parts.items()} for i in range(len(batches))]
+        """The rows of all micro-batches, in as many micro-batches of one draw each."""
+        count = len(batches)
+        rows = {name: torch.cat([b[name] for b in batches]) if x.ndim else x for name, x in batches[0].items()}
+        order = rows["draw"].argsort(stable=True)
+        chunks = {name: x[order].chunk(count) if x.ndim else [x] * count for name, x in rows.items()}
+        by_draw = [{name: chunk[i] for name, chunk in chunks.items()} for i in range(count)]
         if self.method.normalize == "part":
-            tokens = torch.bincount(joined["draw"], joined["completion_mask"].sum(dim=1)).long()
+            tokens = torch.bincount(rows["draw"], rows["completion_mask"].sum(dim=1)).long()
             tokens = self.accelerator.reduce(tokens, reduction="sum") * self.method.draws
-            for batch in found:
+            for batch in by_draw:
                 batch["num_items_in_batch"] = tokens[batch["draw"][0]]
-        return found
+        return by_draw
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if self._settings is None or not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self.num_generations = self.method.group_size  # TRL compares the rewards of so many rows that follow each other
+        self.num_generations = self.method.group_size  # TRL compares the rewards of this many consecutive rows
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
@@ -223,34 +226,32 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         training = self.model.training
-        if self.method.draws and not training:  # else TRL's log shows the draws of the training rows before
-            self._log_completion_extra("draw_index", [None] * len(prompt_ids))
+        draws: list[Draw | None] = [None]
+        draw_of = [0] * len(prompt_ids)
+        if training:
+            draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
+            draw_of = self._draw_of_rows(len(prompt_ids)).tolist()
+        if self.method.draws:  # in evaluations too: TRL's log would repeat the draws of the training rows before
+            self._log_completion_extra("draw_index", draw_of if training else [None] * len(prompt_ids))
         if self._settings is None or not (training or (self._engine_settings and self.optimizer)):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)  # type: ignore[no-any-return]
         if images or multimodal_fields:
             raise UserError("train_dataset: has images, which draws do not read here; leave them out")
-        found: list[list[int]] = [[]] * len(prompt_ids)
-        draws: list[Draw | None] = [None]
-        draw_of = torch.zeros(len(prompt_ids), dtype=torch.long)
-        if training:
-            draws = rollout_draws(self.method, self.args.seed, self.state.global_step)
-            draw_of = self._draw_of_rows(len(prompt_ids))
-        if training and self.method.draws:
-            self._log_completion_extra("draw_index", draw_of.tolist())
         if self._engine_settings:
-            return self._generate_by_engine(prompt_ids, draws, draw_of.tolist())
+            return self._generate_by_engine(prompt_ids, draws, draw_of)
+        completions: list[list[int]] = [[]] * len(prompt_ids)
         for index, draw in enumerate(draws):
-            rows = (draw_of == index).nonzero()[:, 0].tolist()
-            with self.policy_optimizer.at(draw), self._as_in_evaluations():
+            rows = [row for row, of_row in enumerate(draw_of) if of_row == index]
+            with self.policy_optimizer.at(draw), self._evaluation_mode():
                 ids, _ = super()._generate_single_turn([prompt_ids[i] for i in rows], None, {}, num_generations)
             for row, completion in zip(rows, ids, strict=True):
-                found[row] = completion
-        return found, None
+                completions[row] = completion
+        return completions, None
 
     def _generate_by_engine(
         self, prompt_ids: list[list[int]], draws: list[Draw | None], draw_of: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Completions of this rank's rows, and the log-prob of each token where it was drawn; all draws at once."""
+        """Completions of this process's rows, and each token's log-prob under its draw; all draws at once."""
         world, args = self._world, self.args
         if self._engine is None:
             assert self._engine_settings
@@ -287,29 +288,30 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **settings)
 
     def _draw_of_rows(self, rows: int) -> torch.Tensor:
-        """[rows] integers: which draw writes each row of a rank. Rows of a prompt follow each other, draw by draw."""
+        """The index of the draw that writes each row, [rows]; the rows of a prompt are consecutive, draw by draw."""
         share = self.method.rollouts_per_prompt // max(self.method.draws, 1)
         return torch.arange(rows) % self.method.rollouts_per_prompt // share
 
     def _correct(self, batch: Batch, draws: list[Draw | None], taken: Draw | None) -> None:
-        """Multiply advantages by the weights of the correction, a [rows, tokens] tensor, and count what it keeps."""
+        """Multiply advantages by the correction's weights [rows, tokens], and log how much the correction keeps."""
         tokens = batch["completion_mask"].bool()
         behaviour, at_gradient = (torch.zeros(tokens.shape, device=tokens.device) for _ in range(2))
         parts = [(draw, batch["draw"] == index) for index, draw in enumerate(draws)]
         if self._engine_settings:
-            behaviour = batch["sampling_per_token_logps"]  # of the engine, whose precision may be another
-        for draw, rows in () if self._engine_settings else parts:
-            with self.policy_optimizer.at(draw):
-                behaviour[rows] = self._score(batch, rows)
+            behaviour = batch["sampling_per_token_logps"]  # from the engine, whose precision may differ
+        else:
+            for draw, rows in parts:
+                with self.policy_optimizer.at(draw):
+                    behaviour[rows] = self._score(batch, rows)
         with self.policy_optimizer.at(taken):
             for _, rows in parts:  # in the same batches, so that equal weights give equal numbers
                 at_gradient[rows] = self._score(batch, rows)
-        logprobs = (at_gradient[tokens], behaviour[tokens])
-        found = correct(*logprobs, tokens.nonzero()[:, 0], len(tokens), self.method.correction)
+        new, old = at_gradient[tokens], behaviour[tokens]
+        correction = correct(new, old, tokens.nonzero()[:, 0], len(tokens), self.method.correction)
         weights, kept = torch.zeros_like(behaviour), torch.zeros_like(tokens)
-        weights[tokens], kept[tokens] = found.weights, found.kept
+        weights[tokens], kept[tokens] = correction.weights, correction.kept
         batch["advantages"] = batch["advantages"][:, None] * weights
-        d = (logprobs[0] - logprobs[1]).double()
+        d = (new - old).double()
         sums = [kept.sum(), tokens.sum(), kept.any(dim=1).sum(), tokens.any(dim=1).sum(), (d.exp() - 1 - d).sum()]
         local = torch.tensor(sums, dtype=torch.float64, device=tokens.device)
         kept_tokens, all_tokens, kept_rows, all_rows, kl = self.accelerator.reduce(local, reduction="sum").tolist()
@@ -320,8 +322,8 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"]["correction/kl"].append(kl / all_tokens)
 
     @contextmanager
-    def _as_in_evaluations(self) -> Iterator[None]:
-        """Context without dropout and NEFTune, whose noise would enter rollouts and ratios."""
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Turn off dropout and NEFTune in the body: their noise would enter rollouts and ratios."""
         training = self.model.training
         self.model.eval()
         try:
@@ -332,9 +334,10 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     @torch.no_grad()
     def _score(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
         """Log-probs [chosen rows, tokens] of completions at the weights that the model holds now."""
-        parts = [(batch[f"prompt_{what}"][rows], batch[f"completion_{what}"][rows]) for what in ("ids", "mask")]
-        read = (*(torch.cat(pair, dim=1) for pair in parts), parts[0][1].size(1), self.args.per_device_train_batch_size)
-        with self._as_in_evaluations():
+        ids = torch.cat([batch["prompt_ids"][rows], batch["completion_ids"][rows]], dim=1)
+        mask = torch.cat([batch["prompt_mask"][rows], batch["completion_mask"][rows]], dim=1)
+        read = (ids, mask, batch["completion_ids"].size(1), self.args.per_device_train_batch_size)
+        with self._evaluation_mode():
             return self._get_per_token_logps_and_entropies(self.model, *read)[0].float()  # type: ignore[no-any-return]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -348,12 +351,13 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Log as GRPOTrainer does, with the optimizer's metrics next to every training loss."""
         if "loss" in logs and self._settings is not None:
-            found = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
-            logs = logs | {"grad_norm": found["optimizer/grad_norm"]} | {x: found[x] for x in LOGGED if x in found}
+            metrics = self.policy_optimizer.step_metrics() | posterior_metrics(self.policy_optimizer)
+            logs = logs | {"grad_norm": metrics["optimizer/grad_norm"]}
+            logs |= {name: metrics[name] for name in LOGGED if name in metrics}
         super().log(logs, *args, **settings)
 
     def _check_made(self) -> None:
-        """`UserError` for what is known only once GRPOTrainer is made."""
+        """Raise `UserError` for settings that are known only once GRPOTrainer is made."""
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2):
             raise UserError("ThreepoTrainer: DeepSpeed and FSDP1 flatten parameters, which draws need; use FSDP2")
         if self.method.correction.kind != "none" and not self._engine_settings:

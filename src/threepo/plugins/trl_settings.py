@@ -1,4 +1,4 @@
-"""Settings of TRL's GRPOConfig beside those of threepo: what becomes the optimizer, and what is refused."""
+"""Settings of TRL's GRPOConfig together with threepo's: the optimizer that they make, and the ones that are refused."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ _HARMLESS = (
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "disable_compile"),
     *("transformers_version", "_from_model_config"),
 )
-"""Settings of `generate` that do not change how probable a token is."""
+"""Settings of `generate` that do not change the probability of a token."""
 
 
 def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> OptimizerConfig:
-    """Settings of the method's optimizer; `UserError` for those of TRL's that it does not have."""
+    """Settings of the method's optimizer; `UserError` for settings of TRL's optimizers that it does not have."""
     if "lr" in ivon:
         raise UserError(f"ThreepoTrainer ivon: lr = {ivon['lr']!r}: leave it out, and set GRPOConfig learning_rate")
     if method.optimizer == "ivon":
@@ -33,7 +33,7 @@ def optimizer_settings(method: Method, args: Any, ivon: Mapping[str, Any]) -> Op
 
 
 def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = False) -> None:
-    """`UserError` for settings with which a method cannot be had inside TRL."""
+    """Raise `UserError` for settings under which a method does not work inside TRL."""
     ivon, accumulated, group = method.optimizer == "ivon", args.gradient_accumulation_steps, method.rollouts_per_prompt
     draws, rows = len(gradient_draws(method, 0, 0)), args.per_device_train_batch_size * args.steps_per_generation
     if not draws:
@@ -76,8 +76,10 @@ def check(method: Method, args: Any, noise: NoiseConfig, has_engine: bool = Fals
 
 
 def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) -> None:
-    """`UserError` for `generation_kwargs`, or settings of the model that TRL does not set, with which a token has
-    another probability when it is generated than when it is scored."""
+    """Raise `UserError` for decoding settings that give a token another probability when generated than when scored.
+
+    They may be in `generation_kwargs`, or come with the model where TRL does not set them.
+    """
     theirs = of_model.to_diff_dict().items()
     left = {name: value for name, value in theirs if value and getattr(by_trl, name, None) is None}
     for name, value in (left | dict(own or {})).items():
@@ -87,11 +89,13 @@ def check_decoding(own: Mapping[str, Any] | None, by_trl: Any, of_model: Any) ->
 
 
 def split_by_decay(optimizer: Any, decayed: Collection[str]) -> None:
-    """Split groups of AdamW in two, of which one, norms and biases, does not decay, as in the Trainer."""
-    optimizer.param_groups = [
-        group | {"params": [p for _, p in own], "param_names": [name for name, _ in own], "weight_decay": decay}
-        for group in optimizer.param_groups
-        for decay, chosen in ((group["weight_decay"], True), (0.0, False))
-        for named in [zip(group["param_names"], group["params"], strict=True)]
-        if (own := [(name, p) for name, p in named if (name in decayed) == chosen])
-    ]
+    """Split each group of AdamW in two: weights that decay, and norms and biases that do not, as in the Trainer."""
+    groups = []
+    for group in optimizer.param_groups:
+        for decays in (True, False):
+            named = zip(group["param_names"], group["params"], strict=True)
+            part = {name: p for name, p in named if (name in decayed) == decays}
+            if part:
+                decay = group["weight_decay"] if decays else 0.0
+                groups.append(group | {"params": list(part.values()), "param_names": list(part), "weight_decay": decay})
+    optimizer.param_groups = groups

@@ -1,10 +1,10 @@
-"""The weight-transfer backend `threepo` of vLLM's servers: a server is told the address of its draw and makes it.
+"""The weight-transfer backend `threepo` of vLLM's servers: a server gets the address of a draw and makes its weights.
 
     --weight-transfer-config '{"backend": "threepo"}'      (docs/engines.md has the whole command)
 
-vLLM finds it by its entry point, and imports it in all of its processes; it does nothing for servers that do not name
-it. A server keeps nothing between two draws: each is made of the file that the update names, which lies in the page
-cache of the machine, once for all of its workers.
+vLLM finds it by its entry point and imports it in all processes; it does nothing in servers that do not name it. A
+server keeps nothing between two draws: each is made from the file that the update names, which is in the machine's page
+cache once for all workers.
 """
 
 import socket
@@ -37,28 +37,28 @@ class Address(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
-    """A worker's end of the transfer; every worker makes the whole draw and keeps its own part of it."""
+    """A worker's end of the transfer: every worker makes the whole draw and keeps its own part."""
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, Address
     _rehearsed = False
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """There is nothing to meet."""
+        """Do nothing: there is no connection to set up."""
 
     def start_weight_update(self) -> None:
-        """`receive_weights` does all."""
+        """Do nothing: `receive_weights` does all."""
 
     def finish_weight_update(self) -> None:
-        """`receive_weights` has done all."""
+        """Do nothing: `receive_weights` has done all."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive weights, and wait for the device."""
+        """Receive the weights and wait for the device."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():  # the base class synchronizes also where there is none, which fails
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Address) -> None:
-        """Make the draw and load it into the model; the first time after NaN, as rollout/vllm_replica.py explains."""
+        """Make the draw and load it into the model; before the first, load NaN (rollout/vllm_replica.py says why)."""
         draw = None if update_info.draw is None else Draw(*update_info.draw)
         path, dtype = Path(update_info.path), self.model_config.dtype
         if not path.is_file():
@@ -70,13 +70,13 @@ class AddressedWeights(WeightTransferEngine):  # type: ignore[misc]
         self._load(read_draw(path, draw, dtype, self.device))
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def _load(self, weights: Any) -> None:
         reload_weights(self.vllm_config, self.model, weights, None, is_checkpoint_format=True)
 
 
 def register() -> None:
-    """Make the backend known to this process; vLLM may call it more than once."""
+    """Register the backend in this process; vLLM may call this more than once."""
     if "threepo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("threepo", AddressedWeights)

@@ -20,11 +20,11 @@ from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
 
 Fitness = Mapping[Draw, float]
-"""What each draw of a step was worth, centred; the larger, the better."""
+"""The centred score of each draw of a step; the larger, the better."""
 
 
 def evolve(optimizer: Any, fitness: Fitness) -> None:
-    """Take a step of the optimizer along the gradient of minus the fitness; skip it if all draws were worth the same.
+    """Take a step of the optimizer along the gradient of minus the fitness; skip it if all draws scored the same.
 
     IVON keeps its Hessian. With SGD, a parameter is moved before the next one's gradient is made: the step needs no
     more memory than the largest parameter.

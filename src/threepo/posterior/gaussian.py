@@ -53,7 +53,7 @@ class Posterior:
     """Optimizer steps that formed it; also the `step` of the draws that `draw` makes."""
     seed: int
     folder: Path | None = None
-    """Where it was read from; the mean is in the model's files there."""
+    """The folder that it was read from, whose model files hold the mean."""
 
     def __repr__(self) -> str:
         elements = sum(hessian.numel() for hessian in self.hessian.values())
@@ -137,7 +137,7 @@ class Posterior:
     def mean(self) -> dict[str, torch.Tensor]:
         """The model's weights by name, from the safetensors files next to `posterior.safetensors`.
 
-        Of adapters: theirs, by the names that they have in a model with a peft adapter called "default".
+        For adapters, returns the adapter weights under the names that peft gives them in a model.
         """
         if self.folder is None:
             raise UserError("posterior: was not read from a folder, so it has no mean; use perturb_ on the model")
@@ -221,8 +221,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if (found := metadata.get("format", _FORMAT)) != _FORMAT:
-                raise UserError(f"{path}: format {found!r} is not {_FORMAT!r}; it was written by another version")
+            if metadata["format"] != _FORMAT:
+                written = metadata["format"]
+                raise UserError(f"{path}: format {written!r} is not {_FORMAT!r}; it was written by another version")
             yield file, metadata
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); copy it again from where it was made") from error
@@ -278,8 +279,8 @@ SAMPLE = 4096
 
 @torch.no_grad()
 def posterior_metrics(optimizer: Any) -> dict[str, float]:
-    """ess, and sigma over RMS weight, whole and per layer kind; of IVON also quantiles of h / h0, and its share outside
-    [0.9, 1.1].
+    """ess, and sigma over RMS weight for all weights and for each kind of layer; IVON adds quantiles of h / h0 and the
+    share of h / h0 outside [0.9, 1.1].
 
     All come from an even subsample of every parameter, weighted by the parameter's size. With sharded parameters every
     rank must call it, and all get the same numbers, which do not depend on the sharding.
@@ -292,8 +293,8 @@ def posterior_metrics(optimizer: Any) -> dict[str, float]:
     hessians = [torch.ones(1)] * len(entries)
     if learned := isinstance(optimizer, IVON):
         hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p in entries), _stride)
-    beside = [parameters.get(scaled_by(name), p) for name, p in entries]
-    means = sampled(((p, p) for p in beside), _stride)
+    scaled = [parameters.get(scaled_by(name), p) for name, p in entries]
+    means = sampled(((p, p) for p in scaled), _stride)
     for (name, p), h, m in zip(entries, hessians, means, strict=True):
         ratios.append(h / groups[name].hess_init)
         weights.append(torch.full_like(h, p.numel() / len(h)))

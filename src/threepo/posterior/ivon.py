@@ -22,8 +22,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from threepo.errors import UserError
-from threepo.posterior import groups, kernels
-from threepo.posterior.groups import Observations, step_scalars
+from threepo.posterior import ivon_settings, ivon_state, kernels
+from threepo.posterior.ivon_settings import step_scalars
+from threepo.posterior.ivon_state import Observations
 from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Update
 from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable
@@ -34,7 +35,7 @@ from threepo.types import Draw
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 MOST_NORM = 1e18
-"""From this norm on gradients are skipped, so that sums, squares and products with noise are finite in float32."""
+"""Gradients of this norm or more are skipped, so that sums, squares and products with noise are finite in float32."""
 CHECKED_STEP = 10
 """The step after which there is a warning if nearly every coordinate was clipped."""
 
@@ -58,7 +59,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         estimator: "price" (noise times gradient) or "gradsq" (squared gradient) for the Hessian.
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
-        noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, that of `hess_init`.
+        noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, made of `hess_init`.
         noise_structure: {"rank": r}: matrices have noise U V^T / sqrt(r) of rank r; {}: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
@@ -122,15 +123,15 @@ class IVON(Perturbable, torch.optim.Optimizer):
         self._forget_this_step()
         super().__init__(params, defaults)
         for group in self.param_groups:
-            groups.warn_of_small_moves(group, stacklevel=2)
+            ivon_settings.warn_of_small_moves(group, stacklevel=2)
         self.trainable()  # makes the state, so that memory runs out here if it does
 
     def _forget_this_step(self) -> None:
         self._observed = Observations()
         self._norm = 0.0
-        """Of the last step's gradient."""
+        """Norm of the last step's gradient."""
         self._clipped: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters moved in the last step, and how many of their local coordinates were clipped."""
+        """Each parameter that the last step moved, with the number of its local coordinates that were clipped."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling, deep copies and loading; torch keeps only state and param_groups."""
@@ -141,7 +142,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Add parameters with settings of their own."""
         super().add_param_group(param_group)
         try:
-            groups.check(self.param_groups[-1])
+            ivon_settings.check(self.param_groups[-1])
             if self._model is None and any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"]):
                 raise UserError("IVON params: some are DTensors; IVON needs the module they belong to: set model=model")
             names = [name for name, _, _ in named_in_groups(self.param_groups)]
@@ -274,7 +275,9 @@ class IVON(Perturbable, torch.optim.Optimizer):
         counts = kernels.run(self._updates(moved, seen, factor))
         self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
         if self.warns_of_clipping and self.param_groups[0]["step"] == CHECKED_STEP:
-            groups.warn_of_clipping(self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=4)
+            ivon_settings.warn_of_clipping(
+                self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=4
+            )
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:
@@ -316,17 +319,17 @@ class IVON(Perturbable, torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state, and keep it in float32 for parameters of any dtype (torch would cast it to theirs).
+        """Load state, and keep it in float32 for parameters of any dtype (torch would cast it to the parameters' own).
 
         Gradients observed before are forgotten. `UserError` if the parameters' names (where both sides have them) or
         shapes differ.
         """
         self._refuse_while_perturbed("state is loaded")
-        matched = groups.matched(state_dict, self.param_groups)
+        matched = ivon_state.matched(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         for saved, p in matched:
             if saved:
-                self.state[p].update(groups.loaded(saved, p))
+                self.state[p].update(ivon_state.loaded(saved, p))
         # accelerate saves and loads an optimizer without state, before it exchanges the parameters for their shards.
         for _, p, _ in self.trainable() if self.state else []:
             if "mean" in self.state[p]:
@@ -336,5 +339,5 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Names, parameters and groups of all that is trained now; a parameter unfrozen later gets its state here."""
         trainable = [entry for entry in named_in_groups(self.param_groups) if entry[1].requires_grad]
         for _, p, group in trainable:
-            groups.fill(self.state[p], p, group)
+            ivon_state.fill(self.state[p], p, group)
         return trainable

@@ -54,7 +54,8 @@ def run(operations: Iterable[Operation]) -> list[torch.Tensor]:
         _check(dense)
         compiled = operation.noise is None or operation.noise.compiled
         chosen = backend(*dense.values()) if compiled else torch_kernels
-        parts[chosen] += [(index, part) for part in _parts(operation, whole, dense)]
+        for part in _parts(operation, whole, dense):
+            parts[chosen].append((index, part))
         written += [(local(whole[name]), dense[name]) for name in operation.WRITTEN if name in whole]
         if isinstance(operation, Update):
             clipped.append(torch.zeros((), dtype=torch.int64, device=operation.grad.device))

@@ -45,11 +45,11 @@ typedef struct {
     Key key;
     int64_t start, row, stride, count;
     void *mean, *out; /* `out` may be `mean`; in an update it receives the new mean too, or is NULL */
-    float *hessian, *momentum;
     const void *grad;
+    float *hessian, *momentum;
     float *second; /* in an update the observed sum, or NULL: it is made from `grad` (and the noise) */
     const Scalars *scalars;
-    int32_t mean_dtype, out_dtype, grad_dtype, padding;
+    int32_t mean_dtype, out_dtype, grad_dtype, sign; /* the sign of the noise: 1 or -1 */
 } Operation;
 
 /* Same fields, in the same order, as in native.py. */
@@ -100,8 +100,8 @@ INLINE void store(void *to, int dtype, int64_t at, const float *restrict from, i
     }
 }
 
-/* All 1024 normals of a block; noise.py explains and defines them. */
-INLINE void block_normals(Key key, uint64_t block, float *restrict z)
+/* All 1024 normals of a block times the sign; noise.py explains and defines them. */
+INLINE void block_normals(Key key, float sign, uint64_t block, float *restrict z)
 {
     int64_t bits[PAIRS];
     float wide[PAIRS];
@@ -113,7 +113,7 @@ INLINE void block_normals(Key key, uint64_t block, float *restrict z)
         bits[j] = (int64_t)(b ^ (b >> 31));
     }
     for (int j = 0; j < PAIRS; j++) /* alone, because AVX2 has no instruction for it */
-        wide[j] = (float)bits[j];
+        wide[j] = (float)bits[j] * sign;
     for (int j = 0; j < PAIRS; j++) {
         float x = (float)(int32_t)bits[j] * (float)(3.14159265358979323846 * 0x1p-32);
         float u = fabsf(wide[j]) * 0x1p-63f + 0x1p-64f;
@@ -172,7 +172,7 @@ INLINE int next_part(const Operation *op, int64_t i, int64_t end, float *z, int6
     int64_t left = end - i, width = op->row - column, room = BLOCK - *inside;
     if (z && *in_z != index / BLOCK) {
         *in_z = index / BLOCK;
-        block_normals(op->key, (uint64_t)*in_z, z);
+        block_normals(op->key, (float)op->sign, (uint64_t)*in_z, z);
     }
     left = left < width ? left : width;
     return (int)(left < room ? left : room);
@@ -226,7 +226,7 @@ INLINE int32_t update_part(const Operation *op, const Scalars *n, int64_t first,
 /* Of this interface; native.py asks for the same. */
 __attribute__((visibility("default"))) int threepo_native_version(void)
 {
-    return 4;
+    return 5;
 }
 
 /* out = mean + sigma z. */

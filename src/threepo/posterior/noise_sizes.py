@@ -56,9 +56,9 @@ def fits_any(key: str, names: Iterable[str]) -> bool:
 
 
 def scaled_by(name: str) -> str:
-    """The parameter beside whose weights a parameter's noise is large or small: of an adapter's B, what it adapts.
+    """Name of the parameter whose weights set the scale of noise: for an adapter's B the weights that it adapts.
 
-    By peft's names (models/adapters.py).
+    Adapters have peft's names (models/adapters.py).
     """
     return name.replace(".lora_B.default.", ".base_layer.")
 

@@ -88,7 +88,7 @@ class LowRankNoise(StructuredNoise):
 
 
 STRUCTURES: dict[str, type[StructuredNoise]] = {"rank": LowRankNoise}
-"""By the setting of [noise]."""
+"""Class of each structure by its setting of [noise]."""
 
 
 def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> Noise:

@@ -15,8 +15,8 @@ from threepo.posterior.noise_structures import Noise
 ESTIMATE_BOUND = 1e18
 """|f| is cut here. Nothing that trains comes near it; it keeps every operation finite for any finite gradient."""
 HESSIAN_RANGE = (1e-30, 1e18)
-"""Where h stays for any input: above zero, never subnormal (some programs flush those to zero), and small enough that
-ess * h does not overflow."""
+"""Range in which h stays for any input: above zero, never subnormal (some programs flush those to zero), and small
+enough that ess * h does not overflow."""
 
 
 class Region(NamedTuple):
@@ -50,7 +50,7 @@ class Scalars(NamedTuple):
     estimate_weight: float = 0.0
     """1 - beta2."""
     retraction_weight: float = 0.0
-    """Of the Riemannian correction: (1 - beta2)^2 / 2."""
+    """Weight of the Riemannian correction: (1 - beta2)^2 / 2."""
     estimate_factor: float = 0.0
     """Price: f = sum(z * grad) * precision_root * this. Gradsq: f = sum(grad^2) * this."""
     momentum_factor: float = 0.0

@@ -1,7 +1,8 @@
 """Draws of the weights around a mean that a model holds.
 
 IVON, AdamW with noise of a given size, and a loaded model with its posterior share this: they say which parameters have
-noise, and how much; `at` puts a draw into the model and restores the mean bitwise, `weights` makes a draw beside it.
+noise, and how much. `at` puts a draw into the model and restores the mean bitwise; `weights` makes the weights of a
+draw outside the model.
 """
 
 import math
@@ -51,7 +52,7 @@ class NoisyParameter(NamedTuple):
     mean: torch.Tensor
     """`p` itself, or its master of higher precision."""
     hessian: torch.Tensor
-    """In the parameter's shape; any tensor where noise is isotropic. It may be whole where the mean is sharded."""
+    """Same shape as the parameter; whole or sharded. Any tensor will do where noise is isotropic."""
     scalars: Scalars
     structure: Structure
 

@@ -25,7 +25,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         noise_structure: as of IVON.
         seed: noise seed of the posterior that checkpoints save.
         model: the module that DTensor parameters belong to; only needed for them, and for draws.
-        settings: those of the torch optimizer.
+        settings: the settings of the torch optimizer.
 
     A step whose gradient is not finite is skipped and counted.
     """
@@ -33,7 +33,7 @@ class Point(Perturbable, torch.optim.Optimizer):
     _observed = 0
     _norm = 0.0
     _sums: dict[torch.Tensor, torch.Tensor] = {}  # noqa: RUF012 - replaced, never written into
-    """Of the gradients that were divided when they were observed."""
+    """Sums of the gradients that were divided when they were observed."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Point(Perturbable, torch.optim.Optimizer):
     def observe(self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False) -> bool:
         """Add the gradients to those of the step, wherever they were taken.
 
-        Without a divisor they stay in the parameters, where backward adds the next ones; with one they are taken out,
-        because it is not that of the next ones. All of a step must have one, or none.
+        Without a divisor they stay in the parameters, where backward adds the next ones. With a divisor they are taken
+        out, because the next ones have another. All gradients of a step must have a divisor, or none.
         """
         if cumulative:
             raise RuntimeError("only IVON carries gradients over from draw to draw")

@@ -13,7 +13,7 @@ from threepo.posterior.shards import all_ranks_agree, local, sum_over_shards
 from threepo.types import Draw
 
 Weights = Mapping[str, torch.Tensor]
-"""By parameter name."""
+"""Tensors by parameter name."""
 
 
 class Entry(NamedTuple):
@@ -88,7 +88,7 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
 
 
 def names_by_group(param_groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Every group with the names of those of its parameters that are trained."""
+    """Every group with the names of its trained parameters; groups without any are left out."""
     named = named_in_groups(param_groups)
     found = [
         (group, tuple(name for name, p, own in named if own is group and p.requires_grad)) for group in param_groups
@@ -109,7 +109,7 @@ def total_norm(grads: list[torch.Tensor]) -> float:
     """Euclidean norm of all gradients together, over all shards; not finite as soon as one element is not.
 
     A collective where some are DTensors: then it is finite on all ranks or on none, so that all take a step or none
-    does, even if the infinite gradient is that of a parameter that only one rank holds.
+    does, even if only one rank holds the parameter with the infinite gradient.
     """
     here = [local(grad) for grad in grads]
     here = [grad.float() if grad.dtype == torch.float64 else grad for grad in here]  # else the norm refuses to narrow

@@ -1,4 +1,4 @@
-"""Elements of the whole parameter that a rank holds: all that this room does with DTensors."""
+"""Sharded tensors: which elements of a whole parameter a rank holds, and sums over all shards."""
 
 import math
 from collections import defaultdict
@@ -86,7 +86,7 @@ def sampled(
     """Every `every(parameter)`-th element of flat whole tensors, float32 and on the CPU.
 
     `values` are parameters, each with the tensor to read, which is spread as the parameter is. A collective where they
-    are sharded: every rank must call, and all get the same numbers, those of one process that holds the whole.
+    are sharded: every rank must call, and all get the numbers that one process with the whole tensors would get.
     """
     found = []
     for p, tensor in values:

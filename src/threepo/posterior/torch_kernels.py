@@ -34,7 +34,7 @@ def _run(operation: Operation) -> torch.Tensor | None:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, or in float64 if it is that already."""
+    """Returns float64 tensors as they are, and others in float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

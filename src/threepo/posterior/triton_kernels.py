@@ -43,7 +43,7 @@ _kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 
 
 _OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""Of every launch; the module's docstring has the reasons."""
+"""Options of every launch; the module's docstring has the reasons."""
 available = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and torch.version.hip is None
 """Not on AMD: nobody has looked at what Triton compiles there."""
 
@@ -99,7 +99,7 @@ def _at(start, row, stride, rows: tl.constexpr):
 
 @_jit
 def _wide(value):
-    """In float32. bfloat16 is cast in integers, both ways, because the interpreter's own casts are wrong."""
+    """Casts to float32; bfloat16 is cast in integers, both ways, because the interpreter's own casts are wrong."""
     if value.dtype == tl.bfloat16:
         value = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return value.to(tl.float32)

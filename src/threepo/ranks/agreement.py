@@ -1,11 +1,11 @@
-"""Agreement of ranks: on recipe, versions and code at the start, and on state and rows at every step.
+"""Checks that ranks agree: on recipe, versions and code at the start, and on state and rows at every step.
 
-Gradients are sums over ranks, whatever each of them computed. So a rank that runs another recipe, or whose copy of
-the weights has changed, would spoil the run without a word. Here the ranks compare what must be equal, and end together
-with one line that says what differs and on which rank (`World.agree`). A process on its own compares nothing.
+Gradients are summed over ranks, so a rank that runs another recipe, or whose copy of the weights has changed, would
+spoil the run unnoticed. Here the ranks compare what must be equal, and end together with one line that says what
+differs and on which rank (`World.agree`). A process on its own compares nothing.
 
-What cannot be seen: a shard that was wrong when it was loaded. Only one rank holds it; but the first rank alone reads
-the files, and hands the shards on.
+A shard that was wrong from the start cannot be noticed, because only one rank holds it; but only the first rank reads
+the files, and it broadcasts the shards.
 """
 
 import hashlib
@@ -34,16 +34,16 @@ from threepo.types import Batch, Row
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions decide what a rank computes."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of an element's size in bytes."""
+"""The integer type of an element, by its size in bytes."""
 
 
 def agree_on_setup(config: Any, world: World) -> None:
     """End all world, before a model is loaded, unless they have the same settings, versions of packages and code."""
     if world.size > 1:
-        packages = {f"the version of {name}": version(name) for name in PACKAGES}
-        own = {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
-        fix = "start all ranks with one recipe, in one environment"
-        world.agree(dict(_settings("", to_dict(config))) | packages | own, fix, everywhere=True)
+        facts = dict(_settings("", to_dict(config)))
+        facts |= {f"the version of {name}": version(name) for name in PACKAGES}
+        facts |= {"the version of Python": platform.python_version(), "the code of threepo": code_digest()}
+        world.agree(facts, "start all ranks with one recipe, in one environment", everywhere=True)
 
 
 def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -55,21 +55,21 @@ def _settings(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 @cache
 def code_digest() -> str:
-    """A digest of the package's source files."""
+    """Digest of the package's source files."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h"))
     return _hashed(part for path in files for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()))
 
 
 def reward_code(names: Iterable[str]) -> dict[str, str]:
-    """A digest of the module of every reward function `module:function`, which must have been imported."""
+    """Digests of the modules of reward functions `module:function`, which must have been imported."""
     modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
     return {f"the code of {name}": _hashed([Path(file).read_bytes()]) for name, file in files.items() if file}
 
 
 def batch_facts(batch: Batch) -> dict[str, Any]:
-    """Facts of a batch that an update uses, by the words of messages."""
+    """The facts of a batch on which an update depends, by the words of error messages."""
     rows = {row.index: row for part in batch.parts.values() for row in part}
     draws = (row.completion.draw for row in rows.values())  # all of this step
     return {
@@ -85,34 +85,34 @@ def batch_facts(batch: Batch) -> dict[str, Any]:
 
 
 def row_facts(rows: Iterable[Row]) -> dict[str, Any]:
-    """A digest of the tokens of rows, by the words of messages."""
+    """Digest of the tokens of rows, by the words of error messages."""
     return {"the tokens of rows": _digest("q", (row.tokens for row in rows))}
 
 
 def _digest(kind: str, values: Iterable[Sequence[Any]]) -> str:
-    """A digest of lists of numbers, and of their lengths; `array` has the numbers under the letter `kind`."""
+    """Digest of lists of numbers and of their lengths; `kind` is the type code of the numbers in `array`."""
     lists = list(values)
     return _hashed([array("q", map(len, lists)).tobytes(), array(kind, chain.from_iterable(lists)).tobytes()])
 
 
 def _hashed(parts: Iterable[bytes]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        found.update(struct.pack("<q", len(part)) + part)
-    return found.hexdigest()
+        digest.update(struct.pack("<q", len(part)) + part)
+    return digest.hexdigest()
 
 
 @dataclass
 class StateCheck:
-    """Compares what the ranks hold, before an update and before a checkpoint."""
+    """Compares the state of the ranks before an update and before a checkpoint."""
 
     world: World
     optimizer: PolicyOptimizer
     _last: dict[str, int] = field(default_factory=dict)
-    """The sums as the last update left them."""
+    """Sums of bits after the last update."""
 
     def note(self) -> None:
-        """Remember the weights as an update, or loading, has left them: until the next one nothing may change them."""
+        """Remember the weights after an update or after loading: nothing may change them until the next update."""
         if self.world.size > 1:
             self._last = bit_sums(self.optimizer, ())
 
@@ -138,29 +138,29 @@ class StateCheck:
 def bit_sums(
     optimizer: PolicyOptimizer, kinds: Sequence[str] = ("hessian", "mean"), reference: Weights | None = None
 ) -> dict[str, int]:
-    """Sums of the bits of the weights, of these kinds of optimizer state, and of a reference, as this rank holds them.
+    """Sum the bits of this rank's weights, of these kinds of optimizer state, and of a reference, by name.
 
-    Momenta are left out: where they differ, the weights differ after the next update.
-    The bits are added as integers, so that no order of summing and no rounding matters; each tensor's sum has a weight
-    of its own, so that two tensors cannot be swapped. Ranks that hold the same shard have the same names here.
+    Bits are added as integers, so neither the order of summing nor rounding matters; each tensor's sum has its own
+    factor, so that two swapped tensors are noticed. Ranks that hold the same shard have the same names here. Momenta
+    are left out: if they differ, so do the weights after the next update.
     """
-    found: dict[str, list[torch.Tensor]] = defaultdict(list)
+    bits: dict[str, list[torch.Tensor]] = defaultdict(list)
     states = getattr(optimizer, "state", {})
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        here, state = _shard(p), states.get(p, {})
+        shard, state = _shard_name(p), states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in kinds if kind in state}}.items():
-            found[kind + here].append(_bit_sum(local(tensor)))
+            bits[kind + shard].append(_bit_sum(local(tensor)))
     for tensor in (reference or {}).values():
-        found["the reference" + _shard(tensor)].append(_bit_sum(local(tensor)))
+        bits["the reference" + _shard_name(tensor)].append(_bit_sum(local(tensor)))
     sums = {}
-    for name, totals in found.items():
+    for name, totals in bits.items():
         stacked = torch.stack(totals)
         sums[name] = int((stacked * torch.arange(1, 2 * len(totals), 2, device=stacked.device)).sum())
     return sums
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor summed as integers of 64 bits, which is ten times as fast as of 32; the rest as it is."""
+    """Sum the bits of a tensor as integers of 64 bits, ten times as fast as of 32; a rest that is shorter as it is."""
     flat, size = tensor.contiguous().view(-1), tensor.element_size()
     flat = flat.clone() if flat.storage_offset() * size % 8 else flat  # integers begin at whole words
     words = flat.numel() * size // 8
@@ -169,8 +169,8 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total + tail.view(_BITS[size]).sum(dtype=torch.int64) if len(tail) else total
 
 
-def _shard(tensor: torch.Tensor) -> str:
-    """Names the shard of a tensor that this rank holds, for messages; empty if it holds the whole."""
+def _shard_name(tensor: torch.Tensor) -> str:
+    """Name this rank's shard of a tensor, for messages; empty if the rank holds the whole tensor."""
     if not isinstance(tensor, DTensor):
         return ""
     place: Sequence[int] = tensor.device_mesh.get_coordinate() or ()

@@ -1,7 +1,7 @@
-"""Work of a step dealt to ranks: draws and requests, completions to grade, rows to train on.
+"""Division of a step's work among ranks: draws and requests, completions to grade, rows to train on.
 
-Every rank knows all of them, so who does what is computed and not negotiated. The results are put together in one
-order, whatever the number of ranks.
+Every rank knows all of the work, so each computes its share without negotiation. Results are put together in one order,
+which does not depend on the number of ranks.
 """
 
 import os
@@ -16,14 +16,14 @@ from threepo.errors import UserError
 from threepo.models.packing import AnyRow, pack
 from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
-from threepo.ranks.sharding import Gathered
+from threepo.ranks.sharding import GatheredWeights
 from threepo.ranks.world import World
-from threepo.rollout.engines import RolloutEngine, build_engine
+from threepo.rollout.engines import RolloutEngine, build_engine, rows_by_draw
 from threepo.types import Completion, Draw, Problem, Request, Verdict
 
 Grade = Callable[[Sequence[Completion]], list[Verdict]]
 _SENDER_KNOWS = Problem("", "")
-"""Stands for a completion's problem on the way between ranks, because all of them have it."""
+"""Stands for a completion's problem on its way between ranks, all of which have the problem."""
 
 
 def deal_bundles(rows: Sequence[AnyRow], token_budget: int, policy: Policy, world: World) -> list[list[AnyRow]]:
@@ -55,7 +55,7 @@ def divide_grading(grade: Grade, world: World) -> Grade:
 
 
 def refuse_engine(settings: EngineConfig, world: World) -> None:
-    """Raise `UserError` for an engine that several ranks cannot have: every rank has the one on its own device."""
+    """Raise `UserError` for settings of engines that do not fit several ranks, each with an engine on its device."""
     if world.size == 1 or not isinstance(settings, VLLMEngineConfig):
         return
     own, local = settings.vllm, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -83,52 +83,65 @@ def build_shared_engine(settings: EngineConfig, policy: Policy, world: World) ->
         return VLLMServers(policy, settings, world)
     if world.size == 1:
         return build_engine(settings, policy)
-    each, engine = settings.tensor_parallel, None
+    each = settings.tensor_parallel
     if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda":
         first = torch.cuda.current_device()
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
-    with world.together(), _naming(world):
-        if world.rank % each == 0:
-            engine = build_engine(settings, policy)
-    return RankedEngine(engine, world, each)
+    with world.together(), _named_errors(world):
+        engine = build_engine(settings, policy) if world.rank % each == 0 else None
+    return SharedEngine(engine, world, each)
+
+
+def servers_of(draw: int, draws: int, servers: int) -> list[int]:
+    """The servers that generate with draw number `draw`.
+
+    With as many servers as draws or more, several share a draw; with fewer, a server has several draws.
+    """
+    return [server for server in range(servers) if server % draws == draw % servers]
+
+
+def server_of_each(requests: Sequence[Request], draws: Sequence[Draw | None], servers: int) -> list[int]:
+    """The server of each request; servers that share a draw split its requests, of which neighbours share a prompt."""
+    chosen = [0] * len(requests)
+    for index, rows in enumerate(rows_by_draw(requests, draws)):
+        serving = servers_of(index, len(draws), servers)
+        for k, row in enumerate(rows):
+            chosen[row] = serving[k * len(serving) // len(rows)]
+    return chosen
 
 
 @contextmanager
-def _naming(world: World) -> Iterator[None]:
-    """Say of which rank's engine an error is."""
+def _named_errors(world: World) -> Iterator[None]:
+    """Name this rank in a `UserError` of the body, which comes from its engine."""
     try:
         yield
     except UserError as error:
         raise UserError(f"rank {world.rank}: {error}") from error
 
 
-class RankedEngine:
-    """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves.
-
-    With as many engines as draws or more, engines share a draw and split its requests; with fewer, one has several.
-    """
+class SharedEngine:
+    """The engines of all ranks as one `RolloutEngine`: each rank's engine holds only the draws that it serves."""
 
     def __init__(self, engine: RolloutEngine | None, world: World, each: int) -> None:
         """`each` neighbouring ranks share an engine, which the first of them has; the others have None."""
-        self._engine, self._world = engine, world
-        self._owners = range(0, world.size, each)
-        """The ranks that have an engine."""
+        self._engine, self._world, self._each = engine, world, each
+        self._engines = len(range(0, world.size, each))
         self._draws: list[Draw | None] = []
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`. Ranks of a machine take turns: each finds the memory that the others left."""
         own = int(os.environ.get("LOCAL_RANK", 0))
         for turn in range(max(self._world.gather(own)) + 1):
-            with self._world.together(), _naming(self._world):
+            with self._world.together(), _named_errors(self._world):
                 if self._engine and turn == own:
                     self._engine.prepare(self._rounds(draws), tokens)
 
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """See `RolloutEngine.load`. Every rank makes its own draws, of weights that all gather tensor by tensor."""
         self._draws = list(dict.fromkeys(draws))
-        mine = [draw for i, draw in enumerate(self._draws) if self._world.rank in self._servers(i)]
-        gathered = Gathered(posterior, self._draws[0], len(mine), self._rounds(len(self._draws)))
-        with self._world.together(), _naming(self._world):
+        mine = [draw for index, draw in enumerate(self._draws) if self._world.rank in self._ranks_of(index)]
+        gathered = GatheredWeights(posterior, self._draws[0], len(mine), self._rounds(len(self._draws)))
+        with self._world.together(), _named_errors(self._world):
             try:
                 if self._engine:
                     self._engine.load(gathered, mine, step)
@@ -137,19 +150,15 @@ class RankedEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig, seed: int) -> list[Completion]:
         """See `RolloutEngine.generate`."""
-        owners = [0] * len(requests)
-        for i, draw in enumerate(self._draws):
-            rows, servers = [k for k, request in enumerate(requests) if request.draw == draw], self._servers(i)
-            for k, index in enumerate(rows):  # neighbours stay together: they share a prompt
-                owners[index] = servers[k * len(servers) // len(rows)]
 
         def complete(mine: list[int]) -> list[Completion]:
             if not self._engine:
                 return []
-            with _naming(self._world):
-                made = self._engine.generate([requests[i] for i in mine], sampling, seed)
-            return [replace(completion, problem=_SENDER_KNOWS) for completion in made]
+            with _named_errors(self._world):
+                completions = self._engine.generate([requests[i] for i in mine], sampling, seed)
+            return [replace(completion, problem=_SENDER_KNOWS) for completion in completions]
 
+        owners = [server * self._each for server in server_of_each(requests, self._draws, self._engines)]
         completions = self._world.assign(owners, complete)
         return [replace(c, problem=request.problem) for c, request in zip(completions, requests, strict=True)]
 
@@ -159,10 +168,9 @@ class RankedEngine:
             self._engine.close()
 
     def _rounds(self, draws: int) -> int:
-        """Most draws that an engine serves."""
-        return -(-draws // len(self._owners))
+        """The most draws that an engine serves."""
+        return -(-draws // self._engines)
 
-    def _servers(self, index: int) -> list[int]:
-        """The ranks that serve the draw of this index."""
-        engines, draws = len(self._owners), len(self._draws)
-        return [rank for i, rank in enumerate(self._owners) if i % draws == index % engines]
+    def _ranks_of(self, index: int) -> list[int]:
+        """The ranks whose engines serve the draw of this index."""
+        return [server * self._each for server in servers_of(index, len(self._draws), self._engines)]

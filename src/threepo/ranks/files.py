@@ -1,8 +1,8 @@
-"""Safetensors files that all ranks write together: each its own shards, so that no rank holds the whole.
+"""Safetensors files that all ranks write together, each its own shards, so that no rank holds a whole model.
 
-They have the tensors and names that one process writes, so a checkpoint can be read with any number of ranks, and by
-any other tool. PyTorch's distributed checkpoints would write everything twice (shards, then a copy that one rank puts
-together), and have no place for the metadata of a posterior.
+A file does not depend on the number of ranks, so any number of them, and any other tool, can read a checkpoint.
+PyTorch's distributed checkpoints would write everything twice (shards, then one rank's copy of the whole), and have no
+place for the metadata of a posterior.
 """
 
 import json
@@ -24,7 +24,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 @contextmanager
 def shared_folder(path: Path, world: World) -> Iterator[Path]:
-    """An atomic folder (`files.atomic_folder`) that all ranks write into; it gets its name when all are done."""
+    """A folder that all ranks write into and that gets its name once all are done (`files.atomic_folder`)."""
     with ExitStack() as stack:
         folder = world.on_first(lambda: stack.enter_context(atomic_folder(path)))
         with world.together():
@@ -53,11 +53,13 @@ def save_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    with world.together(), disk_errors(path):
-        if world.rank == 0:
-            with open(path, "wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
-                file.truncate(start + end)
+
+    def write_header() -> None:
+        with disk_errors(path), open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(start + end)
+
+    world.on_first(write_header)
     with world.together(), disk_errors(path), open(path, "r+b") as file:
         for name, tensor in tensors.items():
             if _another_writes(tensor, world):

@@ -1,6 +1,6 @@
-"""A policy spread over ranks by FSDP2, and its weights gathered again, tensor by tensor.
+"""A policy sharded over ranks by FSDP2, and its weights gathered again, tensor by tensor.
 
-Gradients are plain sums over ranks, like those over micro-batches; the optimizer divides once, by the count of all.
+Gradients are plain sums over ranks, as over micro-batches; the optimizer divides once, by the token count of all ranks.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,10 @@ from threepo.types import Draw
 def load_sharded(
     settings: ModelConfig, parallel: ParallelConfig, world: World, seed: int = 0, adapters: Path | None = None
 ) -> Policy:
-    """The policy that `settings` name with its weights spread over all ranks; alone, `load_policy`.
+    """Load the policy that `settings` name with its weights sharded over all ranks; alone, as `load_policy` does.
 
-    The first rank alone reads the files, into CPU memory, and hands on one tensor after another. So the weights are
-    those of from_pretrained for every format that it reads, files are downloaded once, and no other rank holds a whole
-    model.
+    Only the first rank reads the files, into CPU memory, and broadcasts one tensor after another. So every format that
+    from_pretrained reads is read, files are downloaded once, and no other rank holds a whole model.
     """
     parallel.shards(world.size)  # refuse first
     if world.size == 1:
@@ -58,7 +57,7 @@ def load_sharded(
         buffer.data = buffer.to(device)
     if settings.gradient_checkpointing:
         recompute_activations(policy.model)
-    _spread(policy, device, parallel, world)
+    _shard(policy, device, parallel, world)
     weights = dict(whole.model.named_parameters()) if whole else {}
     for name, p in policy.model.named_parameters():
         full = weights[name].detach().to(device) if whole else torch.empty(p.shape, dtype=p.dtype, device=device)
@@ -73,12 +72,12 @@ def _without_weights(policy: Policy) -> Policy:
     return replace(policy, scorer=scorer)
 
 
-def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, world: World) -> None:
-    """Spread the policy's parameters over the world, and give them memory; their values are whatever lies there."""
-    shape, names = (parallel.replicate, parallel.shards(world.size)), ("replicate", "shard")
-    mesh = init_device_mesh(device.type, shape[-1:], mesh_dim_names=names[-1:])
-    if parallel.replicate > 1:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+def _shard(policy: Policy, device: torch.device, parallel: ParallelConfig, world: World) -> None:
+    """Shard the policy's parameters over the ranks and allocate them, without values."""
+    dimensions = {"replicate": parallel.replicate, "shard": parallel.shards(world.size)}
+    if parallel.replicate == 1:
+        del dimensions["replicate"]
+    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     # As in the engine, weights of a draw are rounded once; gradients are added up in float32.
     dtype = None if policy.compute_dtype == torch.float32 else policy.compute_dtype
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
@@ -88,25 +87,25 @@ def _spread(policy: Policy, device: torch.device, parallel: ParallelConfig, worl
     for module in policy.model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, **options)
-    # Also the root gives its copies up after a forward pass: one without gradient would leave them to the next step.
+    # The root reshards too: after a pass without gradients, its gathered copies would still be there in the next step.
     fully_shard(policy.scorer, reshard_after_forward=True, **options)
     for module in policy.scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    held = torch.device("cpu") if parallel.offload else device
-    policy.scorer._apply(lambda t: torch.empty_like(t, device=held) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    shards_on = torch.device("cpu") if parallel.offload else device
+    policy.scorer._apply(lambda t: torch.empty_like(t, device=shards_on) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
 
 
-class Gathered:
-    """The whole weights of a source that may be sharded; all ranks gather a tensor at a time.
+class GatheredWeights:
+    """The whole weights of a source that may be sharded; all ranks gather one tensor at a time.
 
-    Every rank reads as many draws, each its own. After the last of its own it reads those that it lacks, before it
-    turns to its engine: nobody gathers while another waits for an engine.
+    All ranks read equally many draws, because each takes part in every gathering. A rank that needs fewer reads the
+    rest right after its last one, before it turns to its engine: so no rank gathers while another waits for an engine.
     """
 
     def __init__(self, source: WeightSource, draw: Draw | None, own: int, rounds: int) -> None:
-        """A rank reads `own` of `rounds` draws; `draw`: any of those that are read."""
+        """This rank needs `own` of `rounds` draws; `draw` is read for the others."""
         self._source, self._draw, self._own, self._rounds = source, draw, own, rounds
         self._begun = 0
         self._unfinished: Iterator[tuple[str, Any]] = iter(())
@@ -124,7 +123,7 @@ class Gathered:
             self.finish()
 
     def finish(self) -> None:
-        """Read the rest of an unfinished draw, and those that this rank lacks."""
+        """Read the rest of an unfinished draw, and the draws that only other ranks need."""
         while self._next():
             pass
         while self._begun < self._rounds:
@@ -134,7 +133,7 @@ class Gathered:
                 pass
 
     def _next(self) -> tuple[str, Any] | None:
-        """The next tensor. A rank that fails to make it cannot go on to gather: `RankError`."""
+        """The next tensor; `RankError` if this rank fails to make it, because then it cannot go on to gather."""
         try:
             return next(self._unfinished, None)
         except Exception as error:

@@ -1,12 +1,12 @@
-"""The vLLM engine on inference nodes: servers that users start, told their draws by address.
+"""The vLLM engine on inference nodes: servers that users start, which make each draw from its address.
 
-Once a step all ranks write mean and Hessian, each its own shards, into one file of a folder that the servers see, and a
-server makes its draws from it. So a step costs 8 bytes a weight, whatever the number of draws, and a server gets
-another draw without another file. The file of a step is deleted before the next one is written: by then nobody reads
-it, since a server answers an update only when it has done with the file.
+Once a step all ranks write mean and Hessian, each its own shards, into one file in a folder that the servers see, and a
+server makes its draws from that file. So a step costs 8 bytes a weight for any number of draws. The file of a step is
+deleted before the next one is written: nobody reads it by then, since a server answers an update only when it has read
+the file.
 
-Servers are dealt to the ranks, which drive them. With more servers than draws, several share a draw and split its
-requests; with fewer, a server has several draws, one after another. Every change of weights is probed, as
+Each server is driven by one rank. With more servers than draws, several share a draw and split its requests; with
+fewer, a server has several draws, one after another. Every change of weights is checked, as
 rollout/weight_check.py says. Not yet run on a GPU.
 """
 
@@ -15,6 +15,7 @@ import resource
 import uuid
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +27,10 @@ from threepo.files import disk_errors, lock
 from threepo.models.policy import Policy
 from threepo.posterior.draw_file import file_contents
 from threepo.posterior.policy_optimizer import WeightSource
+from threepo.ranks.dealing import server_of_each
 from threepo.ranks.files import save_tensors
 from threepo.ranks.world import World
-from threepo.rollout.engines import completion_of, row_key, rows_by_draw
+from threepo.rollout.engines import completion_of, row_key
 from threepo.rollout.inference_server import InferenceServer
 from threepo.rollout.payloads import parameter_names
 from threepo.rollout.vllm_replica import Generated, decoding_parameters
@@ -36,7 +38,7 @@ from threepo.rollout.weight_check import TOLERANCE, check_logprobs, expected_log
 from threepo.types import Completion, Draw, Request
 
 _NAME = "threepo-push-{}.safetensors"
-"""Of files that are deleted; nothing else in the folder is touched."""
+"""Name of the files that are deleted; nothing else in the folder is touched."""
 
 
 class VLLMServers:
@@ -56,16 +58,10 @@ class VLLMServers:
         self._expected: list[torch.Tensor] = []
         """The probe's log-probs under each loaded draw."""
         self._step, self._path = -1, self._folder
-        held: list[IO[bytes]] = []
-        with world.together():
-            lengths = _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven())
-            if world.rank == 0:
-                with disk_errors(self._folder):
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                held.append(lock(self._folder / "threepo-push.lock"))
-                _remove_weights(self._folder)  # of a run that was killed
-        self._end = weakref.finalize(self, _close, self._folder, held)
-        self._longest = min(length for some in world.gather(lengths) for length in some)
+        lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
+        self._longest = min(chain(*lengths))
+        folder_lock = world.only_first(lambda: _lock_folder(self._folder), others=None)
+        self._end = weakref.finalize(self, _close, self._folder, folder_lock)
         self._probe = fixed_prompt(policy, self._longest - 1)
         _allow_connections(len(self._driven()) * self._together)
 
@@ -81,11 +77,9 @@ class VLLMServers:
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = any(draw is not None for draw in self._draws)
         tensors, metadata = file_contents(posterior, self._policy.saved_tensors(), self._sources, noisy)
-        with self._world.together():
-            if self._world.rank == 0:
-                _remove_weights(self._folder)
+        self._world.on_first(lambda: _remove_weights(self._folder))
         # No name comes twice: a disk of several nodes may remember what a name stood for.
-        self._path = self._folder / _NAME.format(self._world.gather(uuid.uuid4().hex)[0])
+        self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
         save_tensors(self._path, tensors, self._world, metadata)
         self._expected = self._references(posterior)
         with self._world.together():
@@ -95,21 +89,16 @@ class VLLMServers:
         """See `RolloutEngine.generate`. `UserError` as for `load`, and for a request too long for the servers."""
         for request in requests:
             self._check_length(request.problem.label, len(request.prompt_tokens) + sampling.max_new_tokens)
-        servers = [0] * len(requests)
-        for index, rows in enumerate(rows_by_draw(requests, self._draws)):
-            serving = self._serving(index)
-            for k, row in enumerate(rows):  # neighbours stay together: they share a prompt
-                servers[row] = serving[k * len(serving) // len(rows)]
+        servers = server_of_each(requests, self._draws, len(self._servers))
         parameters = decoding_parameters(sampling, self._policy.stop_tokens)
         keys = [row_key(seed, self._step, request.problem.id, request.rollout) for request in requests]
         asked = [parameters | {"seed": key[0] >> 1} for key in keys]
 
         def complete(mine: list[int]) -> list[Generated]:
-            rows = [[row for row in mine if servers[row] == i] for i in self._driven()]
-            work = zip(self._driven(), rows, strict=True)
-            found = _side_by_side(self._complete(i, own, requests, asked) for i, own in work)
-            decoded = {row: completion for some in found for row, completion in some.items()}
-            return [decoded[row] for row in mine]
+            rows_of = {server: [row for row in mine if servers[row] == server] for server in self._driven()}
+            work = (self._complete(server, rows, requests, asked) for server, rows in rows_of.items())
+            by_row = {row: generated for by_row in _side_by_side(work) for row, generated in by_row.items()}
+            return [by_row[row] for row in mine]
 
         decoded = self._world.assign([server % self._world.size for server in servers], complete)
         return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
@@ -163,11 +152,6 @@ class VLLMServers:
         """The servers that this rank drives."""
         return range(self._world.rank, len(self._servers), self._world.size)
 
-    def _serving(self, index: int) -> list[int]:
-        """The servers of the draw of this index."""
-        count = len(self._servers)
-        return [i for i in range(count) if i % len(self._draws) == index % count]
-
     def _check_length(self, what: str, tokens: int) -> None:
         if tokens > self._longest:
             raise UserError(
@@ -193,12 +177,21 @@ def _allow_connections(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+def _lock_folder(folder: Path) -> IO[bytes]:
+    """Make and lock the folder, and delete the files of a run that was killed."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    folder_lock = lock(folder / "threepo-push.lock")
+    _remove_weights(folder)
+    return folder_lock
+
+
 def _remove_weights(folder: Path) -> None:
     for path in folder.glob(_NAME.format("*")):
         path.unlink()
 
 
-def _close(folder: Path, held: list[IO[bytes]]) -> None:
-    for handle in held:
+def _close(folder: Path, folder_lock: IO[bytes] | None) -> None:
+    if folder_lock:
         _remove_weights(folder)
-        handle.close()
+        folder_lock.close()

@@ -76,31 +76,12 @@ class World:
         first = sum(map(len, shares[: self.rank]))
         return [item for share in shares for item in share], slice(first, first + len(items))
 
-    def share(self, compute: Callable[[], T]) -> list[T]:
-        """Call `compute` on every rank and gather the results; an error on any rank is an `AgreedError` on all.
-
-        `compute` must not fail between two collectives of its own, in which other ranks would go on to wait.
-        """
-        if self.size == 1:
-            return [compute()]
-        try:
-            value, failure = compute(), None
-        except RankError:
-            raise
-        except Exception as error:
-            value, failure = None, error
-        message = None if failure is None else (isinstance(failure, UserError), in_one_line(failure))
-        values, messages = zip(*self.gather((value, message)), strict=True)
-        for rank, told in enumerate(messages):
-            if told:
-                if failure is not None and not isinstance(failure, UserError):
-                    traceback.print_exception(failure, file=sys.__stderr__)  # the message has none
-                raise AgreedError(told[1] if told[0] else f"rank {rank} failed: {told[1]}") from failure
-        return list(values)
-
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on every rank an `AgreedError` if the body raises on any (`share`); alone, its own error."""
+        """Raise on every rank an `AgreedError` if the body raises on any; alone, its own error.
+
+        A body must not fail between two collectives of its own, in which other ranks would go on to wait.
+        """
         failure: Exception | None = None
         try:
             yield
@@ -108,12 +89,18 @@ class World:
             if self.size == 1 or isinstance(error, RankError):
                 raise
             failure = error
+        message = None if failure is None else (isinstance(failure, UserError), in_one_line(failure))
+        for rank, told in enumerate(self.gather(message)):
+            if told:
+                if failure is not None and not isinstance(failure, UserError):
+                    traceback.print_exception(failure, file=sys.__stderr__)  # the message has none
+                raise AgreedError(told[1] if told[0] else f"rank {rank} failed: {told[1]}") from failure
 
-        def end() -> None:
-            if failure is not None:
-                raise failure
-
-        self.share(end)
+    def share(self, compute: Callable[[], T]) -> list[T]:
+        """Call `compute` on every rank and gather the results; an error on any rank is an `AgreedError` on all."""
+        with self.together():
+            value = compute()
+        return self.gather(value)
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Call the function on the first rank alone; its result, or its error, is every rank's."""

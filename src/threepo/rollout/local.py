@@ -133,8 +133,7 @@ class LocalEngine:
 
 
 class Decoding:
-    """One call of the engine, from prompts to new tokens and log-probs. It decodes token by token, and rearranges the
-    batch when rows have finished.
+    """One call of the engine, from prompts to new tokens and log-probs, token by token.
 
     Legend: N draws, B rows in the batch, ordered by draw, R rows in all, T new tokens, V vocabulary.
     """
@@ -219,43 +218,47 @@ class Decoding:
 
     def _settle(self) -> None:
         """Remove finished rows, add waiting ones, and move all into the first slots."""
-        old = self._batch.T.tolist()
-        bounds = pairwise(accumulate(self._counts, initial=0))
-        by_draw = [[entry for entry in old[slice(*bound)] if entry[ROW] != self._none] for bound in bounds]
-        for queue, mine in zip(self._waiting, by_draw, strict=True):
-            for row in [queue.popleft() for _ in range(min(len(queue), self._per_draw - len(mine)))]:
-                mine.append([row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1])
-        started = [[entry for entry in mine if entry[SLOT] < 0] for mine in by_draw]
-        self._counts = self._batch_counts([len(mine) for mine in by_draw])
-        for mine, count in zip(by_draw, self._counts, strict=True):
-            mine += [[self._none, 0, 0, 0, -1] for _ in range(count - len(mine))]
-        entries = [entry for mine in by_draw for entry in mine]
-        held = {entry[SLOT] for entry in entries}
-        free = [slot for slot in range(len(entries)) if slot not in held]
-        moved = [entry for entry in entries if entry[SLOT] >= len(entries)]
-        self._cache.clear(free)
-        if moved:
-            longest = max(entry[LENGTH] for entry in moved)
-            self._cache.move([entry[SLOT] for entry in moved], free[: len(moved)], longest)
-        for entry, slot in zip(moved + [entry for entry in entries if entry[SLOT] < 0], free, strict=True):
-            entry[SLOT] = slot
-        self._batch = torch.tensor(entries, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
+        rows, bounds = self._batch.T.tolist(), accumulate(self._counts, initial=0)
+        running = [[row for row in rows[begin:end] if row[ROW] != self._none] for begin, end in pairwise(bounds)]
+        started = [self._start(queue, len(own)) for queue, own in zip(self._waiting, running, strict=True)]
+        self._counts = self._batch_counts([len(own) + len(new) for own, new in zip(running, started, strict=True)])
+        batch: list[list[int]] = []
+        for own, new, count in zip(running, started, self._counts, strict=True):
+            batch += own + new + [[self._none, 0, 0, 0, -1] for _ in range(count - len(own) - len(new))]
+        self._assign_slots(batch)
+        self._batch = torch.tensor(batch, dtype=torch.int64, device=self._device).view(-1, 5).T.contiguous()
         self._rows = Rows(self._counts, self._device)
         self._read(started)
 
+    def _start(self, queue: deque[int], running: int) -> list[list[int]]:
+        """Take waiting rows of a draw for which there is room beside the running ones; they have no slot yet."""
+        rows = [queue.popleft() for _ in range(min(len(queue), self._per_draw - running))]
+        return [[row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1] for row in rows]
+
+    def _assign_slots(self, batch: Sequence[list[int]]) -> None:
+        """Give each row one of the first slots, and move the cache of rows whose slots lie behind."""
+        taken = {row[SLOT] for row in batch}
+        free = [slot for slot in range(len(batch)) if slot not in taken]
+        moved = [row for row in batch if row[SLOT] >= len(batch)]
+        self._cache.clear(free)
+        if moved:
+            self._cache.move([row[SLOT] for row in moved], free[: len(moved)], max(row[LENGTH] for row in moved))
+        for row, slot in zip(moved + [row for row in batch if row[SLOT] < 0], free, strict=True):
+            row[SLOT] = slot
+
     def _read(self, started: Sequence[Sequence[Sequence[int]]]) -> None:
         """Read the prompts of each draw's new rows, except the last token, which is decoded."""
-        by_length = []
-        for mine in started:
+        prompts = []
+        for rows in started:
             slots: dict[Prompt, list[int]] = {}
-            for row, *_, slot in mine:
+            for row, *_, slot in rows:
                 if prompt := self._prompts[row][:-1]:
                     slots.setdefault(prompt, []).append(slot)
-            by_length.append(sorted(slots.items(), key=lambda item: len(item[0])))
-        longest = max((len(found[-1][0]) for found in by_length if found), default=0)
-        step = max(1, PREFILL_TOKENS // (len(by_length) * max(1, longest)))
-        for begin in range(0, max(map(len, by_length)), step):
-            self._prefill([found[begin : begin + step] for found in by_length])
+            prompts.append(sorted(slots.items(), key=lambda item: len(item[0])))
+        longest = max((len(of_draw[-1][0]) for of_draw in prompts if of_draw), default=0)
+        step = max(1, PREFILL_TOKENS // (len(prompts) * max(1, longest)))
+        for begin in range(0, max(map(len, prompts)), step):
+            self._prefill([of_draw[begin : begin + step] for of_draw in prompts])
 
     def _prefill(self, prompts: list[list[tuple[Prompt, list[int]]]]) -> None:
         """Read some prompts of each draw into the slots that are paired with them."""
@@ -264,10 +267,10 @@ class Decoding:
         ids = torch.zeros(sum(counts), longest, dtype=torch.int64)
         first, sources, slots = 0, [], []
         for mine, count in zip(prompts, counts, strict=True):
-            for u, (prompt, into) in enumerate(mine, start=first):
-                ids[u, : len(prompt)] = torch.tensor(prompt)
-                sources += [u] * len(into)
-                slots += into
+            for source, (prompt, targets) in enumerate(mine, start=first):
+                ids[source, : len(prompt)] = torch.tensor(prompt)
+                sources += [source] * len(targets)
+                slots += targets
             first += count
         self._ensemble.model_for(Rows(counts, self._device)).base_model(
             input_ids=ids.to(self._device),

@@ -169,9 +169,9 @@ def completion_rows(step: int, completions: Sequence[Completion], record: Update
 
 
 def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World = ALONE) -> Run:
-    """A new run; or that in `folder`, as its newest checkpoint left it. Later rows are deleted.
+    """A new run, or the run in `folder` as its newest checkpoint left it; later rows of its log are deleted.
 
-    All that can be refused is refused before a new run has a folder.
+    Every mistake that can be found is refused before a new run has a folder.
     """
     refuse_early(config, folder, world)
     refuse_engine(config.engine, world)
@@ -192,14 +192,10 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     if examination and isinstance(source, FiniteProblems):
         warn_of_shared("data.eval", map(content, source.problems), list(map(content, examination.problems)))
     # Endless problems are functions of the recipe, so one example shows whether the code that makes them has changed.
-    parts = {"train": (data.train, source.known())}
+    problems = {"train": _problems_record(data.train, source.known())}
     if examination:
-        parts["eval"] = (data.eval or data.train, examination.problems)
-    problems = {
-        part: {"source": name, "problems": len(found), "digest": problems_digest(found, [p.prompt for p in found])}
-        for part, (name, found) in parts.items()
-    }
-    known = {f"the problems of data.{part}": about for part, about in problems.items()}
+        problems["eval"] = _problems_record(data.eval or data.train, examination.problems)
+    known = {f"the problems of data.{part}": record for part, record in problems.items()}
     world.agree(known | reward_code(config.reward.names), "give all ranks the same data and reward")
     if folder:
         refuse_changed(folder.path, PROBLEMS, problems)
@@ -210,5 +206,23 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
             examination.prepare(engine)
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    shared = (config, folder, policy, optimizer, state, world)
-    return Run(*shared, engine, source, divide_grading(grader, world), examination, reference, embed)
+    return Run(
+        config=config,
+        folder=folder,
+        policy=policy,
+        optimizer=optimizer,
+        state=state,
+        world=world,
+        engine=engine,
+        source=source,
+        grader=divide_grading(grader, world),
+        examination=examination,
+        reference=reference,
+        embed=embed,
+    )
+
+
+def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:
+    """The entry of problems.json about a source of problems."""
+    digest = problems_digest(problems, [problem.prompt for problem in problems])
+    return {"source": source, "problems": len(problems), "digest": digest}

@@ -1,4 +1,7 @@
-"""Base of RLVR and SFT runs: parts built or restored, rates, what is due, the log and its copies, checkpoints."""
+"""What runs of RLVR and SFT share: how their parts are built or restored, and how a step ends.
+
+A step ends with a row of the log, and with a checkpoint and an evaluation when they are due.
+"""
 
 import math
 import warnings
@@ -29,10 +32,10 @@ from threepo.training.optimizers import build_optimizer, optimizer_kind
 from threepo.training.schedules import ScheduleState, first_state
 
 Follower = Callable[[Mapping[str, Any]], object]
-"""Gets a row of metrics.jsonl, as it is written; True asks the run to stop, and to save its state."""
+"""Gets each row of metrics.jsonl as it is written; returns True to stop the run, with its state saved."""
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 LOUD_NOISE = 10.0
-"""Sigma over the weights' root mean square from which there is a warning: no task of ours has used more than 1."""
+"""Sigma relative to the weights' root mean square, above which there is a warning; no task of ours has used over 1."""
 
 
 def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
@@ -66,9 +69,9 @@ class TrainingRun(Generic[Config]):
     state: TrainState
     world: World
     followers: Sequence[Follower] = field(default=(), kw_only=True)
-    """On the first rank: they get every row that is written into metrics.jsonl."""
+    """Called on the first rank with every row of metrics.jsonl."""
     asked_to_stop: bool = field(default=False, kw_only=True)
-    """Whether one of them has asked for it."""
+    """Whether a follower has asked to stop."""
 
     def __post_init__(self) -> None:
         self.check = StateCheck(self.world, self.optimizer)
@@ -83,9 +86,9 @@ class TrainingRun(Generic[Config]):
             group["ess"] = getattr(settings, "ess", 1.0) * self.state.schedules.ess_factor
 
     def optimizer_metrics(self, finite: bool, posterior: bool = True) -> Metrics:
-        """Metrics of the optimizer, and of its posterior if it has one and they are asked for.
+        """Metrics of the optimizer and, if `posterior`, of its posterior, if it has one.
 
-        `finite`: whether all gradients of the step were; the first step of a run of which one was not warns.
+        `finite`: whether all gradients of the step were finite; the first step of a run where one was not warns.
         """
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
         if not finite and not self._warned:
@@ -108,9 +111,9 @@ class TrainingRun(Generic[Config]):
         """Call `add_evaluation` with what this kind of run measures, if anything."""
 
     def add_evaluation(self, every: int, steps: int, name: str, measure: Callable[[], Metrics]) -> None:
-        """Add what `measure` returns, `name` among it, to the row of the last step, if due and not there yet.
+        """Add the metrics of `measure`, one of them `name`, to the row of the last step, if due and not there yet.
 
-        Before the first step this is row -1, which is made.
+        Before the first step they make a row of their own, -1.
         """
         done = self.state.step
         if not due(done, every, steps):
@@ -146,7 +149,7 @@ class TrainingRun(Generic[Config]):
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Keep what was learnt if an error ends the body: alone, any; on world, what all know of, to save together."""
+        """Save a checkpoint if an error ends the body; on several ranks, only if all know of it, to save together."""
         try:
             yield
         except Exception as error:
@@ -156,7 +159,7 @@ class TrainingRun(Generic[Config]):
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
-        """If the body fails because the run's folder is gone, save into a new run folder beside it, and name that."""
+        """If the body fails because the run's folder is gone, save into a new one beside it, which the error names."""
         try:
             yield
         except UserError as error:
@@ -176,8 +179,8 @@ class TrainingRun(Generic[Config]):
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
         It raises `Interrupted`, with a checkpoint saved, if a signal asked the run to stop. `shown` has the metrics on
-        the progress bar, by their short names there. What ends an evaluation, or comes before it, leaves a row without
-        it, which a resumed run adds before its first step.
+        the progress bar, by their short names. A run that ends before or during an evaluation leaves a row without it;
+        a resumed run makes up for it before its first step.
         """
         console = self.world.console()
         if self.state.step >= steps:
@@ -214,7 +217,7 @@ class TrainingRun(Generic[Config]):
 
 
 def refuse_early(config: Config, resumed: RunFolder | None, world: World) -> None:
-    """Raise `UserError` for what needs no model to be refused, before minutes go into loading one."""
+    """Raise `UserError` for mistakes that show without a model, before minutes go into loading one."""
     agree_on_setup(config, world)
     if not resumed:
         world.on_first(lambda: refuse_taken(Path(config.run.folder), config))
@@ -227,7 +230,7 @@ def refuse_early(config: Config, resumed: RunFolder | None, world: World) -> Non
 def build_or_restore(
     config: Config, resumed: RunFolder | None, world: World
 ) -> tuple[Policy, PolicyOptimizer, TrainState]:
-    """Policy, optimizer and state as the newest checkpoint of a resumed run has them; new ones if there is none."""
+    """Policy, optimizer and state, restored from the newest checkpoint of a resumed run, or new if there is none."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     model, settings, seed = config.model, config.optimizer, config.run.seed
@@ -250,7 +253,7 @@ def build_or_restore(
 
 
 def _warn_at_the_start(config: Config, policy: Policy, optimizer: PolicyOptimizer) -> None:
-    """`ThreepoWarning` for a policy that cannot end a text, and for noise that leaves nothing of the weights."""
+    """Warn of a policy that cannot end a text, and of noise that leaves nothing of the weights."""
     if isinstance(config, TrainConfig) and not policy.stop_tokens:
         warnings.warn(
             f"model.path = {config.model.path!r}: has no end token, so every completion will be cut at "
@@ -282,7 +285,7 @@ def open_folder(
     world: World,
     data: Mapping[str, Any] | None = None,
 ) -> RunFolder:
-    """The folder to write into from step `done` on. A new one gets `data` as problems.json.
+    """The folder that a run writes into from step `done` on; a new one gets `data` as problems.json.
 
     Rows of a resumed run that are later than its checkpoint are deleted, because they will be made again.
     """

@@ -122,7 +122,7 @@ def loss_tokens(rows: Sequence[Row]) -> int:
 
 
 def assemble(config: SFTConfig, folder: RunFolder | None = None, world: World = ALONE) -> FineTuning:
-    """A new run in a folder of its own; or that in `folder`, as its newest checkpoint left it."""
+    """A new run in a folder of its own, or the run in `folder` as its newest checkpoint left it."""
     refuse_early(config, folder, world)
     if config.conversations and not folder:
         refuse_unreadable(config.conversations)
@@ -162,9 +162,9 @@ def _conversations(config: SFTConfig, policy: Policy, resumed: RunFolder | None)
         few = f"{count} rows are left, fewer than conversations.batch_size = {size}; lower it"
         raise UserError(f"conversations {settings.source}: {few}")
     return Material(
-        lambda step: training.batch(epoch_batch(count, size, settings.seed, step)),
-        config.run.steps or settings.epochs * (count // size),  # the rest of an epoch is left out
-        heldout.batch(range(len(heldout.kept))) if heldout else (),
-        settings.eval_every,
-        record,
+        rows=lambda step: training.batch(epoch_batch(count, size, settings.seed, step)),
+        steps=config.run.steps or settings.epochs * (count // size),  # the rest of an epoch is left out
+        heldout=heldout.batch(range(len(heldout.kept))) if heldout else (),
+        eval_every=settings.eval_every,
+        record=record,
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import Any
 
 from threepo.config import DataConfig, DemonstrationConfig
 from threepo.data.installed import InstalledSource, installed_kinds, installed_source
@@ -34,35 +35,34 @@ class Demonstrations:
     def __post_init__(self) -> None:
         for name in self.settings.tasks:
             if name not in TASKS and not _endless(name):
-                listed = ", ".join([*TASKS, *(f"{kind}:NAME" for kind in installed_kinds() if _endless(f"{kind}:"))])
-                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {listed}")
+                kinds = [f"{kind}:NAME" for kind in installed_kinds() if _endless(f"{kind}:")]
+                raise UserError(f"demonstrations.tasks: unknown task {name!r}; there are {', '.join([*TASKS, *kinds])}")
             known = TASKS[name].behaviours if name in TASKS else ("direct",)
             for behaviour in self.settings.behaviours.keys() - set(known):
                 raise UserError(f"demonstrations.behaviours.{behaviour}: {name} has only {', '.join(known)}")
+
+    @cached_property
+    def _problems(self) -> list[Endless]:
+        """The problems of each task."""
+        seed, levels = self.settings.seed, self.settings.levels
+        problems: list[Any] = []
+        for name in self.settings.tasks:
+            if name in TASKS:
+                problems.append(ProceduralProblems(TASKS[name], "train", seed, levels))
+            else:
+                source = _endless(name)
+                assert source is not None  # __post_init__
+                problems.append(source.open(name, "train", DataConfig(train=name, seed=seed)).problems)
+        return problems
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index`; tasks take turns, behaviours are drawn by their shares."""
         settings = self.settings
         number, place = divmod(index, len(settings.tasks))
-        name = settings.tasks[place]
-        problem = self._problems[name].problem(number)
+        name, problem = settings.tasks[place], self._problems[place].problem(number)
         rng = Random(f"demonstration/{settings.seed}/{index}")
         (behaviour,) = rng.choices(list(settings.behaviours), list(settings.behaviours.values()))
         return problem, TASKS[name].demonstrate(problem, behaviour) if name in TASKS else problem.answer
-
-    @cached_property
-    def _problems(self) -> dict[str, Endless]:
-        return {name: self._open(name) for name in self.settings.tasks}
-
-    def _open(self, name: str) -> Endless:
-        settings = self.settings
-        if name in TASKS:
-            return ProceduralProblems(TASKS[name], "train", settings.seed, settings.levels)
-        installed = _endless(name)
-        assert installed is not None  # __post_init__
-        problems = installed.open(name, "train", DataConfig(train=name, seed=settings.seed)).problems
-        assert isinstance(problems, Endless)
-        return problems
 
     def batch(self, step: int) -> list[Demonstration]:
         """The demonstrations of one optimizer step."""

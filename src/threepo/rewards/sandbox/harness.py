@@ -58,7 +58,7 @@ TICK_S = 0.25
 """Time is counted in ticks of a timer and not read from a clock: suspending the machine makes no program late."""
 
 
-def compiled(code: str, name: str) -> CodeType:
+def compile_code(code: str, name: str) -> CodeType:
     """The code without the future statements of this module; `SyntaxError` for anything that is not Python."""
     try:
         return compile(code, name, "exec", 0, True)
@@ -125,7 +125,7 @@ def _returned(names: Table, entry: str, case: bytes) -> bytes:
 def _test(names: Table, case: bytes) -> None:
     """Run tests after the program, with its names; returns if they come to their end, or end themselves with 0."""
     exits, _, text = case.partition(b"\n")
-    tests = compiled(text.decode(), "<tests>")
+    tests = compile_code(text.decode(), "<tests>")
     names["__name__"], sys.modules["__main__"] = "__main__", sys.modules["solution"]  # as unittest.main needs it
     sys.exit = leave  # by which unittest.main fails
     sys.set_int_max_str_digits(0)
@@ -175,7 +175,7 @@ def on_server(submission: dict[str, str], answer_file: str) -> NoReturn:
     if submission["kind"] != "stdin":
         os.dup2(null, 0)
     try:
-        codes = [compiled(submission[part], f"<{part}>") for part in ("prefix", "program")]
+        codes = [compile_code(submission[part], f"<{part}>") for part in ("prefix", "program")]
     except SyntaxError:
         os._exit(NO_PYTHON)
     with os.fdopen(case, "rb") as file:
@@ -215,14 +215,14 @@ class Harness:
         """Run cases until the parent sends no more."""
         self._tell(b"ready")
         try:
-            prefix, program = (compiled(self._order[part], f"<{part}>") for part in ("prefix", "program"))
+            prefix, program = (compile_code(self._order[part], f"<{part}>") for part in ("prefix", "program"))
         except SyntaxError:
             return
         names = new_module(self._kind)
         try:
             exec(prefix, names)  # once for all cases: published prefixes import twenty modules
         except BaseException as error:
-            names["error"], program = error, compiled("raise error", "<prefix>")
+            names["error"], program = error, compile_code("raise error", "<prefix>")
         if self._kind == "call":
             import json  # noqa: F401 - once for all cases
         self._tell(b"compiled")
@@ -252,7 +252,7 @@ class Harness:
             os._exit(0)
 
     def _case(self, names: Table, program: CodeType) -> str:
-        """Run the next case; its ending."""
+        """Run the next case; returns its ending."""
         file = os.open(".case", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.unlink(".case")
         if self._kind == "stdin":
@@ -272,34 +272,43 @@ class Harness:
             os.read(up, 1)  # comes when the program's own code has run, or ends with the program
             self._receive(file)
             write(go, b"?")  # this process keeps the end `down` too, so it can write although the program has ended
-        mark, proof = b"", b""
+        mark = b""
         if self._kind == "script":
             os.read(up, 1)  # comes when the tests have run
             mark = os.urandom(MARK_BYTES)
             write(go, mark)
-        written = 0
-        while part := os.read(up, 1 << 16):
-            if mark:
-                proof = part
-            else:
-                self._tell(b"+" + part)
-            written += len(part)
-            if written > OUTPUT_LIMIT:
-                os.kill(pid, _signal.SIGKILL)
+        written, last = self._pass_on(up, silent=bool(mark))
         _, status, usage = os.wait4(pid, 0)
         self._pid = 0
         for end in (up, down, go, file):
             os.close(end)
         if written > OUTPUT_LIMIT:
             return "wrong"
-        code, limit_s = os.waitstatus_to_exitcode(status), self._order["cpu_s"]
-        spent_s = usage.ru_utime + usage.ru_stime
-        killed = code == -_signal.SIGKILL and (spent_s > limit_s / 2 or self._waited > self._order["wall_s"])
-        if killed or spent_s > limit_s:  # where it kills, the kernel counts time more coarsely
+        code = os.waitstatus_to_exitcode(status)
+        if self._is_late(code, usage.ru_utime + usage.ru_stime):
             return "time-out"
-        if code == 0 and proof != mark:
+        if code == 0 and mark not in (b"", last):
             return "runtime error"
         return {0: "ok", MEMORY: "memory", WRONG: "wrong"}.get(code, "runtime error")
+
+    def _pass_on(self, up: int, silent: bool) -> tuple[int, bytes]:
+        """Pass on what the program's process writes, unless `silent`; returns how much it is, and its last part."""
+        written, part = 0, b""
+        while more := os.read(up, 1 << 16):
+            part = more
+            if not silent:
+                self._tell(b"+" + part)
+            written += len(part)
+            if written > OUTPUT_LIMIT:
+                os.kill(self._pid, _signal.SIGKILL)
+        return written, part
+
+    def _is_late(self, code: int, spent_s: float) -> bool:
+        """Whether a process with this exit code and seconds of processor time has used up its time."""
+        limit_s = self._order["cpu_s"]
+        used_up = spent_s > limit_s / 2 or self._waited > self._order["wall_s"]
+        # Where it kills, the kernel counts time more coarsely.
+        return spent_s > limit_s or (code == -_signal.SIGKILL and used_up)
 
     def _as_program(self, file: int, answer: int, down: int) -> tuple[Callable[[], bytes], Callable[[], None]]:
         """Set the limits of the program's process; returns `take` and `prove` of `run`."""

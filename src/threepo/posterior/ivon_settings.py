@@ -1,0 +1,95 @@
+"""IVON's settings: their ranges, warnings about unlikely ones, and the numbers of a step that are made of them."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from threepo.errors import ThreepoWarning, UserError
+from threepo.posterior.noise_structures import check_structure
+from threepo.posterior.operations import HESSIAN_RANGE, Scalars
+from threepo.posterior.perturbation import sigma_scalars
+from threepo.types import Draw
+
+RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "weight_decay": (0.0, HESSIAN_RANGE[1])}
+"""Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
+NOISE_SCALES = (1e-10, 1e10)
+"""The range of noise_scale; 0, which is no noise, is allowed too."""
+CLIPPED_SHARE = 0.99
+"""A warning is given if this share of the coordinates, or more, is clipped."""
+ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
+"""An lr up to the first has AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
+
+
+def step_scalars(group: Mapping[str, Any], updates: int, draws: list[Draw | None], factor: float) -> Scalars:
+    """The numbers of a parameter's `updates`-th update from sums over `draws` (None: at the mean).
+
+    `factor` turns the sum of the gradients into their mean.
+    """
+    (beta1, beta2), price = group["betas"], group["estimator"] == "price"
+    learns = group["learn_hessian"] and group["noise_scale"] > 0 and None not in draws
+    estimate = factor / (group["noise_scale"] or 1.0) if price else group["ess"] * (len(draws) * factor**2)
+    return sigma_scalars(group)._replace(
+        beta1=beta1,
+        grad_weight=(1 - beta1) * factor,
+        beta2=beta2,
+        estimate_weight=1 - beta2,
+        retraction_weight=0.5 * (1 - beta2) ** 2,
+        estimate_factor=estimate,
+        momentum_factor=1 / (1 - beta1**updates) if group["debias"] else 1.0,
+        clip_radius=group["clip_radius"],
+        step_size=_step_size(group),
+        estimator=group["estimator"] if learns else "none",
+    )
+
+
+def _step_size(group: Mapping[str, Any]) -> float:
+    return float(group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1.0))
+
+
+def check(group: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a parameter group has settings, or parameters, that IVON cannot work with."""
+    ranges = RANGES | ({"noise_scale": NOISE_SCALES} if group["noise_scale"] != 0 else {})
+    for name, (low, high) in ranges.items():
+        if not low <= group[name] <= high:
+            raise UserError(f"IVON {name} = {group[name]!r}: must lie between {low:g} and {high:g}")
+    if not group["clip_radius"] > 0:
+        raise UserError(f"IVON clip_radius = {group['clip_radius']!r}: must be greater than 0; inf clips nothing")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise UserError(f"IVON betas = {group['betas']!r}: both must lie in [0, 1)")
+    for name, choices in (("estimator", ("price", "gradsq")), ("noise_shape", ("learned", "isotropic"))):
+        if group[name] not in choices:
+            raise UserError(f"IVON {name} = {group[name]!r}: must be {' or '.join(map(repr, choices))}")
+    check_structure(group["noise_structure"])
+    if not -(2**63) <= group["seed"] < 2**63:
+        raise UserError(f"IVON seed = {group['seed']!r}: must be a signed 64-bit number")
+    for p in group["params"]:
+        if not p.dtype.is_floating_point:
+            raise UserError(f"IVON params: one has dtype {p.dtype}; leave out what has no gradient")
+
+
+def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
+    """`ThreepoWarning` if the learning rate is one for AdamW, with which IVON hardly moves."""
+    move = _step_size(group) * group["clip_radius"]
+    if 0 < group["lr"] <= ADAMW_LR and move < SMALL_MOVE:
+        factors = "lr * (hess_init + weight_decay)" if group["rescale_lr"] else "lr"
+        warnings.warn(
+            f"IVON lr = {group['lr']:g}: no weight moves by more than {factors} * clip_radius = {move:.2g} a step; "
+            f"AdamW's learning rates are too small here: set lr (in TrainingArguments: learning_rate) to 1 "
+            f"(reinforcement learning) to 50 (fine-tuning)",
+            ThreepoWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def warn_of_clipping(param_groups: list[dict[str, Any]], share: float, stacklevel: int) -> None:
+    """`ThreepoWarning` if the clip radius, and not the gradient, decides how far nearly every weight moves."""
+    if share < CLIPPED_SHARE:
+        return
+    group = min(param_groups, key=lambda group: group["clip_radius"])
+    warnings.warn(
+        f"IVON clip_radius = {group['clip_radius']:g}: {share:.0%} of the weights are at it, so each moves by "
+        f"{_step_size(group) * group['clip_radius']:.2g} a step, whatever its gradient; if the loss hardly falls, "
+        f"raise clip_radius (inf clips nothing) or lr",
+        ThreepoWarning,
+        stacklevel=stacklevel + 1,
+    )
