@@ -6,7 +6,7 @@ Neither torch nor transformers is imported here, so that the command line answer
 
 import os
 from dataclasses import field, fields
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -20,6 +20,9 @@ from threepo.config.method import Advantage as Advantage
 from threepo.config.method import Correction as Correction
 from threepo.config.method import Method as Method
 from threepo.config.method import NoiseConfig as NoiseConfig
+from threepo.config.model import LoRAConfig as LoRAConfig
+from threepo.config.model import ModelConfig as ModelConfig
+from threepo.config.model import TinyConfig as TinyConfig
 from threepo.config.objective import AnyObjective as AnyObjective
 from threepo.config.objective import CISPOConfig as CISPOConfig
 from threepo.config.objective import ClipCovConfig as ClipCovConfig
@@ -39,11 +42,9 @@ from threepo.config.records import (
     NotNegative,
     OneOf,
     ParallelOrZero,
-    Positive,
     PositiveShare,
     Seconds,
     Settings,
-    must,
     without_nul,
 )
 from threepo.config.reward import RewardConfig as RewardConfig
@@ -57,7 +58,6 @@ from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig
 from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
-from threepo.config.sources import LocalPath
 from threepo.errors import UserError
 
 TRACKERS = {
@@ -86,92 +86,6 @@ class RunConfig(Settings, table="run"):
     """CPU threads for torch; 0 leaves torch's own choice. A resumed run repeats bitwise only with the same number."""
     trackers: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ()
     """Services that get a copy of the metrics; each needs the extra of its name (docs/trackers.md)."""
-
-
-class TinyConfig(Settings, table="model.tiny"):
-    """[model.tiny]: shape of a new tiny model, when model.path names one."""
-
-    hidden_size: Count = 128
-    """Width; must be divisible by `heads`."""
-    intermediate_size: Count = 384
-    """Inner width of the MLP."""
-    layers: Count = 4
-    """Transformer blocks."""
-    heads: Count = 4
-    """Attention heads."""
-    kv_heads: Count = 2
-    """Key and value heads (grouped-query attention); must divide `heads`."""
-    context: Count = 512
-    """Longest sequence in tokens."""
-    tied: bool = True
-    """Share the input embedding and the output head."""
-    deviation: Positive = 0.02
-    """Standard deviation of the initial weights. Narrow models learn to copy much sooner from larger ones, such as 0.08
-    at width 64."""
-
-    def __post_init__(self) -> None:
-        fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
-        self.check("hidden_size", self.hidden_size % (2 * self.heads) == 0, fix)
-        self.check("kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
-
-
-class LoRAConfig(Settings, table="model.lora"):
-    """[model.lora]: train low-rank adapters of linear layers, W + s B A, instead of all weights (docs/adapters.md)."""
-
-    rank: CountOrZero = 0
-    """Rank of B A; 0: no adapters, all weights are trained."""
-    alpha: NotNegative = 0.0
-    """s = alpha / rank; 0: alpha is the rank, so s = 1."""
-    targets: Annotated[tuple[str, ...], must(bool, "name one or more")] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Linear layers that get an adapter, by the last part of their names."""
-    init: Literal["unit", "usual"] = "unit"
-    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is
-    noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
-    and noise goes to both."""
-    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Precision of the frozen weights of linear layers. `bfloat16` takes half of the memory, and with
-    model.compute_dtype and engine.dtype = 'bfloat16' a run keeps its bits, since they are rounded for every product
-    anyway (`noise.unit = 'rms'` is an exception: it measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all
-    but the head; the policy then has the rounded weights, in engines and other commands too."""
-
-    @property
-    def scale(self) -> float:
-        """s."""
-        return self.alpha / self.rank if self.alpha else 1.0
-
-
-class ModelConfig(Settings, table="model"):
-    """[model]: the policy."""
-
-    path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
-    """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
-    tokenizer: LocalPath = ""
-    """Another directory or hub id whose tokenizer and chat template to use instead; they are saved with the model."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the training forward and backward pass (autocast); master weights are always float32."""
-    device: str = "auto"
-    """A torch device such as `cpu` or `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
-    tiny: TinyConfig = field(default_factory=TinyConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-
-    def __post_init__(self) -> None:
-        rounded = self.lora.base_dtype == "bfloat16"
-        fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
-        self.lora.only_if(self.lora.rank > 0, fix, "base_dtype")
-        fix = "without adapters nothing reads it; set model.lora.rank, or remove it"
-        self.lora.only_if(self.lora.rank > 0, fix, "alpha", "targets", "init")
-        fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
-        self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
 
 
 class EvalConfig(Settings, table="eval"):
@@ -258,85 +172,107 @@ class TrainConfig(Settings, table=""):
 
     def __post_init__(self) -> None:
         self.check("run.steps", self.run.steps > 0, "must be greater than 0")
-        kind, noisy = self.optimizer.kind, self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
+        self._check_draws()
+        self._check_evolution()
+        self._check_noise()
+        self._check_ess_schedule()
+        self._check_sampling()
+        self._check_objective()
+
+    @property
+    def _noisy(self) -> bool:
+        """Whether there is noise to draw."""
+        return self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
+
+    @property
+    def _evolves(self) -> bool:
+        """Whether the gradient is estimated from the draws."""
+        return self.method.gradient_at == "evolution"
+
+    def _check_draws(self) -> None:
+        kind = self.optimizer.kind
         fix = f"optimizer.kind = {kind!r} says otherwise; set both alike, or only one of them"
         self.check("method.optimizer", self.method.optimizer == kind, fix)
         fix = (
             f"needs noise to draw; set optimizer.kind = 'ivon' (now {kind!r}), noise.unit = 'absolute' or 'rms' "
             f"(now 'posterior'), or"
         )
-        self.check("method.draws", noisy or not self.method.draws, f"{fix} method.draws = 0")
-        self.check("eval.draws", noisy or not self.eval.draws, f"{fix} eval.draws = 0")
-        fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
-        evolves = self.method.gradient_at == "evolution"
-        self.objective.only_if(not evolves, fix, *(f.name for f in fields(self.objective)))
-        fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
-        schedule = self.ess_schedule
-        self.check("ess_schedule.kind", not (evolves and schedule.metric_read), fix)
-        self.check("sampling.raised_temperature", not (evolves and self.sampling.raised_temperature), fix)
-        fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
-        self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
+        self.check("method.draws", self._noisy or not self.method.draws, f"{fix} method.draws = 0")
+        self.check("eval.draws", self._noisy or not self.eval.draws, f"{fix} eval.draws = 0")
         fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
         self.check("eval.best_draws", not self.eval.best_draws, fix)
-        self._check_noise()
-        fix = f"{kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
-        self.check("ess_schedule.kind", noisy or schedule == ConstantEss(), fix)
-        correction = self.method.correction.kind
-        fix = "needs draws, and a gradient elsewhere than at each draw, to measure anything; set method.preset = 'c3po'"
-        measured = self.method.draws > 0 and self.method.gradient_at in ("fresh", "mean")
-        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
-        fix = f"method.correction.kind = {correction!r} masks nothing; set metric = 'kl', or a correction that masks"
-        masks = correction.endswith("mis")
-        self.check("ess_schedule.kind", masks or schedule.metric_read != "correction/kept_share", fix)
-        for key in ("sampling.temperature", "sampling.raised_temperature", "eval.temperature"):
-            self.engine.check_temperature(self, key)
-        self._check_sampling()
-        fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
-        whole = self.sampling.top_p == 1 and self.sampling.top_k == 0
-        self.check("method.correction.kind", whole or correction == "none", fix)
-        rule, scoring = self.method.advantage.rule, self.reward.scoring
-        fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
-        refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
-        self.check("method.advantage.rule", scoring not in refused.get(rule, ()), fix)
-        fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
-        self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
+        if self.engine.draw_rank not in (0, self.noise.rank):
+            fix = f"must be 0, or the rank of the draws, noise.rank = {self.noise.rank}"
+            self.check("engine.vllm.draw_rank", False, fix)
+
+    def _check_evolution(self) -> None:
+        fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"
+        self.check("objective.mini_batches", self.objective.mini_batches == 1 or not self.method.log_evolution, fix)
+        if not self._evolves:
+            return
+        fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
+        self.objective.only_if(False, fix, *(f.name for f in fields(self.objective)))
+        fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
+        self.check("ess_schedule.kind", not self.ess_schedule.metric_read, fix)
+        self.check("sampling.raised_temperature", not self.sampling.raised_temperature, fix)
+        if self.optimizer.kind == "sgd":
+            fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
+            self.check("optimizer.max_grad_norm", self.optimizer.max_grad_norm == 0, fix)
 
     def _check_noise(self) -> None:
-        method, optimizer = self.method, self.optimizer
-        if self.engine.draw_rank not in (0, self.noise.rank):
-            self.check(
-                "engine.vllm.draw_rank", False, f"must be 0, or the rank of the draws, noise.rank = {self.noise.rank}"
-            )
-        drawn, evolves = bool(method.draws or self.eval.draws), method.gradient_at == "evolution"
+        method, learned = self.method, self.optimizer.kind == "ivon"
+        drawn = bool(method.draws or self.eval.draws)
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
-        self.check(f"noise.{self.noise.changed}", drawn or optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
+        self.check(f"noise.{self.noise.changed}", drawn or learned or self.noise == NoiseConfig(), fix)
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
-        needed = drawn and (optimizer.kind != "ivon" or evolves or method.log_evolution)
+        needed = drawn and (not learned or self._evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
+        fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
+        self.check("method.cumulative", learned or not method.cumulative, fix)
+
+    def _check_ess_schedule(self) -> None:
+        schedule, method, optimizer = self.ess_schedule, self.method, self.optimizer
+        fix = f"{optimizer.kind} has no noise; set optimizer.kind = 'ivon', or noise.unit"
+        self.check("ess_schedule.kind", self._noisy or schedule == ConstantEss(), fix)
         learns = optimizer.kind == "ivon" and optimizer.learn_hessian and method.gradient_at in ("generator", "fresh")
         fix = (
             "the first stage has no noise, and an evolution strategy and IVON's Hessian are made of noise; set another "
             "kind, or, with IVON, optimizer.learn_hessian = false"
         )
-        self.check("ess_schedule.kind", not self.ess_schedule.starts_without_noise or not (evolves or learns), fix)
-        fix = "only IVON carries gradients over from draw to draw; set method.cumulative = false"
-        self.check("method.cumulative", optimizer.kind == "ivon" or not method.cumulative, fix)
-        if evolves and optimizer.kind == "sgd":
-            fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
-            self.check("optimizer.max_grad_norm", optimizer.max_grad_norm == 0, fix)
+        self.check("ess_schedule.kind", not schedule.starts_without_noise or not (self._evolves or learns), fix)
+        fix = "needs draws, and a gradient elsewhere than at each draw, to measure anything; set method.preset = 'c3po'"
+        measured = method.draws > 0 and method.gradient_at in ("fresh", "mean")
+        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
+        if schedule.metric_read == "correction/kept_share":
+            kind = method.correction.kind
+            fix = f"method.correction.kind = {kind!r} masks nothing; set metric = 'kl', or a correction that masks"
+            self.check("ess_schedule.metric", kind.endswith("mis"), fix)
 
     def _check_sampling(self) -> None:
         sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step
+        for key in ("sampling.temperature", "sampling.raised_temperature", "eval.temperature"):
+            self.engine.check_temperature(self, key)
         fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
         self.check("sampling.temperature", sampling.temperature > 0 or greedy, fix)
-        fix = f"must exceed sampling.temperature = {sampling.temperature}, or be 0, which never raises it"
         raised = sampling.raised_temperature
+        fix = f"must exceed sampling.temperature = {sampling.temperature}, or be 0, which never raises it"
         self.check("sampling.raised_temperature", not raised or raised > sampling.temperature, fix)
         fix = "greedy rollouts (method.greedy) have no temperature; set it to 0"
         self.check("sampling.raised_temperature", not (raised and greedy), fix)
         fix = f"must hold a batch, data.prompts_per_step = {batch}, or be 0"
         per_round = sampling.prompts_per_round
         self.check("sampling.prompts_per_round", not per_round or per_round >= batch, fix)
+        fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
+        whole = sampling.top_p == 1 and sampling.top_k == 0
+        self.check("method.correction.kind", whole or self.method.correction.kind == "none", fix)
+
+    def _check_objective(self) -> None:
+        scoring = self.reward.scoring
+        fix = f"needs rewards of 0 and 1 (maxrl: none below 0); set reward.scoring = 'binary' (now {scoring!r})"
+        refused = {"pass_at_k": ("format_penalty", "passed_share"), "maxrl": ("format_penalty",)}
+        self.check("method.advantage.rule", scoring not in refused.get(self.method.advantage.rule, ()), fix)
+        fix = f"must not exceed data.prompts_per_step = {self.data.prompts_per_step}"
+        self.check("objective.mini_batches", self.objective.mini_batches <= self.data.prompts_per_step, fix)
 
 
 class SFTConfig(Settings, table=""):

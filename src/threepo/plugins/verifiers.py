@@ -1,8 +1,8 @@
 """Environments of Prime Intellect's `verifiers` with one turn, for example `verifiers:word_sums(split="train")`.
 
-An environment is an installed package that exports a `Taskset` (verifiers 0.4). Its tasks give the prompts, and their
-`score` the rewards: each completion becomes the trace of one exchange. Environments in which more than that happens are
-refused: several turns or agents, tools, a sandbox, a judge model.
+An environment is an installed package that exports a `Taskset` (verifiers 0.4). Its tasks have the prompts, and their
+`score` makes the rewards: each completion becomes the trace of one exchange. Environments with several turns or agents,
+tools, a sandbox or a judge model are refused.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from threepo.types import THINK, THINK_END, Completion, OwnReward, Problem
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """The tasks of an environment, which know their rewards."""
+    """The tasks of an environment, which score completions."""
 
     source: str
     tasks: Mapping[str, Any]
-    """Each a `verifiers.v1.Task`, by the id of its problem."""
+    """A `verifiers.v1.Task` for each problem, by the problem's id."""
 
     def rewards(self, completions: Sequence[Completion]) -> list[float]:
-        """The weighted sum of the task's rewards for each completion; what goes wrong in one is a `UserError`."""
+        """The weighted sum of the task's rewards for each completion; an error in a reward becomes a `UserError`."""
 
         async def all_of_them() -> list[float]:
             return await asyncio.gather(*(self._reward(completion) for completion in completions))
@@ -67,8 +67,8 @@ class Environment:
 def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems, Environment]:
     """The problems and rewards of `verifiers:NAME(setting=value, ...)`.
 
-    The settings are those of the environment's `TasksetConfig`. Besides, `select` takes some of the tasks, with the
-    settings of verifiers' `SelectConfig`.
+    The settings are fields of the environment's `TasksetConfig`; `select` chooses some of the tasks, with the fields of
+    verifiers' `SelectConfig`.
     """
     name, arguments = split_settings(source)
     try:
@@ -106,7 +106,7 @@ def open_environment(source: str, settings: DataConfig) -> tuple[FiniteProblems,
 
 
 def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
-    """Why the environment cannot be used; empty if one completion of a prompt is all that happens in it."""
+    """Say why the environment cannot be used; empty if it only asks for one completion of a prompt."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     if not taskset.bounded:
@@ -117,7 +117,7 @@ def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
     overridden = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
     functions = [*(getattr(task, hook) for hook in overridden), *task.hooks("reward")]
     in_sandbox = [function.__name__ for function in functions if _needs_runtime(function)]
-    more = {
+    unsupported = {
         f"its {kind.__name__} has turns or agents of its own": kind is not vf.SingleAgentEnv,
         "it runs the model in a harness of its own": vf.default_harness_id(name) == name,
         "it gives the model tools": taskset.toolsets(taskset.config) or task.toolsets(config),
@@ -128,20 +128,18 @@ def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
         or config.judges,
         "it has no rewards": not task.hooks("reward"),
     }
-    reasons = [reason for reason, found in more.items() if found]
-    return (
-        f"{'; '.join(reasons)}; threepo takes environments with one turn, scored from its text alone" if reasons else ""
-    )
+    reasons = "; ".join(reason for reason, applies in unsupported.items() if applies)
+    return reasons and f"{reasons}; threepo takes environments with one turn, scored from its text alone"
 
 
 def _needs_runtime(function: Callable[..., Any]) -> bool:
-    """Whether a function must be given the sandbox in which a rollout of verifiers takes place."""
+    """Whether a function needs the sandbox in which verifiers runs a rollout."""
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _prompt(data: Any) -> list[Any]:
-    """The messages of a task's prompt, its system prompt first."""
+    """The messages of a task's prompt; the system prompt comes first."""
     import verifiers.v1 as vf
 
     system = [] if data.system_prompt is None else [vf.SystemMessage(content=data.system_prompt)]
@@ -149,7 +147,7 @@ def _prompt(data: Any) -> list[Any]:
 
 
 def _empty_trace(task: Any) -> Any:
-    """Trace with which a rollout of verifiers begins."""
+    """The trace with which a rollout of verifiers begins."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
@@ -159,7 +157,7 @@ def _empty_trace(task: Any) -> Any:
 
 
 def _record(trace: Any, task: Any, completion: Completion) -> None:
-    """Add the exchange to the trace: the prompt, and the completion with its thinking apart from the reply."""
+    """Add the exchange to the trace: the prompt, and the completion with thinking and reply apart."""
     import verifiers.v1 as vf
 
     thinking, _, reply = (completion.opening + completion.text).rpartition(THINK_END)
@@ -174,7 +172,7 @@ def _record(trace: Any, task: Any, completion: Completion) -> None:
 
 
 def _described(error: BaseException) -> str:
-    """An exception in one line, with the last place in the code."""
+    """An exception in one line, with the place in the code that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}:{place.lineno})"
 

@@ -4,14 +4,14 @@
         algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1.0 \\
         'actor_rollout_ref.actor.optim.override_optimizer_config={method: c3po, draws: 4, ess: 1e9}' ...
 
-verl finds this module through the entry point `verl.plugins`. If it says "Unknown trainer 'threepo'",
-`python -c "import threepo.plugins.verl"` says why: verl logs the reason at the level DEBUG only.
+verl finds this module through the entry point `verl.plugins`. If verl says "Unknown trainer 'threepo'",
+`python -c "import threepo.plugins.verl"` says why: verl logs the reason only at the level DEBUG.
 
-| part | what it changes of verl |
+| part | what it changes in verl |
 | --- | --- |
-| IVONEngine | the optimizer is IVON; gradients and the log-probs before them are taken at the draw of the method |
-| IVONWorker | has that engine, and sends the draw r mod N, or the mean, to its rollout replica r |
-| DrawTrainer | rollouts come from the draws, evaluations from the mean; C3PO is corrected by Seq-MIS |
+| IVONEngine | the optimizer is IVON; gradients and the log-probs before them are taken at the method's draws |
+| IVONWorker | has that engine, and sends draw r mod N, or the mean, to rollout replica r |
+| DrawTrainer | rollouts come from draws, evaluations from the mean; C3PO is corrected by Seq-MIS |
 | DrawRouter | every draw writes the same share of each prompt's completions |
 """
 
@@ -51,14 +51,14 @@ from threepo.types import Draw
 
 _SETTINGS = "actor_rollout_ref.actor.optim.override_optimizer_config"
 _METHODS = {method.name: method for method in (GRPO, B3PO, M3PO, C3PO, C3PO_REPLAY)}
-"""Those that can be had inside verl; its own trainer has the other rows' losses and credit rules."""
+"""Methods supported inside verl; verl's own trainer has the losses and credit rules of the others."""
 _NOT_FOUND = 'its plug-in failed to load; `python -c "import threepo.plugins.verl"` says why'
 _OF_ADAMW = ("optimizer", "optimizer_impl", "betas", "weight_decay", "clip_grad")
 _check_hooks = partial(check_hooks, "verl", "0.9.1")
 
 
 def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
-    """The method and the settings of IVON that verl's `override_optimizer_config` holds."""
+    """The method and IVON's settings in verl's `override_optimizer_config`."""
     settings = dict(override or {})
     name = settings.pop("method", None)
     if name not in _METHODS:
@@ -70,18 +70,18 @@ def read_settings(override: Mapping[str, Any] | None) -> tuple[Method, dict[str,
 @_check_hooks("_build_optimizer train_batch", "forward_backward_batch optimizer_step get_per_tensor_param")
 @EngineRegistry.register("language_model", "fsdp2", device=["cuda", "cpu"], vendor="threepo")
 class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """verl's FSDP2 engine with IVON; verl takes it where VERL_ENGINE_VENDOR=threepo.
+    """verl's FSDP2 engine with IVON, which verl uses if VERL_ENGINE_VENDOR=threepo.
 
-    A method of threepo says at which draw of the weights an update takes its gradient. Between calls the model holds
-    the mean, so checkpoints and losses of evaluation are of the mean; log-probs of an update to come are of its draw.
+    A method of threepo says at which draws an update takes its gradient. Between calls the model holds the mean, so
+    checkpoints and evaluation losses are of the mean; log-probs for an update are taken at the update's draws.
     """
 
     replica: int | None = None
-    """The rollout replica that this rank sends weights to gets draw `replica` modulo N. None: it gets the mean."""
+    """The rollout replica to which this rank sends weights; it gets draw `replica` modulo N. None: it gets the mean."""
     _step: int | None = None
-    """Of the draws that the rollouts were made with; None before the first."""
+    """The step of the draws that wrote the rollouts; None before the first."""
     _divisor: float | None = None
-    """Of the sum of the gradients observed for the next step."""
+    """Divides the sum of the gradients observed for the next step."""
 
     def _build_optimizer(self, module: torch.nn.Module) -> IVON:
         config = self.optimizer_config
@@ -101,16 +101,16 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return optimizer
 
     def draw_step(self) -> int:
-        """Steps tried so far, the skipped ones included, so that no step has the draws of another."""
+        """Count steps so far, including skipped ones, so that no two steps have the same draws."""
         return int(self.optimizer.param_groups[0]["step"] + self.optimizer.skipped_steps)
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's passes at the draws of the gradient; an evaluation's loss, and a reference model, at the mean."""
+        """Run verl's passes at the gradient's draws; an evaluation's loss and a reference model use the mean."""
         if self.optimizer is None or (forward_only and loss_function is not None):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        # All mini-batches of a step take their gradients at the same draws, which their rollouts fix.
+        # All mini-batches of a step take their gradients at the draws of their rollouts.
         step = self.draw_step() if self._step is None else self._step
         draws = gradient_draws(self.method, self.optimizer.seed, step)
         if not forward_only and "response_mask" in data:
@@ -121,7 +121,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             for index, draw in enumerate(draws):
                 rows, part = list(range(len(data))), data
                 if len(draws) > 1:
-                    rows, part = _written_by(index, data, self.get_data_parallel_group())
+                    rows, part = _rows_of_draw(index, data, self.get_data_parallel_group())
                 with self.optimizer.at(draw):
                     parts.append((rows, super().forward_backward_batch(part, loss_function, forward_only)))
                 tokens.append(tu.get(part, "batch_num_tokens"))
@@ -129,7 +129,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                     self.optimizer.observe(draw, 1.0 if self._by_part(draws) else 1.0 / tokens[-1])
         self._divisor = None if self._by_part(draws) else sum(tokens)
         shares = [1 / len(draws) if self._by_part(draws) else count / sum(tokens) for count in tokens]
-        return parts[0][1] if len(parts) == 1 else _joined(parts, shares)
+        return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
 
     def _by_part(self, draws: Sequence[Draw | None]) -> bool:
         """Whether gradients are averaged over draws, instead of over the tokens of all of them."""
@@ -146,12 +146,12 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return outputs
 
     def optimizer_step(self) -> float:
-        """A step without clipping, because the Hessian is learned from these gradients; their norm."""
+        """Step without clipping, because the Hessian is learned from these gradients; return their norm."""
         self.optimizer.step(divisor=self._divisor)
         return float(self.optimizer.step_metrics()["optimizer/grad_norm"])
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """All weights, one at a time, of the draw that this rank's rollout replica shall hold; a collective."""
+        """Yield the weights, one at a time, of the draw for this rank's rollout replica; a collective."""
         self._step = self.draw_step()
         draws = rollout_draws(self.method, self.optimizer.seed, self._step)
         draw = None if self.replica is None else draws[self.replica % len(draws)]
@@ -164,9 +164,9 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     @contextmanager
     def _state_on_device(self, model: bool) -> Iterator[None]:
-        """A draw needs IVON's state, and all else where the weights are; verl may keep either on the CPU."""
+        """Bring IVON's state, and the weights if asked, to the device for the body; verl may keep them on the CPU."""
         state = {"model": model and self._is_offload_param, "optimizer": self._is_offload_optimizer, "grad": False}
-        if not any(state.values()) or self.mode == "train":  # verl has brought all of it
+        if not any(state.values()) or self.mode == "train":  # verl has brought all of it to the device
             yield
             return
         self.to(get_device_name(), **state)
@@ -176,10 +176,10 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             self.to("cpu", **state)
 
 
-def _written_by(draw: int, data: Any, ranks: Any) -> tuple[list[int], Any]:
-    """Positions of the rows that a draw wrote, and a batch of them, filled up with rows that count for nothing.
+def _rows_of_draw(draw: int, data: Any, ranks: Any) -> tuple[list[int], Any]:
+    """Positions of the rows that a draw wrote, and a batch of them, filled up with rows that are masked.
 
-    All ranks get as many rows as the one that has most: verl needs as many micro-batches of each.
+    All ranks get as many rows as the rank with most, because verl needs equally many micro-batches on each.
     """
     rows = [row for row, fields in enumerate(tu.get(data, "extra_fields")) if fields["draw"] == draw]
     most = torch.tensor(len(rows), device=get_device_name())
@@ -192,8 +192,8 @@ def _written_by(draw: int, data: Any, ranks: Any) -> tuple[list[int], Any]:
     return rows, part
 
 
-def _joined(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str, Any]:
-    """The outputs of several parts of a batch as verl has them for the whole; losses weighted by `shares`."""
+def _join_outputs(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str, Any]:
+    """Join the outputs of the parts (rows, output) of a batch as verl has them; `shares` weight the losses."""
     metrics: dict[str, Any] = {}
     for (_, out), share in zip(parts, shares, strict=True):
         for name, values in out["metrics"].items():
@@ -202,7 +202,7 @@ def _joined(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str
             metrics[name].extend(values) if name in metrics else metrics.update({name: values})
     model_output = {}
     for name in parts[0][1]["model_output"]:
-        by_row = {  # `zip` leaves out what a part was filled up with
+        by_row = {  # `zip` leaves out the rows with which a part was filled up
             row: value
             for rows, out in parts
             for row, value in zip(rows, out["model_output"][name].unbind(), strict=False)
@@ -214,7 +214,7 @@ def _joined(parts: list[tuple[list[int], Any]], shares: list[float]) -> dict[str
 
 @_check_hooks("init_model")
 class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker of trainer and rollout, with an IVONEngine."""
+    """verl's worker for training and rollouts, with an IVONEngine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def init_model(self) -> None:
@@ -226,7 +226,7 @@ class IVONWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def send_draws(self, draws: bool) -> None:
-        """Whether the next `update_weights` sends draws, or the mean."""
+        """Let the next `update_weights` send draws, or else the mean."""
         self.actor.engine.replica = self.rank // ranks_of_replica(self.config.rollout) if draws else None
 
 
@@ -256,7 +256,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         self.actor_rollout_wg.send_draws(True)
 
     def on_step_end(self) -> None:
-        """End a step as verl does, once all was called that makes its rollouts come from draws."""
+        """End a step as verl does; `UserError` if a hook was not called without which rollouts are not from draws."""
         check_called(self)
         super().on_step_end()
 
@@ -274,7 +274,7 @@ class DrawTrainer(PPOTrainerSync):  # type: ignore[misc]
         self.checkpoint_manager.update_weights(self.global_steps)
 
     def get_llm_client(self) -> "DrawClient":
-        """verl's client, which notes draws."""
+        """Make verl's client with the draw of each server."""
         client: DrawClient = self.llm_server_manager.get_client(DrawClient)
         servers, draws = self.llm_server_manager.server_addresses, max(self._method.draws, 1)
         client.draw_of = {address: replica % draws for replica, address in enumerate(servers)}
@@ -294,7 +294,7 @@ class DrawClient(LLMServerClient):  # type: ignore[misc]
     """verl's client of rollout servers; `extra_fields["draw"]` of a completion is the index of its draw."""
 
     draw_of: Mapping[str, int]
-    """By a server's address."""
+    """The index of a server's draw, by the server's address."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -305,7 +305,7 @@ class DrawClient(LLMServerClient):  # type: ignore[misc]
         return self._asked[request_id], server
 
     async def generate(self, request_id: str, **settings: Any) -> Any:
-        """Make the model as verl does."""
+        """Generate as verl does, and note the draw."""
         output = await super().generate(request_id, **settings)
         output.extra_fields["draw"] = self.draw_of[self._asked.pop(request_id)]
         return output
@@ -321,11 +321,11 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
         self._asked: Counter[int] = Counter()
 
     def require_acquire_fields(self) -> list[str]:
-        """Fields by which a request is routed."""
+        """Name the fields by which a request is routed."""
         return ["prompt_ids"]
 
     def acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:
-        """The server for a request: later turns of a conversation stay where its first one went."""
+        """Choose a request's server; later turns of a conversation stay on the server of its first turn."""
         if request_id not in self._request_id_to_server:
             prompt = hash(tuple(fields["prompt_ids"]))
             replicas = list(self._servers)[self._asked[prompt] % self._draws :: self._draws]
@@ -335,17 +335,20 @@ class DrawRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
 
 
 def ranks_of_replica(rollout: DictConfig) -> int:
-    """Ranks of the trainer that one rollout replica spans."""
+    """Number of the trainer's ranks that one rollout replica spans."""
     return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
 
 
 def check_config(config: DictConfig) -> Method:
-    """The method of a configuration of verl, into which its correction is written; `UserError` for what cannot be."""
-    actor, rollout, given = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    """Return the method of verl's configuration, and write the method's correction into the configuration.
+
+    `UserError` for settings that do not fit the method.
+    """
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     method, _ = read_settings(actor.optim.override_optimizer_config)
     if actor.strategy != "fsdp2":
         raise UserError(f"actor_rollout_ref.actor.strategy = {actor.strategy!r}: only fsdp2 has an engine with IVON")
-    replicas = given.nnodes * given.n_gpus_per_node // ranks_of_replica(rollout)
+    replicas = trainer.nnodes * trainer.n_gpus_per_node // ranks_of_replica(rollout)
     if method.draws > replicas:
         raise UserError(
             f"{_SETTINGS}.draws = {method.draws}: each draw needs a rollout replica of its own, and there are "

@@ -305,7 +305,7 @@ class Harness:
 
     def _is_late(self, code: int, spent_s: float) -> bool:
         """Whether a process with this exit code and seconds of processor time has used up its time."""
-        limit_s = self._order["cpu_s"]
+        limit_s: float = self._order["cpu_s"]
         used_up = spent_s > limit_s / 2 or self._waited > self._order["wall_s"]
         # Where it kills, the kernel counts time more coarsely.
         return spent_s > limit_s or (code == -_signal.SIGKILL and used_up)

@@ -1,0 +1,93 @@
+"""[model], [model.tiny], [model.lora]: the policy."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from threepo.config.records import Count, CountOrZero, NotNegative, Positive, Settings, must
+from threepo.config.sources import LocalPath
+
+
+class TinyConfig(Settings, table="model.tiny"):
+    """[model.tiny]: shape of a new tiny model, when model.path names one."""
+
+    hidden_size: Count = 128
+    """Width; must be divisible by `heads`."""
+    intermediate_size: Count = 384
+    """Inner width of the MLP."""
+    layers: Count = 4
+    """Transformer blocks."""
+    heads: Count = 4
+    """Attention heads."""
+    kv_heads: Count = 2
+    """Key and value heads (grouped-query attention); must divide `heads`."""
+    context: Count = 512
+    """Longest sequence in tokens."""
+    tied: bool = True
+    """Share the input embedding and the output head."""
+    deviation: Positive = 0.02
+    """Standard deviation of the initial weights. Narrow models learn to copy much sooner from larger ones, such as 0.08
+    at width 64."""
+
+    def __post_init__(self) -> None:
+        fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
+        self.check("hidden_size", self.hidden_size % (2 * self.heads) == 0, fix)
+        self.check("kv_heads", self.heads % self.kv_heads == 0, f"must divide model.tiny.heads = {self.heads}")
+
+
+class LoRAConfig(Settings, table="model.lora"):
+    """[model.lora]: train low-rank adapters of linear layers, W + s B A, instead of all weights (docs/adapters.md)."""
+
+    rank: CountOrZero = 0
+    """Rank of B A; 0: no adapters, all weights are trained."""
+    alpha: NotNegative = 0.0
+    """s = alpha / rank; 0: alpha is the rank, so s = 1."""
+    targets: Annotated[tuple[str, ...], must(bool, "name one or more")] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Linear layers that get an adapter, by the last part of their names."""
+    init: Literal["unit", "usual"] = "unit"
+    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is
+    noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
+    and noise goes to both."""
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Precision of the frozen weights of linear layers. `bfloat16` takes half of the memory, and with
+    model.compute_dtype and engine.dtype = 'bfloat16' a run keeps its bits, since they are rounded for every product
+    anyway (`noise.unit = 'rms'` is an exception: it measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all
+    but the head; the policy then has the rounded weights, in engines and other commands too."""
+
+    @property
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / self.rank if self.alpha else 1.0
+
+
+class ModelConfig(Settings, table="model"):
+    """[model]: the policy."""
+
+    path: Annotated[LocalPath, must(bool, "name a model directory, a hub id, tiny-qwen2 or tiny-llama")]
+    """A Hugging Face model directory or hub id with its tokenizer; `tiny-qwen2` or `tiny-llama` makes a new model."""
+    tokenizer: LocalPath = ""
+    """Another directory or hub id whose tokenizer and chat template to use instead; they are saved with the model."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the training forward and backward pass (autocast); master weights are always float32."""
+    device: str = "auto"
+    """A torch device such as `cpu` or `cuda:1`; `auto`: CUDA if there is one, else the CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+    def __post_init__(self) -> None:
+        rounded = self.lora.base_dtype == "bfloat16"
+        fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
+        self.lora.only_if(self.lora.rank > 0, fix, "base_dtype")
+        fix = "without adapters nothing reads it; set model.lora.rank, or remove it"
+        self.lora.only_if(self.lora.rank > 0, fix, "alpha", "targets", "init")
+        fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
+        self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)
