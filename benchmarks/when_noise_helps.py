@@ -23,6 +23,7 @@ from threepo.data.tasks import TASKS
 from threepo.data.tasks.choices import ChoicesNear
 from threepo.files import read_json, write_json
 from threepo.lab.probe_config import ProbeConfig
+from threepo.lab.probe_run import run_probe
 from threepo.models.policy import load_policy
 from threepo.run_folder import SUMMARY, model_folder
 
@@ -73,7 +74,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, Any]:
     asked = ProbeConfig(
         places=tuple(PLACES), sizes=sizes, temperatures=(1.5,), draws=48, rollouts=4, solved_at_most=1.0, exact=True
     )
-    found = api.probe(config, asked, folder / f"{cell.name()}-probe")
+    found = run_probe(config, asked, folder / f"{cell.name()}-probe")
     near = {place: [n for n in found["noise"] if n["place"] == place and n["kl"] <= MOST_KL] for place in PLACES}
     best = {place: max(of, key=lambda noise: noise["mu"]["value"]) for place, of in near.items() if of}
     policy = load_policy(ModelConfig(path=str(model_folder(start)), device="cpu"))

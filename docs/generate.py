@@ -40,7 +40,7 @@ Where a default differs between commands, both are given.
 """
 COMMANDS_INTRODUCTION = """# Command line
 
-Generated from `src/threepo/cli.py` by `make docs`; do not edit.
+Generated from the commands by `make docs`; do not edit.
 
 `section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). Words and options go in
 any order. The exit status is 0 when done, 2 when something in the input has to be fixed (said in one line), and 128 + n

@@ -131,13 +131,9 @@ def test_the_configuration_page_is_what_the_source_says() -> None:
 def test_every_field_that_a_page_names_exists() -> None:
     """`table.key` in backticks, in the pages that map settings to fields."""
     known = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    tables = {
-        name.split("]")[0]: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE))
-        for name, body in re.findall(r"^## \[([\w.]+\][^\n]*)\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.MULTILINE)
-        if not name.startswith("optimizer")
-    }
-    optimizer = re.findall(r"^## \[optimizer\][^\n]*\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.MULTILINE)
-    tables["optimizer"] = set(re.findall(r"^\| `(\w+)` \|", "".join(optimizer), re.MULTILINE))
+    tables: dict[str, set[str]] = {}
+    for title, body in re.findall(r"^## \[([\w.]+)\][^\n]*\n(.*?)(?=^## |\Z)", known, re.DOTALL | re.MULTILINE):
+        tables.setdefault(title, set()).update(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE))
     tables["method"].add("preset")
     for page in ("paper_index.md", "method.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")

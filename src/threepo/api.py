@@ -1,7 +1,6 @@
 """The commands as functions: each takes a checked configuration and leaves a finished folder."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,18 +10,13 @@ from typing import Any, TypeVar
 from transformers.utils import logging
 
 from threepo.config import ModelConfig, SFTConfig, TrainConfig
-from threepo.config.recipes import Table, load, load_resumed
+from threepo.config.recipes import load_resumed
 from threepo.config.records import to_dict
 from threepo.data.finite import FiniteProblems
-from threepo.data.rows import digest
 from threepo.errors import UserError
-from threepo.evaluation.records import set_name
 from threepo.evaluation.run import evaluate
 from threepo.files import atomic_folder, read_json, write_json
 from threepo.inputs import SavedInputs
-from threepo.lab import probe as probing
-from threepo.lab.probe_config import ProbeConfig
-from threepo.lab.probe_findings import recipe, write_recipe
 from threepo.lab.report import read_run
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.adapters import merge_
@@ -44,8 +38,7 @@ from threepo.training.run import Follower
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
-__all__ = ["closing_words", "complete", "evaluate", "merge", "probe", "probe_folder"]
-__all__ += ["resume", "sample", "start", "train"]
+__all__ = ["closing_words", "complete", "evaluate", "merge", "resume", "sample", "start", "train"]
 
 logging.disable_progress_bar()  # one bar is enough, and it is ours
 
@@ -168,31 +161,3 @@ def merge(model: Path, output: Path) -> None:
     merge_(policy.model)
     with atomic_folder(output) as folder:
         policy.save(folder)
-
-
-def probe_folder(config: TrainConfig, settings: ProbeConfig) -> Path:
-    """runs/probe-MODEL-DATA-DIGEST: equal settings have equal folders, different settings have different ones."""
-    model = Path(config.model.path)
-    text = json.dumps([to_dict(config), to_dict(settings)], sort_keys=True)
-    name = "-".join([model.name, set_name(Path(config.data.train).stem), digest([text])[:8]])
-    return Path("runs") / f"probe-{name}"
-
-
-def probe(
-    config: TrainConfig, settings: ProbeConfig, folder: Path, training: Table | None = None, write: Path | None = None
-) -> dict[str, Any]:
-    """Predict what noise on the weights would do to a training, before it. Returns what summary.json holds.
-
-    `write`: where the recipe goes that follows, made of the tables `training`; none is written where noise does not
-    help.
-    """
-    from threepo.lab.probe_report import draw_picture  # which loads matplotlib
-
-    summary = probing.probe(config, settings, folder)
-    draw_picture(summary, folder / "probe.png")
-    if write and summary["draws"]:
-        prior = probing.prior(config)
-        proposed = recipe(summary, config, training or {}, str(prior.folder) if prior else "")
-        write_recipe(write, proposed, summary["verdict"])
-        load(TrainConfig, str(write))  # it must be one
-    return summary

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 SERIAL = 1 << 16
-"""Elements below which a second thread costs more than it brings."""
+"""Number of elements below which a second thread costs more than it saves."""
 
 
 class Library:

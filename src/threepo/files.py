@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from threepo.errors import UserError
 
 UNFINISHED = ".unfinished"
-"""Ends the name of what is being written or deleted; a killed process leaves it behind."""
+"""End of the name of what is being written or deleted; a killed process leaves it behind."""
 _adapter: Any = cache(TypeAdapter)
 
 _FIXES = {
@@ -61,7 +61,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder, which is yielded empty. `path` must not exist yet, or be an empty folder."""
+    """Yield an empty folder that becomes `path` as in `atomic_file`; `path` must not exist, or be an empty folder."""
     with atomic_file(path) as temporary:
         temporary.mkdir()
         yield temporary

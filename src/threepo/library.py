@@ -139,7 +139,8 @@ def train(
     `settings`: tables of a recipe, `optimizer={"lr": 1.0}`, or dotted keys, `**{"optimizer.lr": 1.0}`; they lie over
     `recipe`, a file or a shipped name.
     `callbacks` get each row of metrics.jsonl when it is written; once one returns True, the state is saved and `train`
-    returns. `resume`: a run to go on with; besides, only `callbacks`, `reward` and `run={"steps": ...}` are read.
+    returns. `resume`: a run to go on with; besides, it takes only `callbacks`, `reward`, `run={"steps": ...}` and
+    `parallel={...}`.
     """
     name, functions = _reward(reward)
     if resume is not None:
@@ -180,8 +181,8 @@ def fine_tune(
     """Warm start by imitating texts, in which IVON learns a posterior, as `threepo sft` does. Returns the run.
 
     `data`, and `heldout` to measure the loss on: conversations, given as the problems of `train` are given, with the
-    columns of docs/sft.md. All other arguments are those of `train`; of a run to `resume`, only `callbacks` and
-    `run={"steps": ...}` are read besides.
+    columns of docs/sft.md. All other arguments are those of `train`; `resume` takes only `callbacks`,
+    `run={"steps": ...}` and `parallel={...}` besides.
     """
     if resume is not None:
         others = (model, data, heldout, tokenizer, recipe or None, folder or None)

@@ -62,7 +62,7 @@ def progress(
 
 
 CALLBACK = 1000
-"""In place of a signal's number: a callback has asked the loop to stop."""
+"""Stands for a signal's number where a callback has asked the loop to stop."""
 
 
 class StopRequest:
@@ -74,7 +74,7 @@ class StopRequest:
 def obey(
     signal_number: int, done: int, total: int, run: Path, unit: str = "step", fix: str = "continue with --resume"
 ) -> None:
-    """Raise `Interrupted` if a signal came (not 0), or `CALLBACK`, and not all is done; the state must be saved."""
+    """Raise `Interrupted` if there is a signal, or `CALLBACK`, and work is left; the state must be saved before."""
     if signal_number and done < total:
         name = "stopped by a callback" if signal_number == CALLBACK else signal.Signals(signal_number).name
         raise Interrupted(signal_number, f"{name} after {unit} {done} of {total}; {fix} {run}")

@@ -79,7 +79,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def metrics_digest(run: Path) -> str:
-    """Digest of all metrics but times; a run repeated with the same threads on the same machine has the same."""
+    """Digest of all metrics except times: equal for a run that is repeated on the same machine with as many threads."""
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in read_metrics(run)]
     return hashlib.blake2b(json.dumps(rows, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -161,9 +161,9 @@ class LockedFolder:
     """
 
     files: tuple[str, ...]
-    """What is deleted then. The first is in every folder that was begun; the last is the lock."""
+    """Files to delete then. The first is in every folder that was begun; the last is the lock."""
     results: tuple[str, ...]
-    """Files and folders, one of which is there once there is anything to keep."""
+    """Files and folders, one of which exists once there is anything to keep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -79,7 +79,7 @@ class Process:
         return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
 
     def ending(self) -> str:
-        """End of a process that closed its connection, such as `killed by SIGSEGV` or `exit status 3`."""
+        """How a process ended that closed its connection, such as `killed by SIGSEGV` or `exit status 3`."""
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(ENDING_SECONDS)
             return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -185,7 +185,7 @@ def _close(processes: Sequence[Process | None]) -> None:
 
 
 def _serve() -> None:
-    """Main loop of a worker: import the function, set the memory limit, call the function with each item."""
+    """Run a worker: import the function, set the memory limit, then call the function with each item."""
     link = owner()
     name, memory_mib = link.recv()
     function = pkgutil.resolve_name(name)

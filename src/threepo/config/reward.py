@@ -37,7 +37,7 @@ class SandboxConfig(Settings, table="reward.sandbox"):
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
-        self.check("packages", not (server and self.packages), "a server brings its packages; remove it")
+        self.check("packages", not (server and self.packages), "a server has packages of its own; remove it")
         fix = "set the server's address" if server else "only reward.sandbox.backend = 'sandbox_fusion' reads it"
         self.check("url", bool(self.url) == server, fix)
 

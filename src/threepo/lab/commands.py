@@ -48,11 +48,11 @@ def probe(options: argparse.Namespace) -> None:
         raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
     config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
     with without_collector():
-        from threepo import api
         from threepo.lab.probe_report import table
+        from threepo.lab.probe_run import default_folder, run_probe
 
-    folder = options.output or api.probe_folder(config, settings)
-    summary = api.probe(config, settings, folder, training, options.write)
+    folder = options.output or default_folder(config, settings)
+    summary = run_probe(config, settings, folder, training, options.write)
     console = Console()
     console.print(table(summary))
     console.print(summary["verdict"], highlight=False)

@@ -11,12 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from threepo.api import complete, probe
+from threepo.api import complete
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
 from threepo.lab.probe_config import load_probing
+from threepo.lab.probe_run import run_probe
 from threepo.lab.report import RunReport, read_run, tables
 from threepo.run_folder import SUMMARY
 
@@ -56,7 +57,7 @@ class Demonstration:
         noise = load(TrainConfig, f"demo/{recipe}").noise
         flags = {**PROBED, "places": tuple(noise.where), "sizes": (noise.size,)}
         config, settings, _ = load_probing(str(start), f"demo/{recipe}", self.overrides, flags)
-        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else probe(config, settings, folder)
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).is_file() else run_probe(config, settings, folder)
         self.seconds += time.monotonic() - began
         self.console.print(summary["verdict"], highlight=False)
         return summary
