@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from threepo.config import AdamWConfig, DataConfig, IVONConfig, Method, ModelConfig, SFTConfig, TrainConfig
+from threepo.config import (
+    AdamWConfig,
+    CISPOConfig,
+    DataConfig,
+    IVONConfig,
+    KLCovConfig,
+    Method,
+    ModelConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from threepo.config.method import C3PO
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
@@ -85,6 +95,14 @@ def test_axes_can_be_changed_on_top_of_a_preset() -> None:
     config = load(TrainConfig, "", [*BASE, "method.preset=c3po", "method.draws=2", "method.correction.weight=one"])
     assert (config.method.draws, config.method.gradient_at) == (2, "fresh")
     assert (config.method.correction.kind, config.method.correction.weight) == ("seq_mis", "one")
+
+
+def test_another_loss_than_the_presets_leaves_out_the_keys_that_it_lacks() -> None:
+    """They are not the user's, so nobody could remove them."""
+    config = load(TrainConfig, "", [*BASE, "method.preset=clip_higher", "objective.loss=kl_cov"])
+    assert config.objective == KLCovConfig(mini_batches=4)
+    config = load(TrainConfig, "", [*BASE, "method.preset=clip_higher", "objective.loss=cispo"])
+    assert config.objective == CISPOConfig(mini_batches=4, clip_high=0.28)
 
 
 def test_a_resolved_configuration_survives_json() -> None:
