@@ -156,6 +156,25 @@ def test_ctrl_c_while_the_first_run_is_still_importing_ends_in_one_line(tmp_path
     assert said.endswith("study tiny: SIGINT: its runs are saved; the same command goes on\n")
 
 
+def test_a_run_does_not_run_the_script_that_has_started_the_study(tmp_path: Path) -> None:
+    script = """
+import time
+from pathlib import Path
+from threepo.lab.study_fork import ForkedRun
+
+with open("begun", "a") as file:
+    file.write("once")
+run = ForkedRun(["train", "--list"], Path("log"), {})
+while run.poll() is None:
+    time.sleep(0.01)
+assert run.poll() == 0
+"""
+    (tmp_path / "script.py").write_text(script)
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True)
+    assert (tmp_path / "begun").read_text() == "once"
+    assert "demo/c3po" in (tmp_path / "log").read_text()
+
+
 FABRICATED = """
 [study]
 folder = "FOLDER"

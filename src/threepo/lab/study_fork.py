@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 from threepo.cli import main
@@ -27,7 +28,10 @@ class ForkedRun:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
         self._process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
-        with patch.dict(os.environ, environment):  # libraries read the number of threads when they are imported
+        with (
+            _without_main(),
+            patch.dict(os.environ, environment),
+        ):  # libraries read the number of threads when they are imported
             resource_tracker.ensure_running()  # which lets signals through again when it has started
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
             try:
@@ -43,6 +47,17 @@ class ForkedRun:
     def terminate(self) -> None:
         """Let the process save its state and end."""
         self._process.terminate()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module for the body: a fork would run the script that has called us once more."""
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
 
 
 def _run(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
