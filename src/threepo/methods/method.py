@@ -39,9 +39,9 @@ def gradient_draws(method: Method, seed: int, step: int) -> list[Draw | None]:
 def requests(
     method: Method, problems: Sequence[tuple[Problem, tuple[int, ...]]], draws: Sequence[Draw | None]
 ) -> list[Request]:
-    """Requests of a step: every draw writes its even share of every prompt's completions; prompt-major.
+    """Requests of a step, prompt by prompt: every draw generates an even share of each prompt's completions.
 
-    `problems` pairs each problem with its prompt's tokens. Rollouts of a prompt are numbered through over draws.
+    `problems` pairs each problem with its prompt's tokens. The numbers of a prompt's rollouts run on over its draws.
     """
     share = method.rollouts_per_prompt // len(draws)
     return [
@@ -79,7 +79,7 @@ def credit(method: Method, completions: Sequence[Completion]) -> list[Group]:
 
 
 def flat_groups(method: Method, group: Group) -> list[bool]:
-    """For each advantage group of the prompt, whether all its advantages are 0."""
+    """Tells of each advantage group of the prompt whether all its advantages are 0."""
     size = method.group_size
     return [not any(group.advantages[i : i + size]) for i in range(0, len(group.advantages), size)]
 
@@ -96,7 +96,7 @@ def fitness(method: Method, groups: Sequence[Group]) -> dict[Draw, float]:
 
 
 def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Group], seed: int, step: int) -> Batch:
-    """Rows of the groups by the weights where their gradient is to be taken (method.md 3).
+    """The batch of the groups: its rows under each draw at whose weights their gradient is taken (method.md 3).
 
     `sampling`: how the rollouts were decoded.
     """

@@ -1,4 +1,4 @@
-"""From the losses of tokens to the loss of an update (method.md 2.3 to 2.6).
+"""The loss of an update, made of the losses of its tokens (method.md 2.3 to 2.6).
 
 Token losses become one number by the weights of their rows: a sum over tokens, divided once by a global number. So the
 result does not depend on how rows are batched or dealt to ranks. Legend: K tokens of a micro-batch.

@@ -31,7 +31,7 @@ def _started() -> World:
 
 
 def ranks_started() -> int:
-    """How many ranks torchrun has started; 1 without it."""
+    """Number of ranks that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 

@@ -107,7 +107,7 @@ IVON_KIND = OptimizerKind(_build_ivon, begin_ivon)
 
 
 def optimizer_kind(settings: OptimizerConfig) -> OptimizerKind:
-    """How the optimizer that the settings name is made."""
+    """The `OptimizerKind` of the optimizer that the settings name."""
     kind: OptimizerKind = resolve_name(settings.code)
     return kind
 

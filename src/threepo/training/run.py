@@ -1,4 +1,4 @@
-"""What runs of RLVR and SFT share: how their parts are built or restored, and how a step ends.
+"""Parts that runs of RLVR and SFT share: building or restoring a run, and ending a step.
 
 A step ends with a row of the log, and with a checkpoint and an evaluation when they are due.
 """

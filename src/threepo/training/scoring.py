@@ -1,4 +1,4 @@
-"""What an update knows of its rows before the first gradient: log-probs, entropies, and which tokens are chosen.
+"""Scores of an update's rows before the first gradient (log-probs, entropies), and the choices of tokens made of them.
 
 All ranks know the scores of all rows, so the choices are made over all tokens that share a divisor, and depend neither
 on micro-batches nor on ranks.

@@ -66,15 +66,15 @@ class _Update:
     world: World
     record: UpdateRecord
     moved: bool = False
-    """Whether the policy may not be the old policy any more."""
+    """Whether an optimizer step was taken, so that the policy may differ from the old policy."""
     first_scores: dict[Key, RowScores] = field(default_factory=dict)
     """Scores of the old policy; empty unless several updates or a choice of tokens need them."""
     reference_scores: dict[int, RowScores] = field(default_factory=dict)
-    """By row index; empty without a reference."""
+    """Scores of the reference model by row index; empty without one."""
     choices: dict[str, dict[Key, torch.Tensor]] = field(default_factory=dict)
-    """By the field of `LossInputs`: which tokens were chosen among those that share a divisor."""
+    """Choices among the tokens that share a divisor, by the field of `LossInputs` that they fill."""
     row_weights: dict[int, float] = field(default_factory=dict)
-    """By row index: factor of the losses of a row's tokens (`policy_loss.row_weights`)."""
+    """Factor of the losses of a row's tokens, by row index (`policy_loss.row_weights`)."""
     signal_factor: float = 1.0
     """Factor of the advantages of the rows that share a divisor (`policy_loss.signal_factor`)."""
 
