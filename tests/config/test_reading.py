@@ -3,10 +3,12 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from threepo.config import (
+    TRACKERS,
     AdamWConfig,
     CISPOConfig,
     DataConfig,
@@ -17,7 +19,7 @@ from threepo.config import (
     SFTConfig,
     TrainConfig,
 )
-from threepo.config.method import C3PO
+from threepo.config.method import C3PO, CREDIT_RULES
 from threepo.config.presets import PRESETS
 from threepo.config.recipes import (
     find_recipe,
@@ -29,7 +31,11 @@ from threepo.config.recipes import (
     shipped_recipes,
 )
 from threepo.config.records import RECORDS, build, to_dict
+from threepo.config.reward import SANDBOXES
 from threepo.errors import UserError
+from threepo.methods.credit import Rule
+from threepo.objectives.token_losses import TokenLoss
+from threepo.training.optimizers import OptimizerKind
 
 BASE = ["model.path=m", "data.train=sorting"]
 SERVERS = ["engine.kind=vllm", "engine.vllm.servers=['http://a:1']", "engine.vllm.weights_folder=/x"]
@@ -505,3 +511,15 @@ def test_models_and_copies_of_benchmarks_mean_the_same_in_any_directory(
 def test_broken_rows_of_benchmarks_may_be_left_out() -> None:
     config = load_evaluation("some/model", "", ["data.broken_rows=skip"], {"names": ["aime24"]})
     assert config.data.broken_rows == "skip"
+
+
+def test_every_name_of_the_tables_leads_to_code_of_its_kind() -> None:
+    """Neither a type checker nor a search for uses reads the places, which are texts."""
+    of_records = {"optimizer": OptimizerKind, "objective": TokenLoss, "engine": type}
+    for table, kind in of_records.items():
+        for record in RECORDS[table].values():
+            assert isinstance(resolve_name(record.code), kind), record
+    assert all(hasattr(resolve_name(record.code), "generate") for record in RECORDS["engine"].values())
+    assert all(isinstance(row.load(), Rule) for row in CREDIT_RULES.values())
+    assert all(hasattr(row.load(), "finish") for row in TRACKERS.values())
+    assert all(hasattr(row.load(), "advice") for row in SANDBOXES.values())
