@@ -116,16 +116,21 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def test_a_signal_stops_the_study_with_its_runs_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launcher", ['launcher = ["env", "VERIFIER=down"]', ""])
+def test_a_signal_stops_the_study_with_its_runs_saved(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The study is told by one of its own runs, so that it happens in the middle of one."""
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_study.py").write_text(
         REWARDS.replace("os.kill(os.getppid(), signal.SIGKILL)", "STOP")
         .replace("os.kill(os.getpid(), signal.SIGKILL)", "pass")
-        .replace("STOP", "os.kill(os.getppid(), signal.SIGTERM)")
+        .replace("STOP", "os.kill(parent.pid if (parent := parent_process()) else os.getppid(), signal.SIGTERM)")
+        .replace("from pathlib", "from multiprocessing import parent_process\nfrom pathlib")
     )
     settings = [*SETTINGS, "eval.every=400", "run.steps=400", "run.checkpoint_every=0"]
-    Path("tiny.toml").write_text(KILLED.replace("SETTINGS", json.dumps(settings)))
+    text = KILLED.replace("SETTINGS", json.dumps(settings)).replace('launcher = ["env", "VERIFIER=down"]', launcher)
+    Path("tiny.toml").write_text(text)
     Path("armed").touch()
     stopped = forked("study", "tiny.toml", "study.folder=stopped", "study.jobs=1", said="said.txt")
     stopped.join()
