@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
+from threepo.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,6 +62,10 @@ class Draw:
     """Use of the draw."""
     sign: Literal[1, -1] = 1
     """-1: the other half of an antithetic pair, which has the noise of this address with the opposite sign."""
+
+    def __post_init__(self) -> None:
+        if self.sign not in (1, -1):  # compiled kernels would make NaN
+            raise UserError(f"Draw sign = {self.sign!r}: must be 1 or -1")
 
     @property
     def number(self) -> int:
