@@ -79,7 +79,7 @@ class Process:
         return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
 
     def ending(self) -> str:
-        """How a process ended that closed its connection, such as `killed by SIGSEGV` or `exit status 3`."""
+        """Words for the end of a process that closed its connection, such as `killed by SIGSEGV` or `exit status 3`."""
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(ENDING_SECONDS)
             return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -101,7 +101,7 @@ class Process:
 
 
 def owner() -> Connection:
-    """In a `Process`: the connection to its owner. From now on the process ends with the owner.
+    """Connection of a `Process` to its owner. From now on the process ends with the owner.
 
     The kernel then closes standard input, and SIGIO ends the process's group, even while Python is busy.
     (PR_SET_PDEATHSIG would already act when the owner's thread that started the process ends.)

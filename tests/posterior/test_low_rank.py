@@ -29,7 +29,7 @@ UNIT = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=1.0)
 def noise(rows: int, columns: int, rank: int, draw: Draw = DRAW) -> torch.Tensor:
     """What a draw adds to a matrix "w" at a sigma of 1."""
     z = torch.zeros(rows, columns)
-    kernels.run([Perturb(z, z, z, noise_of(draw, "w", z.shape, {"rank": rank}), UNIT)])
+    kernels.run([Perturb(z, z, z, noise_of(draw, "w", z.shape, f"rank={rank}"), UNIT)])
     return z
 
 
@@ -43,14 +43,14 @@ def test_it_is_the_product_of_two_factors_of_full_noise(rows: int, columns: int,
 
 def test_vectors_have_full_noise() -> None:
     for shape in (torch.Size([9]), torch.Size([2, 3, 4])):
-        assert noise_of(DRAW, "w", shape, {"rank": 2}) == noise_of(DRAW, "w", shape, {})
-    assert isinstance(noise_of(DRAW, "w", torch.Size([2, 3]), {"rank": 2}), LowRankNoise)
+        assert noise_of(DRAW, "w", shape, "rank=2") == noise_of(DRAW, "w", shape, "")
+    assert isinstance(noise_of(DRAW, "w", torch.Size([2, 3]), "rank=2"), LowRankNoise)
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 4), st.data())
 def test_an_element_is_the_same_in_every_slice(rows: int, columns: int, rank: int, data: st.DataObject) -> None:
     whole = noise(rows, columns, rank).view(-1)
-    made = noise_of(DRAW, "w", torch.Size([rows, columns]), {"rank": rank})
+    made = noise_of(DRAW, "w", torch.Size([rows, columns]), f"rank={rank}")
     start = data.draw(st.integers(0, rows * columns - 1))
     stop = data.draw(st.integers(start + 1, rows * columns))
     for offset, z in made.numbers(start, stop, torch.device("cpu")):
@@ -59,7 +59,7 @@ def test_an_element_is_the_same_in_every_slice(rows: int, columns: int, rank: in
 
 def test_shards_by_rows_and_by_columns_have_the_noise_of_the_whole() -> None:
     whole = noise(6, 10, 2)
-    made = noise_of(DRAW, "w", whole.shape, {"rank": 2})
+    made = noise_of(DRAW, "w", whole.shape, "rank=2")
     for shape, region, expected in [
         ((2, 10), Region(20), whole[2:4]),
         ((6, 3), Region(4, 3, 10), whole[:, 4:7]),
@@ -91,7 +91,7 @@ def test_a_step_has_the_bits_of_the_definition(estimator: str) -> None:
         beta1=0.9, grad_weight=0.1, beta2=0.99, estimate_weight=0.01, retraction_weight=5e-5, estimate_factor=1.0,
         momentum_factor=1.0, clip_radius=1.0, step_size=0.1, estimator=estimator,
     )  # fmt: skip
-    made = noise_of(DRAW, "w", torch.Size([6, 5]), {"rank": 2})
+    made = noise_of(DRAW, "w", torch.Size([6, 5]), "rank=2")
     found = []
     for module in (kernels, kernels.torch_kernels):
         generator = torch.Generator().manual_seed(1)
@@ -109,7 +109,7 @@ def test_price_learns_the_diagonal_of_a_quadratic(rank: int) -> None:
     hessian = root @ root.T / 12 + torch.eye(12)
     w = torch.nn.Parameter(torch.zeros(3, 4))
     settings = {"lr": 0.0, "ess": 1e4, "hess_init": 1.0, "betas": (0.9, 0.999), "noise_shape": "isotropic"}
-    optimizer = IVON([("w", w)], noise_structure={"rank": rank}, **settings)  # type: ignore[arg-type]
+    optimizer = IVON([("w", w)], noise_structure=f"rank={rank}", **settings)  # type: ignore[arg-type]
     late = []
     for step in range(6000):
         draw = optimizer.next_draw()
@@ -134,7 +134,7 @@ def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, sign: Literal[1, -1]
     """In the model, beside it, from a file and around any model; the mean comes back."""
     draw, net = Draw(0, 0, 2, sign=sign), model()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_structure={"rank": 2})
+    optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_structure="rank=2")
     with optimizer.perturbed(draw):
         inside = {name: p.detach().clone() for name, p in net.named_parameters()}
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
@@ -150,10 +150,10 @@ def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, sign: Literal[1, -1]
 def test_noise_of_a_given_size_has_the_rank_too() -> None:
     net = model()
     around = Posterior.around(net.named_parameters(), NoiseConfig(unit="absolute", size=0.1, rank=1))
-    adamw = PointAdamW(net.named_parameters(), noise_scale=0.1, noise_structure={"rank": 1}, lr=1e-3)
+    adamw = PointAdamW(net.named_parameters(), noise_scale=0.1, noise_structure="rank=1", lr=1e-3)
     for source in (FixedWeights(net, around), adamw):
         z = (dict(source.weights(DRAW))["0.weight"] - net[0].weight).detach() / 0.1  # type: ignore[index, operator]
-        made = noise_of(DRAW, "0.weight", z.shape, {"rank": 1})
+        made = noise_of(DRAW, "0.weight", z.shape, "rank=1")
         expected = torch.zeros_like(z)
         kernels.run([Perturb(expected, expected, expected, made, UNIT)])
         torch.testing.assert_close(z, expected, rtol=0, atol=1e-5)
@@ -161,7 +161,7 @@ def test_noise_of_a_given_size_has_the_rank_too() -> None:
 
 def test_evolution_steps_along_the_noise_of_low_rank() -> None:
     w = torch.nn.Parameter(torch.zeros(4, 3))
-    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure={"rank": 1})
+    optimizer = PointSGD([("w", w)], lr=1.0, noise_scale=0.5, noise_structure="rank=1")
     draws = [Draw(0, 0, 0), Draw(0, 0, 1)]
     evolve(optimizer, dict(zip(draws, (1.0, -1.0), strict=True)))
     expected = (noise(4, 3, 1, draws[0]) - noise(4, 3, 1, draws[1])) / 2 / 0.5
@@ -172,5 +172,5 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     full = Posterior.of(IVON(model().named_parameters()))
     with pytest.raises(UserError, match="noise.rank = 2: the posterior has its own rank; remove it"):
         full.scaled(NoiseConfig(size=0.5, rank=2))
-    with pytest.raises(UserError, match="noise_structure = {'rank': -1}: must be {} or one of"):
-        IVON(model().named_parameters(), noise_structure={"rank": -1})
+    with pytest.raises(UserError, match="noise_structure = 'rank=-1': must be '' or one of"):
+        IVON(model().named_parameters(), noise_structure="rank=-1")

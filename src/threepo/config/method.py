@@ -221,9 +221,9 @@ class NoiseConfig(Settings, table="noise"):
     has no noise. Keys are added to the keys of a preset or an extended recipe; 0 takes one away."""
 
     @property
-    def structure(self) -> dict[str, int]:
+    def structure(self) -> str:
         """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
-        return {name: getattr(self, name) for name in NOISE_STRUCTURES if getattr(self, name)}
+        return ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))
 
     @property
     def changed(self) -> str:

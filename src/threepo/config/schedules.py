@@ -34,7 +34,7 @@ class ScheduleConfig(Settings, table="schedule"):
 
 @dataclass(frozen=True)
 class Moment:
-    """What a schedule can read before a step."""
+    """The measurements that a schedule can read before a step."""
 
     progress: float
     """Share of the run's steps that are done."""

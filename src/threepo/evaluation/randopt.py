@@ -22,7 +22,7 @@ from threepo.types import Purpose
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search has found, by the numbers of the draws."""
+    """Result of a search, by the numbers of the draws."""
 
     scores: Mapping[int, float]
     """The share of right completions on the selection problems, for every draw."""

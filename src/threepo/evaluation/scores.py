@@ -1,4 +1,4 @@
-"""From graded completions to scores: unbiased pass@k, maj@k and standard errors (method.md 6); and their table."""
+"""Scores of graded completions: unbiased pass@k, maj@k and standard errors (method.md 6), with their table."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -102,7 +102,7 @@ def demonstrate(
 
 
 def conclusion(probed: Mapping[str, Any], without: RunReport, noisy: RunReport) -> str:
-    """What the numbers say of a method with noise compared with one without, and of the task."""
+    """Sentences that compare a method with noise and one without, and say what the task was made for."""
     chance, with_noise = (f"{row['mu']['value']:.2g}" for row in (probed["mean"], probed["noise"][0]))
     plain, improved = (run.summary()["pass_at_1_after"] for run in (without, noisy))
     rollouts = without.summary()["rollouts"]

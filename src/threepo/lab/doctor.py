@@ -57,7 +57,7 @@ class Check(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a check found."""
+    """Result of a check."""
 
     check: Check
     state: State
@@ -230,7 +230,7 @@ CHECKS = (
 
 
 def examine() -> Iterator[Finding]:
-    """What every check found: the table's, and one for each extra, which says itself how it is installed."""
+    """The findings of all checks: those in the table, and one for each extra, which says itself how it is installed."""
     extras = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
     for check in (*CHECKS, *(Check(f"extra: {name}", partial(extra, name), "") for name in extras if name != "dev")):
         try:

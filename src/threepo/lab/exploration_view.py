@@ -23,7 +23,7 @@ Figures = Mapping[str, Any]
 
 
 def exploration_tables(comparison: Comparison) -> list[Table]:
-    """For each run: groups and win rates by phase, means, pairs of one draw and of two, and held-out means."""
+    """Tables of each run: groups and win rates by phase, means, pairs of one draw and of two, and held-out means."""
     tables = []
     for name, run in comparison["runs"].items():
         phases, everything = run["phases"], run["phases"]["all"]

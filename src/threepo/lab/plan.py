@@ -137,7 +137,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
 
 
 def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
-    """How many float32 tensors of the size of the trained weights are held, by label."""
+    """Number of float32 tensors of the trained weights' size that are held, by label."""
     optimizer = config.optimizer
     if isinstance(config, SFTConfig):
         return {"weights": 1, "gradients": 1} | optimizer.memory(1)

@@ -82,7 +82,7 @@ def _data_settings(source: str, overrides: Sequence[str]) -> DataConfig:
 
 
 def _facts(opened: ProblemSet, name: str) -> dict[str, str]:
-    """Where the problems come from, how many there are, and what judges the answers."""
+    """Facts about the problems: their source, their number, and what judges the answers."""
     source, counts, problems = name, "endless", opened.problems
     if isinstance(problems, FiniteProblems):
         source = problems.source

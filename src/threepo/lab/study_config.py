@@ -309,7 +309,7 @@ class Study:
                     raise UserError(f"methods.{method} differs from {baseline}: {difference}; {fix}")
 
     def _configs(self, cell: Cell) -> list[Any]:
-        """For each point of a method, the configuration of its first run."""
+        """The configuration of the first run of each point of a method."""
         points = self.tables.methods[cell.method].grid or ((),)
         return [self.reported(cell, point)[0].config() for point in points]
 

@@ -28,10 +28,8 @@ class ForkedRun:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["threepo.api", "transformers.modeling_utils"])
         self._process = context.Process(target=_run, args=(list(command), log, os.getcwd(), dict(environment)))
-        with (
-            _without_main(),
-            patch.dict(os.environ, environment),
-        ):  # libraries read the number of threads when they are imported
+        # Libraries read the number of threads when they are imported.
+        with _without_main(), patch.dict(os.environ, environment):
             resource_tracker.ensure_running()  # which lets signals through again when it has started
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL)  # the process that forks inherits it
             try:
@@ -61,7 +59,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _run(command: list[str], log: Path, folder: str, environment: Mapping[str, str]) -> None:
-    """In the fork: the command, as `python -m threepo` runs it in `folder`."""
+    """Run the command in the fork, as `python -m threepo` runs it in `folder`."""
     os.setsid()  # the terminal's Ctrl-C must reach it once, from the study
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL)
     with closing(lock(log)) as output:

@@ -1,4 +1,4 @@
-"""What the folder of a study says: the state of each run, its results, and the points that tuning has chosen.
+"""State of a study, read from its folder: each run's state and results, and the points that tuning has chosen.
 
 Nothing else is remembered: a run is finished if it has a summary, is continued if it has begun, and its log says how it
 ended. So a study that was stopped or killed goes on when it is started again.

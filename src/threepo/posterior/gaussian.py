@@ -90,7 +90,8 @@ class Posterior:
 
         `UserError` for another structure than the posterior's own.
         """
-        for setting in noise.structure:
+        if noise.structure:
+            setting = noise.structure.partition("=")[0]
             own = all(group.noise_structure == noise.structure for group in self.groups)
             noise.check(setting, own, f"the posterior has its own {setting}; remove it")
         factors = noise_sizes(((name, torch.empty(0)) for group in self.groups for name in group.parameters), noise)

@@ -15,7 +15,6 @@ parameter has lower precision; `param_groups` holds counts. The mean is restored
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -60,7 +59,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         debias: divide the momentum by 1 - beta1^t, where t counts the parameter's own updates.
         noise_scale: multiplies sigma; 0 switches noise off and freezes the Hessian.
         noise_shape: "learned": sigma follows the Hessian. "isotropic": one sigma for all weights, made of `hess_init`.
-        noise_structure: {"rank": r}: matrices have noise U V^T / sqrt(r) of rank r; {}: all numbers are independent.
+        noise_structure: "rank=2": matrices have noise U V^T / sqrt(2) of rank 2; empty: all numbers are independent.
         learn_hessian: False keeps the Hessian as it is.
         master_weights: keep a float32 mean for bfloat16 and float16 parameters, whose own steps would be lost to
             rounding. The parameters must hold their values when the optimizer is made.
@@ -102,7 +101,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         rescale_lr: bool = True,
         noise_scale: float = 1.0,
         noise_shape: Literal["learned", "isotropic"] = "learned",
-        noise_structure: Structure = MappingProxyType({}),
+        noise_structure: Structure = "",
         learn_hessian: bool = True,
         master_weights: bool = True,
         seed: int = 0,
@@ -110,7 +109,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "ess": ess, "hess_init": hess_init, "betas": tuple(betas), "weight_decay": weight_decay}
         defaults |= {"clip_radius": clip_radius, "estimator": estimator, "debias": debias, "rescale_lr": rescale_lr}
-        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": dict(noise_structure)}
+        defaults |= {"noise_scale": noise_scale, "noise_shape": noise_shape, "noise_structure": noise_structure}
         defaults |= {
             "learn_hessian": learn_hessian,
             "master_weights": master_weights,

@@ -5,7 +5,7 @@ IVON learns the same Hessian. To add a structure of matrices, write a subclass o
 `STRUCTURES`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,8 +15,11 @@ from threepo.errors import UserError
 from threepo.posterior.noise import CHUNK, Key, noise_key, normal_chunks
 from threepo.types import Draw
 
-Structure = Mapping[str, int]
-"""The setting of [noise] that gives matrices their structure, with its value; empty: independent numbers."""
+Structure = str
+"""The setting of [noise] that gives matrices their structure, with its value: `rank=2`; empty: independent numbers.
+
+It is text because it is an entry of optimizers' parameter groups, of which PyTorch's distributed checkpoints keep plain
+values only: an empty dictionary gets lost."""
 Chunks = Iterator[tuple[int, torch.Tensor]]
 
 
@@ -94,17 +97,18 @@ STRUCTURES: dict[str, type[StructuredNoise]] = {"rank": LowRankNoise}
 def noise_of(draw: Draw, name: str, shape: torch.Size, structure: Structure) -> Noise:
     """The noise in `draw` of the parameter `name`, which has this shape as a whole; only matrices have a structure."""
     key = noise_key(draw, name)
-    if len(shape) == 2:
-        for setting, value in structure.items():
-            return STRUCTURES[setting](key, draw.sign, *shape, value)
-    return Noise(key, draw.sign)
+    if len(shape) != 2 or not structure:
+        return Noise(key, draw.sign)
+    setting, _, value = structure.partition("=")
+    return STRUCTURES[setting](key, draw.sign, *shape, int(value))
 
 
 def check_structure(structure: Structure) -> None:
     """Raise `UserError` for more than one setting, an unknown one, or a value below 1."""
-    known = ", ".join(f'{{"{setting}": n}}' for setting in STRUCTURES)
-    if len(structure) > 1 or any(setting not in STRUCTURES or value < 1 for setting, value in structure.items()):
-        raise UserError(f"noise_structure = {dict(structure)!r}: must be {{}} or one of {known}, with n of 1 or more")
+    setting, _, value = structure.partition("=")
+    if structure and not (setting in STRUCTURES and value.isdecimal() and int(value) >= 1):
+        known = ", ".join(f"'{name}=n'" for name in STRUCTURES)
+        raise UserError(f"noise_structure = {structure!r}: must be '' or one of {known}, with n of 1 or more")
 
 
 def unmirrored(draw: Draw) -> tuple[Draw, int]:

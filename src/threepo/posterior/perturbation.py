@@ -8,7 +8,7 @@ draw outside the model.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class NoiseGroup:
     parameters: tuple[str, ...]
     noise_shape: Literal["learned", "isotropic"] = "learned"
     """`isotropic`: sigma is made of hess_init instead of the Hessian."""
-    noise_structure: Structure = field(default_factory=dict)
+    noise_structure: Structure = ""
 
 
 def sigma_scalars(group: Mapping[str, Any]) -> Scalars:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         noise_scale: float = 0.0,
-        noise_structure: Structure = MappingProxyType({}),
+        noise_structure: Structure = "",
         seed: int = 0,
         model: torch.nn.Module | None = None,
         **settings: Any,
@@ -51,7 +50,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         own = {
             "max_grad_norm": max_grad_norm,
             "noise_scale": noise_scale,
-            "noise_structure": dict(noise_structure),
+            "noise_structure": noise_structure,
             "ess": 1.0,
             "seed": seed,
         }

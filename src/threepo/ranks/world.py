@@ -108,7 +108,7 @@ class World:
         return results[0]  # type: ignore[return-value]
 
     def only_first(self, make: Callable[[], T], others: Other) -> T | Other:
-        """What `make` returns on the first rank, which keeps it, and `others` elsewhere; its error is every rank's."""
+        """Call `make` on the first rank, which gets its result; the others get `others`. An error is every rank's."""
         with self.together():
             return make() if self.rank == 0 else others
 
@@ -121,7 +121,7 @@ class World:
         return self.assign([number.setdefault(key, len(number)) % self.size for key in keys], compute)
 
     def assign(self, owners: Sequence[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
-        """`deal`, with the rank of every item."""
+        """Divide items among the ranks as `deal` does, given the rank of every item."""
         mine = [index for index, owner in enumerate(owners) if owner == self.rank]
         shares = [iter(results) for results in self.share(lambda: compute(mine))]
         return [next(shares[owner]) for owner in owners]

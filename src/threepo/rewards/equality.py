@@ -51,7 +51,7 @@ class Several(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an answer is made of."""
+    """Parts of an answer."""
 
     text: str
     sides: tuple[str, str] | None
@@ -88,7 +88,7 @@ def equal(given: str, reference: str, compare: Compare = lambda given, reference
 
 
 def _values(given: Answer, reference: Answer) -> tuple[str, str] | Literal[False] | None:
-    """What is to be compared where one or both are equations: the sides that say something.
+    """The values to compare where one or both are equations: the sides that say something.
 
     False if they speak of different things; None to compare them whole.
     """

@@ -1,4 +1,4 @@
-"""From completions to verdicts: the verifier of a task, one of the built-in graders, or a user's own reward function.
+"""Graders of completions: the verifier of a task, one of the built-in graders, or a user's own reward function.
 
 To add a built-in grader, write it in a file of its own and add a line to `GRADERS`.
 """

@@ -205,24 +205,24 @@ def _logprobs(found: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list
 
 
 def share(worker: Any, index: int, layout: Layout, path: str) -> None:
-    """In a vLLM worker: map shared memory."""
+    """Map shared memory, in a vLLM worker."""
     _mapped[index] = SharedTensors(layout, path)
 
 
 def forget(worker: Any, index: int) -> None:
-    """In a vLLM worker: forget shared memory."""
+    """Forget shared memory, in a vLLM worker."""
     del _mapped[index]
 
 
 def reload(worker: Any, index: int, rehearsed: bool) -> int:
-    """In a vLLM worker: load its part of weights `index`, or NaN in their place; returns their checksum."""
+    """Load a vLLM worker's part of weights `index`, or NaN in their place; returns their checksum."""
     weights = _mapped[index].tensors
     worker.reload_weights(weights_iterator=all_nan(weights) if rehearsed else iter(weights.items()))
     return _mapped[index].checksum()
 
 
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearsed: bool) -> int:
-    """In a vLLM worker: put adapters `index`, or NaN in their place, into a slot; returns their checksum.
+    """Put adapters `index`, or NaN in their place, into a slot of a vLLM worker; returns their checksum.
 
     It follows vLLM's own `_load_adapter` (lora/worker_manager.py of 0.32), which reads files.
     """

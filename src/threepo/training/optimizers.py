@@ -54,7 +54,7 @@ def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[st
     return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
 
 
-def _groups(model: torch.nn.Module, scales: dict[str, float], structure: dict[str, int]) -> list[dict[str, Any]]:
+def _groups(model: torch.nn.Module, scales: dict[str, float], structure: str) -> list[dict[str, Any]]:
     """All parameters by name; those with the same noise form a group."""
     named = dict(model.named_parameters())
     return [

@@ -55,7 +55,7 @@ class Reference:
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """If a reset is due before training step `step`, make the model's present weights the reference."""
+        """Make the model's present weights the reference if a reset is due before training step `step`."""
         if step and self._reset_every and step % self._reset_every == 0:
             for name, p in self._own.items():
                 local(self.weights[name]).copy_(local(p.detach()))

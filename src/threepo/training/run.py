@@ -159,7 +159,7 @@ class TrainingRun(Generic[Config]):
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
-        """If the body fails because the run's folder is gone, save into a new one beside it, which the error names."""
+        """Save into a new folder, which the error names, if the body fails because the run's folder is gone."""
         try:
             yield
         except UserError as error:

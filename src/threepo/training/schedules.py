@@ -15,7 +15,7 @@ from threepo.methods.method import rollouts_are_filtered
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What the schedules remember of the steps done."""
+    """The memory of the schedules about the steps done."""
 
     ess_factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""

@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 
 
 def filters() -> tuple[bytes, bytes]:
-    """For everything in the sandbox, and for the program on top of that; `OSError` where there is no libseccomp."""
+    """Filters for everything in the sandbox, and for the program on top of it; `OSError` without libseccomp."""
     everything = [
         *(Rule(call, errno.EPERM) for call in REFUSED.split()),
         *(Rule(call, 0) for call in IDLE.split()),
