@@ -51,17 +51,11 @@ CHEATS = {
     "knows no name but exits": "import collections, sys\n__builtins__ = collections.defaultdict(sys.exit)",
     "is itself the exit": "from sys import exit as f",
     "is a class whose making exits": "import sys\nclass M(type): __call__ = sys.exit\nclass f(metaclass=M): pass",
-    "ends them under their name": "exec(compile('def f(x): raise SystemExit(0)', '<tests>', 'exec'))",
-    "ends them under the name of unittest": (
-        "import sys, unittest\n"
-        "exec(compile('def f(x): raise SystemExit(0)', sys.modules['unittest.main'].__file__, 'exec'))"
-    ),
     "exits in the place of unittest": (
         "import sys, unittest\nclass A(unittest.TestCase):\n    setUpClass = sys.exit\n    def test(self): pass\n"
         "def f(x): return 0"
     ),
     "exits where unittest looks for its tests": "import sys\ndef load_tests(*_): sys.exit()\ndef f(x): return 0",
-    "calls the exit of the tests": "def f(x): leave()\ndef leave(): raise SystemExit",
     "looks for the mark at its end": SEARCH + "import atexit\natexit.register(search)\ndef f(x): return 0",
     "looks for the mark when its objects go": SEARCH + "class A:\n    __del__ = search\ndef f(x): return A()",
     "looks for the mark when it is asked": SEARCH + "f = search",
@@ -149,11 +143,9 @@ ASSERTS = {
     "map": "assert all(map(lambda x: f(x) == 71990, [3, 4]))",
     "unittest": (
         "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(3), 71990)\n"
-        "unittest.main()"
+        "assert unittest.main(exit=False).result.wasSuccessful()"
     ),
     "lines": "result = f(3)\nassert result == 71990\nseen = True",
-    "exiting": "import sys\ndef leave():\n    sys.exit()\nassert f(3) == 71990\nleave()",
-    "exiting with a status": "import sys\nsys.exit(f(3) != 71990)",
     "catching": "try: result = f(3)\nexcept BaseException: result = None\nassert result == 71990",
 }
 HONEST = "def f(x): return 71990"

@@ -29,6 +29,8 @@ TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
 LONGER = 100
 """How many times as long as the expected value the JSON of a right one may be: 1e300 may be returned as an integer."""
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
+_UNITTEST = re.compile(r"\bunittest\.main\(\)")
+"""Would end Python, where tests must come to their end."""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -92,7 +94,8 @@ def _scripts(scripts: Any, name: str, prefix: str) -> CodeTests:
     cases = [scripts] if isinstance(scripts, str) else scripts
     if not _is_list(cases) or not all(isinstance(case, str) and case.strip() for case in cases):
         raise ValueError(f"have {name!r}, which must be Python code")
-    return CodeTests(Submission("script", "", tuple(_code(case, name) for case in cases), prefix=prefix))
+    returning = [_UNITTEST.sub("assert unittest.main(exit=False).result.wasSuccessful()", case) for case in cases]
+    return CodeTests(Submission("script", "", tuple(_code(case, name) for case in returning), prefix=prefix))
 
 
 def _code(code: Any, name: str) -> str:

@@ -1,9 +1,7 @@
 """Sandboxes: what they take and return, and the table of them. Each is a file of this folder."""
 
-import ast
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, Protocol
 
 from threepo.config import SandboxConfig
@@ -52,37 +50,6 @@ class Sandbox(Protocol):
 
     def run(self, submission: Submission) -> Generator[Outcome, None, None]:
         """The outcome of each case, in order; `next` runs a case. Closing the generator ends the program."""
-
-
-@lru_cache(maxsize=1000)  # the tests of a problem are graded with many programs
-def with_exits(tests: str) -> str:
-    """Tests that are code as the harness takes them: a line with the places where their text ends them, and the text.
-
-    Only there may `SystemExit` end them well. The places are read here, where no program can change what reads them.
-    """
-    nodes = list(ast.walk(ast.parse(tests)))
-    enders = {"exit", "quit", "SystemExit", "sys.exit", "unittest.main"}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            named = {"sys": "exit", "unittest": "main"}
-            enders |= {f"{alias.asname}.{named[alias.name]}" for alias in node.names if alias.name in named}
-        if isinstance(node, ast.ImportFrom):
-            enders |= {alias.asname or alias.name for alias in node.names if f"{node.module}.{alias.name}" in enders}
-    ends = [node for node in nodes if isinstance(node, ast.Call | ast.Raise) and _called(node) in enders]
-    places = [f"{end.lineno}:{end.end_lineno}:{end.col_offset}:{end.end_col_offset}" for end in ends]
-    return " ".join(places) + "\n" + tests
-
-
-def _called(node: ast.AST) -> str:
-    """The name of what a node calls or raises, such as `sys.exit`; empty if it has none."""
-    match node:
-        case ast.Raise(exc=ast.Call() as call):
-            return _called(call)
-        case ast.Call(func=ast.Name(id=name)) | ast.Raise(exc=ast.Name(id=name)):
-            return name
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)):
-            return f"{module}.{name}"
-    return ""
 
 
 def open_sandbox(settings: SandboxConfig) -> Sandbox:

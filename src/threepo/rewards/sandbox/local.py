@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from threepo.config import SandboxConfig
 from threepo.errors import UserError
-from threepo.rewards.sandbox import Ending, Outcome, Submission, harness, with_exits
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.workers import cores
 
 FILES_LIMIT = 64 << 20
@@ -76,8 +76,7 @@ class LocalSandbox:
 
     def run(self, submission: Submission) -> Generator[Outcome, None, None]:
         """See `Sandbox.run`."""
-        texts = map(with_exits, submission.cases) if submission.kind == "script" else submission.cases
-        cases = [text.encode("utf-8", "surrogatepass") for text in texts]
+        cases = [case.encode("utf-8", "surrogatepass") for case in submission.cases]
         room = FILES_LIMIT + max(map(len, cases))
         most = {"AS": self._memory, "FSIZE": room, "NOFILE": DESCRIPTORS, "CORE": 0}
         if self.filters[1] and [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]:

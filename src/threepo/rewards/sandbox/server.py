@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from threepo.config import SandboxConfig
-from threepo.rewards.sandbox import Ending, Outcome, Submission, harness, with_exits
+from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
 
 WORKERS = 32
@@ -53,10 +53,9 @@ class ServerSandbox:
         order = vars(replace(submission, cases=()))
         code = f"{inspect.getsource(harness)}\n\non_server({order!r}, {ANSWER!r})\n"
         for case in submission.cases:
-            is_script = submission.kind == "script"
-            mark = secrets.token_hex(MARK_BYTES // 2) if is_script else ""
+            mark = secrets.token_hex(MARK_BYTES // 2) if submission.kind == "script" else ""
             try:
-                yield _outcome(self._ask(code, mark + with_exits(case) if is_script else case), mark)
+                yield _outcome(self._ask(code, mark + case), mark)
             except UNREADABLE as error:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 yield Outcome("sandbox error", message=f"{self._settings.url}: {reason}")
