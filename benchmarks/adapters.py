@@ -97,8 +97,7 @@ def contenders(options: argparse.Namespace) -> dict[str, list[str]]:
         found |= {f"{served}, multiplied out": [*adapted, "engine.vllm.adapters=0"]}
     rank = [f"noise.rank={options.rank}", "optimizer.noise_shape=isotropic"]
     rank += ['noise.where={all = 0.0, "*_proj.weight" = 1.0}']
-    beside = f"engine.vllm.draw_rank={options.rank if options.engine == 'vllm' else 0}"
-    return found | {f"all weights, noise of rank {options.rank}": [*rank, beside]}
+    return found | {f"all weights, noise of rank {options.rank}": rank}
 
 
 def table(seconds: dict[str, list[tuple[float, ...]]]) -> str:

@@ -329,7 +329,6 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
         (["engine.kind=vllm", "sampling.raised_temperature=3"], "sampling.raised_temperature = 3.0: engine.kind = 'v"),
         (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
-        (["engine.kind=vllm", "engine.vllm.draw_rank=8"], "must be 0, or the rank of the draws, noise.rank = 0"),
     ],
 )
 def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message: str) -> None:

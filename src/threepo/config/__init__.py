@@ -201,9 +201,6 @@ class TrainConfig(Settings, table=""):
         self.check("eval.draws", self._noisy or not self.eval.draws, f"{fix} eval.draws = 0")
         fix = "draws are not chosen while training; set it to 0, and let `threepo eval` choose some afterwards"
         self.check("eval.best_draws", not self.eval.best_draws, fix)
-        if self.engine.draw_rank not in (0, self.noise.rank):
-            fix = f"must be 0, or the rank of the draws, noise.rank = {self.noise.rank}"
-            self.check("engine.vllm.draw_rank", False, fix)
 
     def _check_evolution(self) -> None:
         fix = "the comparison is with the gradient of one update a batch; set method.log_evolution = false"

@@ -80,9 +80,6 @@ class VLLMConfig(Settings, table="engine.vllm"):
     adapters: CountOrZero = 8
     """With [model.lora]: the most draws that a replica decodes in one batch, as adapters around one copy of the frozen
     weights; further ones wait for their turn. 0: adapters are multiplied out, and a draw is pushed as all weights."""
-    draw_rank: CountOrZero = 0
-    """Without [model.lora], draws of low-rank noise are served as adapters of this rank, which is noise.rank, next to
-    the mean, which is pushed once a step (docs/adapters.md). 0: every draw is pushed as all weights."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
@@ -126,11 +123,6 @@ class EngineConfig(Settings, table="engine", by="kind"):
     @property
     def adapters(self) -> int:
         """Most draws that are decoded in one batch as adapters around one copy of the weights; 0: none."""
-        return 0
-
-    @property
-    def draw_rank(self) -> int:
-        """Rank of the draws that are served as adapters around the mean; 0: draws are whole weights."""
         return 0
 
     def copies(self, draws: int) -> tuple[int, str]:
@@ -180,10 +172,6 @@ class VLLMEngineConfig(EngineConfig):
     @property
     def adapters(self) -> int:
         return self.vllm.adapters
-
-    @property
-    def draw_rank(self) -> int:
-        return self.vllm.draw_rank
 
     def copies(self, draws: int) -> tuple[int, str]:
         return 1, "server" if self.vllm.servers else "replica"

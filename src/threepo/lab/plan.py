@@ -224,7 +224,7 @@ def _before_a_step(config: TrainConfig | SFTConfig, model: Shape, ranks: int) ->
         numbers = (3 if config.method.draws else 1) * text.vocab_size * text.hidden_size
         found["while the weights of a draw are made"] = 4 * numbers / GIB
     if config.engine.kind == "vllm":
-        whole = not (model.adapters and model.pushed(config.engine))  # draws of adapters go through the trainer's own
+        whole = not model.pushed(config.engine)  # draws of adapters go through the trainer's own
         size = (model.weights if whole else model.adapters) * getattr(torch, config.engine.dtype).itemsize / GIB
         what = "all weights" if whole else "the adapters"
         found[f"while the probe runs with {what} of a draw in {config.engine.dtype}"] = size
@@ -264,8 +264,7 @@ def _served_weights(config: TrainConfig, model: Shape, copies: int, what: str) -
     engine, pushed = config.engine, model.pushed(config.engine)
     if pushed:
         adapters = copies * engine.adapters * pushed
-        mean = "frozen weights" if model.adapters else "the mean"
-        label = f"{mean} of {copies} {what}, and up to {engine.adapters} adapters"
+        label = f"frozen weights of {copies} {what}, and up to {engine.adapters} adapters"
         return copies * model.served(engine) + adapters, label
     if model.adapters and engine.kind == "local":
         numbers = model.weights + model.adapters - model.trained + copies * model.trained

@@ -93,7 +93,7 @@ def adapted_layers(model: Any, settings: LoRAConfig) -> dict[str, Linear]:
 
 
 def inner_layers(model: Any) -> dict[str, Linear]:
-    """The linear layers that vLLM serves adapters of: all but the head, which may have one."""
+    """The linear layers inside the model: all but the head, which may be one."""
     head = model.get_output_embeddings().weight
     return {name: m for name, m in model.named_modules() if type(m) is Linear and m.weight is not head}
 

@@ -98,8 +98,6 @@ class Shape(NamedTuple):
     """Weights that are held in [model.lora] base_dtype, if it is not float32."""
     rounded_bytes: float = 4.0
     """Bytes of each of these."""
-    sides: int = 0
-    """Inputs and outputs, together, of all linear layers but the head."""
 
     @property
     def config(self) -> Any:
@@ -114,8 +112,7 @@ class Shape(NamedTuple):
 
     def pushed(self, engine: EngineConfig) -> int:
         """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
-        as_adapters = self.adapters or engine.draw_rank * self.sides
-        return as_adapters if engine.adapters else 0
+        return self.adapters if engine.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:
@@ -130,8 +127,7 @@ def model_shape(settings: ModelConfig) -> Shape:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights, lora = sum(p.numel() for p in model.parameters()), settings.lora
     if not lora.rank:
-        sides = sum(sum(m.weight.shape) for m in inner_layers(model).values())
-        return Shape(model, weights, 0, weights, sides=sides)
+        return Shape(model, weights, 0, weights)
     held = {"bfloat16": linear_weights(model), "nf4": [m.weight for m in inner_layers(model).values()]}
     rounded = sum(weight.numel() for weight in held.get(lora.base_dtype, []))
     add_adapters(model, lora, settings.path, 0)

@@ -40,10 +40,6 @@ class Noise:
         for offset, z in self._numbers(start, stop, device):
             yield offset, z if self.sign > 0 else z.neg_()
 
-    def factors(self, sigma: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """B [rows, rank] and A [rank, columns], whose product is sigma times the noise; None if there are none."""
-        return None
-
     def _numbers(self, start: int, stop: int, device: torch.device) -> Chunks:
         """The numbers with sign 1."""
         return normal_chunks(self.key, start, stop, device)
@@ -65,10 +61,6 @@ class LowRankNoise(StructuredNoise):
 
     The key's first rows * rank numbers are U, the next ones V. Products and sums are separate, k = 0 first.
     """
-
-    def factors(self, sigma: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        u, v = self._factors(device)
-        return u * (self.sign * sigma * self.value**-0.5), v.T
 
     def _factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """U and V."""

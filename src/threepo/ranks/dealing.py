@@ -65,9 +65,6 @@ def refuse_engine(settings: EngineConfig, world: World) -> None:
                 f"engine.vllm.{name} = {getattr(own, name)}: several ranks have a replica each, on their own GPUs; "
                 f"remove it"
             )
-    if own.draw_rank:
-        fix = "low-rank draws beside the mean are served from one process; set it to 0"
-        raise UserError(f"engine.vllm.draw_rank = {own.draw_rank}: {fix}")
     if local % own.tensor_parallel:
         raise UserError(
             f"engine.vllm.tensor_parallel = {own.tensor_parallel}: neighbouring ranks share a replica, and the "

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.policy_optimizer import WeightSource
 from threepo.rollout.engines import completion_of, row_key, rows_by_draw
 from threepo.rollout.memory import SharedTensors
-from threepo.rollout.payloads import Weights, choose_payload, has_bfloat16
+from threepo.rollout.payloads import AdapterPayload, choose_payload, has_bfloat16
 from threepo.rollout.replicas import Replica, ReplicaError, call_all
 from threepo.rollout.vllm_replica import Evidence, Generated
 from threepo.rollout.weight_check import TOLERANCE, check_logprobs, fixed_prompt
@@ -40,8 +40,6 @@ from threepo.types import Completion, Draw, Request
 
 _TORCHRUN = re.compile("(|LOCAL_|GROUP_|ROLE_)(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables by which torchrun tells a process its rank; vLLM would read them as its own."""
-_BASE = -1
-"""The index of the shared memory with the weights that adapters are added to."""
 _PROGRAM = "from threepo.rollout import replicas, vllm_replica; replicas.serve_requests(vllm_replica.Server)"
 
 
@@ -68,8 +66,6 @@ class VLLMEngine:
         self._slots = settings.vllm.adapters if self._payload.adapters else 1
         self._prompt = fixed_prompt(policy, self._max_length - 1)
         """The prompt of the weight check."""
-        self._base: list[SharedTensors] = []
-        """The weights that adapters are added to, while replicas may read them: one entry or none."""
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
         self._expected: list[tuple[int, torch.Tensor]] = []
@@ -78,7 +74,7 @@ class VLLMEngine:
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))
         self._replicas: list[Replica] = []
-        self._resources = (self._replicas, self._shared, self._base)
+        self._resources = (self._replicas, self._shared)
         self._end = weakref.finalize(self, _close, self._resources, folder)
         _write_config(policy.architecture, folder)
         with self._closed_on_error():
@@ -93,10 +89,11 @@ class VLLMEngine:
                 raise UserError(
                     f"engine.kind = 'vllm': vLLM does not start: {reason}; its log is in {folder}"
                 ) from error
-            if (frozen := self._payload.frozen_base()) is not None:
-                self._push_base(frozen)
-                self._call_all("forget", _BASE)
-                self._base.pop().close()
+            if isinstance(self._payload, AdapterPayload):
+                layout = self._payload.base_layout
+                with closing(SharedTensors(layout)) as base:
+                    self._payload.write_base(base.tensors)
+                    self._call_all("load_base", layout, base.path)
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -114,12 +111,9 @@ class VLLMEngine:
         with self._closed_on_error():
             self._draws, self._expected, self._step = [], [], step
             self._share(len(distinct))
-            if (changed := self._payload.step_base(posterior)) is not None:
-                self._push_base(changed)
-            base = self._base[0].tensors if self._base else {}
             for draw, shared in zip(distinct, self._shared, strict=False):
                 self._payload.write(posterior, draw, shared.tensors)
-                expected = self._payload.logprobs(shared.tensors, base, self._prompt)
+                expected = self._payload.logprobs(shared.tensors, self._prompt)
                 self._expected.append((shared.checksum(), expected))
             self._draws = distinct
             first = {replica: self._draws_of(i)[: self._slots] for i, replica in enumerate(self._replicas)}
@@ -175,15 +169,6 @@ class VLLMEngine:
             self._shared.append(SharedTensors(self._payload.layout))
             replica = self._replicas[index % len(self._replicas)]
             replica.call("share", index, self._payload.layout, self._shared[index].path)
-
-    def _push_base(self, weights: Weights) -> None:
-        """Push the weights that adapters are added to into every replica."""
-        first = not self._base
-        if first:
-            self._base.append(SharedTensors(self._payload.base_layout))
-            self._call_all("share", _BASE, self._payload.base_layout, self._base[0].path)
-        self._payload.write_base(weights, self._base[0].tensors)
-        self._call_all("push_base", _BASE, first)
 
     def _check(self, index: int, evidence: Evidence) -> None:
         """Compare what a replica read to the bit, since draws may be closer than the tolerance, and its log-probs."""

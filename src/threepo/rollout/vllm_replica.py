@@ -118,16 +118,11 @@ class Server:
         """Map the shared memory that weights `index` will be in."""
         self._engine.collective_rpc(share, args=(index, layout, path))
 
-    def push_base(self, index: int, first: bool) -> None:
-        """Load the weights that adapters are added to, which drops all adapters; `first`: for the first time."""
-        for rehearsed in (True, False) if first else (False,):
-            self._engine.collective_rpc(reload, args=(index, rehearsed))
+    def load_base(self, layout: Layout, path: str) -> None:
+        """Load the weights that adapters are added to from shared memory, after a rehearsal."""
+        for rehearsed in (True, False):
+            self._engine.collective_rpc(load_base, args=(layout, path, rehearsed))
             self._report()
-        self._loaded = []
-
-    def forget(self, index: int) -> None:
-        """Free the memory that weights were loaded from."""
-        self._engine.collective_rpc(forget, args=(index,))
 
     def push(self, *indices: int) -> list[Evidence]:
         """Load weights into vLLM, at most one for each slot; returns the evidence that it computes with each."""
@@ -209,9 +204,10 @@ def share(worker: Any, index: int, layout: Layout, path: str) -> None:
     _mapped[index] = SharedTensors(layout, path)
 
 
-def forget(worker: Any, index: int) -> None:
-    """Forget shared memory, in a vLLM worker."""
-    del _mapped[index]
+def load_base(worker: Any, layout: Layout, path: str, rehearsed: bool) -> None:
+    """Load a vLLM worker's part of the weights that adapters are added to, or NaN in their place."""
+    weights = SharedTensors(layout, path).tensors
+    worker.reload_weights(weights_iterator=all_nan(weights) if rehearsed else iter(weights.items()))
 
 
 def reload(worker: Any, index: int, rehearsed: bool) -> int:
