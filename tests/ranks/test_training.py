@@ -47,7 +47,7 @@ METHODS = {
     "m3po": (*IVON, "model.gradient_checkpointing=true", "noise.rank=2"),
     "c3po": (*IVON, "objective.reference_kl=0.1"),
     "c3po_replay": (*IVON, "method.rollouts_per_prompt=4", "sampling.dynamic_rounds=3"),
-    **dict.fromkeys(("psn", "psn_similarity"), FIXED),
+    "psn": FIXED,
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=8", "noise.rank=1"),
     "kl_cov": (
         *("optimizer.lr=1e-2", "optimizer.max_grad_norm=0", "objective.mini_batches=2"),
@@ -196,7 +196,7 @@ def assert_same(one: Path, other: Path, tolerance: float) -> None:
             else:
                 assert torch.equal(tensor, theirs[name]), f"{file.name}: {name}"
     mine, theirs = (json.loads(run["state"]) for run in (a, b))
-    # The range of certainty is measured.
+    # What schedules remember is measured.
     schedules = pytest.approx(theirs["state"].pop("schedules"), rel=tolerance, abs=0)
     assert (mine["state"].pop("schedules"), mine) == (schedules, theirs)
 

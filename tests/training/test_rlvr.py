@@ -69,7 +69,7 @@ LEARNING = {
     **dict.fromkeys(("b3po", "m3po", "c3po", "c3po_replay", "isotropic"), IVON_RATE),
     # Greedy rollouts differ by their weights alone.
     "thompson": ("optimizer.lr=5e3", "optimizer.ess=1e6", "method.draws=8"),
-    **dict.fromkeys(("psn", "psn_similarity", "qerl", "fixed_replay"), ADAMW),
+    **dict.fromkeys(("psn", "qerl", "fixed_replay"), ADAMW),
     "es": ("optimizer.lr=1e-2", "noise.size=0.05", "method.draws=64", "method.rollouts_per_prompt=64"),
 }
 
@@ -87,7 +87,6 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
     """Rows of the same optimizer, rate and number of updates of a batch end at weights of their own."""
     acts = {
         "polaris": ["sampling.raise_below=1"],  # the first entropy is a maximum, or the second step is below it
-        "psn_similarity": ["ess_schedule.ratio=1.5", "ess_schedule.target=1"],
         "psn": ["ess_schedule.ratio=1.5", "ess_schedule.target=9"],  # sigma rises; above it falls
         # To be told from pairs under GRPO by their data; pairs are often of one reward.
         "dapo": ["objective.clip_high=0.2", "method.rollouts_per_prompt=2"],
@@ -115,26 +114,6 @@ def test_every_row_trains_otherwise_than_the_others(tmp_path: Path, learnable: l
         digest = hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
         assert digest not in ended, f"{name} is {ended[digest]}"
         ended[digest] = name
-
-
-def test_sigma_follows_what_an_encoder_says_of_the_completions(
-    tmp_path: Path, learnable: list[str], policy: Policy
-) -> None:
-    """PSN's variant II: the same rollouts are compared by other vectors, and the log has what sigma was set by."""
-    policy.save(tmp_path / "encoder")
-    settings = ["method.preset=psn_similarity", "run.steps=4", "ess_schedule.target=0.6", *learnable, *ADAMW]
-    encoders = {"tokens": "", "embeddings": str(tmp_path / "encoder")}
-    for name, encoder in encoders.items():
-        api.train(train_config(tmp_path / name, *settings, f"ess_schedule.encoder={encoder}"))
-    one, other = (read_metrics(tmp_path / name) for name in encoders)
-    assert one[0]["policy/certainty"] == other[0]["policy/certainty"]
-    lowest, highest = (f([row[f"policy/self_certainty_{f.__name__}"] for row in other]) for f in (min, max))
-    last = (other[-1]["policy/self_certainty"] - lowest) / (highest - lowest)
-    assert other[-1]["policy/certainty"] == pytest.approx(last)
-    assert one[0]["groups/similarity"] < other[0]["groups/similarity"] - 0.1, "texts are more alike than their tokens"
-    louder = [0.5 * (row["groups/similarity"] + row["policy/certainty"]) > 0.6 for row in other]
-    schedules = json.loads(outcome(tmp_path / "embeddings")["state"])["state"]["schedules"]
-    assert schedules["ess_factor"] == pytest.approx(1.01 ** (2 * (len(louder) - 2 * sum(louder))))
 
 
 def test_c3po_with_one_draw_is_b3po_bitwise(tmp_path: Path, learnable: list[str]) -> None:

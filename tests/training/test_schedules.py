@@ -5,11 +5,9 @@ from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factories import completion
 from threepo.config import (
     ConstantEss,
     Correction,
@@ -19,7 +17,6 @@ from threepo.config import (
     ModelConfig,
     RunConfig,
     SamplingConfig,
-    SimilarityEss,
     TrainConfig,
 )
 from threepo.config.method import C3PO
@@ -35,11 +32,7 @@ from threepo.config.schedules import (
     StagesEss,
     _divergence,
 )
-from threepo.models.packing import flatten
-from threepo.models.policy import Policy
-from threepo.training.metrics import similarity, token_counts
-from threepo.training.schedules import ScheduleState, certainty, first_state, next_state, step_sampling
-from threepo.types import Group, Row
+from threepo.training.schedules import ScheduleState, first_state, next_state, step_sampling
 
 
 def config(schedule: EssScheduleConfig, ess: float = 1e9, steps: int = 10, **correction: float) -> TrainConfig:
@@ -96,63 +89,6 @@ def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
     assert sigmas == pytest.approx([1.01, 1.01, 1.01, 1.0, 1.0, 1.01])
 
 
-def test_sigma_rises_while_completions_are_alike_and_certain() -> None:
-    settings = SimilarityEss(target=0.5, weight=0.25, ratio=1.1)
-    run, state = config(settings), ScheduleState()
-    sigmas = []
-    # Certainty where the lowest so far is 0 and the highest 1: unknown where all are equal, 0.5, 0.25, 1, unknown.
-    # 0.25 similarity + 0.75 certainty: unknown, 0.575, 0.3875, 0.9, unknown
-    for alike, low, mean, high in (
-        (1, 2, 2, 2),
-        (0.8, 2, 3, 4),
-        (0.8, 1, 2, 5),
-        (0.6, 9, 9, 9),
-        (0.6, *[math.nan] * 3),
-    ):
-        state = next_state(run, state, 1, {"groups/similarity": alike} | certainties(low, mean, high))
-        sigmas.append(state.ess_factor**-0.5)
-    assert sigmas == pytest.approx([1.0, 1.1, 1.0, 1.1, 1.1])
-    assert (state.lowest_certainty, state.highest_certainty) == (1, 9)
-
-
-def certainties(low: float, mean: float, high: float) -> dict[str, float]:
-    return dict(zip((f"policy/self_certainty{end}" for end in ("_min", "", "_max")), (low, mean, high), strict=True))
-
-
-def test_certainty_rises_while_a_policy_becomes_certain_and_falls_again(policy: Policy) -> None:
-    """A model whose logits are scaled up, then down. Against those of the same step it would hardly change."""
-    rows = [Row(i, tuple(range(5 + i, 15 + 2 * i)), ((1, 10 + i),)) for i in range(4)]
-    head, run, state, seen = (
-        policy.model.get_output_embeddings(),
-        config(SimilarityEss()),
-        None,
-        [],
-    )
-    first = head.weight.detach().clone()
-    for scale in (1, 4, 16, 4, 1):
-        with torch.no_grad():
-            head.weight.copy_(first * scale)
-            found = [policy.logprobs(flatten([row], policy.device)).self_certainty.mean().item() for row in rows]
-        metrics = {"groups/similarity": 0.5} | certainties(min(found), sum(found) / 4, max(found))
-        state = next_state(run, state or ScheduleState(), 1, metrics)
-        seen.append(certainty(state, metrics))
-    assert seen[1] > seen[3] > seen[4]
-    assert seen[2] > seen[3] + 0.3
-    assert seen[2] > 0.6
-    assert seen[4] < 0.2
-
-
-def test_similarity_is_a_mean_over_pairs_and_then_over_prompts() -> None:
-    """Pairs of (1, 1), (1, 1), (2, 0) by counts of two tokens: cosines 1, 1 / sqrt 2, 1 / sqrt 2."""
-    alike, apart = (
-        Group(tuple(completion(tokens=tokens) for tokens in texts), ())
-        for texts in ([(5, 9), (9, 5), (5, 5)], [(1,), (2,)])
-    )
-    assert similarity([alike], token_counts) == pytest.approx((1 + math.sqrt(2)) / 3)
-    assert similarity([apart], token_counts) == 0
-    assert similarity([alike, apart], token_counts) == pytest.approx((1 + math.sqrt(2)) / 6)
-
-
 def test_low_entropy_switches_to_more_noise_and_back() -> None:
     switch = EntropySwitchEss()
     assert factors(switch, [0.8, 1.0, 0.76, 0.75, 0.5, 0.9]) == [1.0, 1.0, 1.0, 0.1, 0.1, 1.0]
@@ -177,10 +113,10 @@ def test_the_temperature_rises_once_and_from_the_next_step() -> None:
 
 
 def test_a_step_without_update_changes_nothing() -> None:
-    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller", "kl_steps", "similarity"):
+    for kind in ("constant", "entropy_switch", "entropy_ratio", "controller", "kl_steps"):
         state = ScheduleState(0.4, False, 1.0, 0.5)
         nothing = {"policy/entropy": math.nan, "correction/kept_share": math.nan, "correction/kl": math.nan}
-        for metrics in ({}, nothing, {"groups/similarity": 0.9}, nothing | {"groups/similarity": 0.9}):
+        for metrics in ({}, nothing):
             assert next_state(config(RECORDS["ess_schedule"][kind]()), state, 3, metrics) == state
 
 

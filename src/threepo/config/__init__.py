@@ -53,7 +53,6 @@ from threepo.config.schedules import AnyEssSchedule as AnyEssSchedule
 from threepo.config.schedules import ConstantEss as ConstantEss
 from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
 from threepo.config.schedules import ScheduleConfig as ScheduleConfig
-from threepo.config.schedules import SimilarityEss as SimilarityEss
 from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
 from threepo.config.sources import ConversationConfig as ConversationConfig
 from threepo.config.sources import DataConfig as DataConfig

@@ -59,13 +59,6 @@ _ROWS = (
     ),
     # Others that explore in weight space.
     _psn("psn", _arxiv("2602.02555"), kind="kl_steps", target=0.003, ratio=1.01),
-    _psn(
-        "psn_similarity",
-        f"after {_arxiv('2602.02555')}, by token counts",
-        kind="similarity",
-        target=0.5,
-        ratio=1.01,
-    ),
     Preset(
         Method(name="qerl", draws=1),
         _arxiv("2510.11696"),

@@ -42,8 +42,6 @@ class Moment:
     """ess of the last step, as a multiple of optimizer.ess."""
     value: float
     """The schedule's metric in the last step; finite."""
-    certainty: float
-    """Self-certainty of the last step, from 0 (the lowest so far) to 1; NaN if all were alike or none was measured."""
     first_entropy: float
     highest_entropy: float
     correction: Correction
@@ -196,31 +194,6 @@ class KLStepsEss(_BoundedEss):
         return self.bounded(now.factor * self.ratio ** (-2 * louder))
 
 
-class SimilarityEss(_BoundedEss):
-    """Sigma takes a step up or down by how alike and how certain completions are (PSN, variant II)."""
-
-    kind: Literal["similarity"] = "similarity"
-    ratio: Annotated[float, Field(gt=1)] = 1.01
-    """Factor of sigma in a step."""
-    target: Positive = 0.5
-    """The value above which sigma rises."""
-    weight: Share = 0.5
-    """Weight of how alike the completions are; the rest is the weight of certainty."""
-    encoder: str = ""
-    """A Hugging Face encoder (directory or hub id), as in PSN: completions are compared by the means of its last hidden
-    states. Empty: by the counts of their tokens, a stand-in of ours that needs no other model. Plans do not count the
-    encoder: its float32 weights stay on the device, and it reads one text after the other."""
-
-    metric_read = "groups/similarity"
-
-    def factor(self, now: Moment) -> float:
-        indicator = self.weight * now.value + (1 - self.weight) * now.certainty
-        if not math.isfinite(indicator):
-            return now.factor
-        louder = 1 if indicator > self.target else -1
-        return self.bounded(now.factor * self.ratio ** (-2 * louder))
-
-
 def _divergence(kept: float, correction: Correction) -> float:
     """The D at which a share `kept` of rho, log rho ~ N(-D, 2 D), is within the bounds; by bisection in [1e-3, 1e3]."""
     first, last = (math.log(bound) if bound else -math.inf for bound in (correction.low, correction.high))
@@ -234,14 +207,6 @@ def _divergence(kept: float, correction: Correction) -> float:
 
 
 AnyEssSchedule = Annotated[
-    ConstantEss
-    | CosineEss
-    | LinearEss
-    | StagesEss
-    | EntropySwitchEss
-    | EntropyRatioEss
-    | ControllerEss
-    | KLStepsEss
-    | SimilarityEss,
+    ConstantEss | CosineEss | LinearEss | StagesEss | EntropySwitchEss | EntropyRatioEss | ControllerEss | KLStepsEss,
     Field(discriminator="kind"),
 ]

@@ -3,17 +3,16 @@
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from threepo.config import Method
 from threepo.methods.method import flat_groups
-from threepo.ranks.world import ALONE, World
 from threepo.training.flops import step_flops
 from threepo.training.rollouts import Rollouts
-from threepo.types import Completion, Group, Verdict
+from threepo.types import Group, Verdict
 
 Metrics = dict[str, float]
 
@@ -66,32 +65,6 @@ def _by_function(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
     for name, reward in (part for verdict in verdicts for part in verdict.parts if not math.isnan(part[1])):
         found.setdefault(name.replace(":", "."), []).append(reward)
     return found
-
-
-Embed = Callable[[Sequence[Completion]], torch.Tensor]
-"""Turns completions into vectors [G, width]."""
-
-
-def similarity(groups: Sequence[Group], embed: Embed, world: World = ALONE) -> float:
-    """Similarity of the completions of a prompt: mean cosine of their vectors over pairs, then over prompts."""
-
-    def of_groups(mine: list[int]) -> list[float]:
-        return [mean_cosine(embed(groups[i].completions)) for i in mine]
-
-    return mean(world.deal(range(len(groups)), of_groups))
-
-
-def token_counts(completions: Sequence[Completion]) -> torch.Tensor:
-    """Counts of each token in each completion."""
-    index = {token: i for i, token in enumerate(sorted({token for c in completions for token in c.tokens}))}
-    return torch.stack([torch.tensor([index[t] for t in c.tokens]).bincount(minlength=len(index)) for c in completions])
-
-
-def mean_cosine(vectors: torch.Tensor) -> float:
-    """Mean cosine over the pairs of at least two vectors [G, width]."""
-    units, count = torch.nn.functional.normalize(vectors.double(), dim=1), len(vectors)
-    cosines = units @ units.T
-    return float((cosines.sum() - cosines.trace()) / (count * (count - 1)))
 
 
 def dynamic_metrics(rollouts: Rollouts) -> Metrics:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from threepo.config import SimilarityEss, TrainConfig
+from threepo.config import TrainConfig
 from threepo.data.finite import FiniteProblems, content, problems_digest, warn_of_shared
 from threepo.data.source import ProblemSource, open_heldout, open_training
 from threepo.evaluation.examination import Examination, examine, fit_context, with_grader
 from threepo.methods import method as lattice
-from threepo.models.encoder import Encoder
 from threepo.ranks.agreement import batch_facts, reward_code
 from threepo.ranks.dealing import build_shared_engine, divide_grading, refuse_engine
 from threepo.ranks.world import ALONE, World
@@ -29,19 +28,16 @@ from threepo.training.alarms import watch
 from threepo.training.checkpoint import Files, TrainState
 from threepo.training.metrics import (
     Clock,
-    Embed,
     Metrics,
     dynamic_metrics,
     flops,
     rollout_metrics,
-    similarity,
     time_metrics,
-    token_counts,
 )
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedules import certainty_metric, next_state, refuse_unmeasured, step_sampling
+from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, Group, Problem
@@ -56,8 +52,6 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
-    embed: Embed
-    """Turns completions into vectors, to tell how alike they are."""
 
     def more_tensors(self) -> Files:
         """The tensors of the reference, if it changes."""
@@ -88,7 +82,6 @@ def train(run: Run) -> None:
             metrics = step_metrics(run, rollouts, record)
             streaks = watch(config, run.state.streaks, step, rollouts, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
-            metrics |= certainty_metric(config, schedules, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
             rows = completion_rows(step, rollouts.completions, record)
             run.world.on_first(partial(run.folder.write_completions, step, rows))
@@ -135,7 +128,7 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
     """All numbers of a step except its times."""
     config, policy = run.config, run.policy
     weights = sum(p.numel() for p in policy.architecture.parameters())
-    metrics = {
+    return {
         **rollout_metrics(config.method, rollouts.generated),
         **dynamic_metrics(rollouts),
         **record.metrics(),
@@ -143,9 +136,6 @@ def step_metrics(run: Run, rollouts: Rollouts, record: UpdateRecord) -> Metrics:
         "compute/flops": flops(config.method, weights, rollouts, policy.has_adapters),
         "sampling/temperature": step_sampling(config, run.state.schedules).temperature,
     }
-    if config.ess_schedule.metric_read == "groups/similarity":
-        metrics["groups/similarity"] = similarity(rollouts.groups, run.embed, run.world)
-    return metrics
 
 
 def completion_rows(step: int, completions: Sequence[Completion], record: UpdateRecord) -> list[dict[str, Any]]:
@@ -182,9 +172,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         heldout = with_grader(open_heldout(data), config.reward, data) if config.eval.every else None
     policy, optimizer, state = build_or_restore(config, folder, world)
     reference = open_reference(config, policy, folder, world)
-    with world.together():
-        encoder = config.ess_schedule.encoder if isinstance(config.ess_schedule, SimilarityEss) else ""
-        embed = Encoder(encoder, policy.device) if encoder else token_counts
     source, longest_prompt = fit_context(training.problems, policy, data, longest)
     # Refuse now, not in the loop.
     first = [policy.encode_prompt(p, data, longest) for p in source.batch(state.step, data.prompts_per_step)]
@@ -218,7 +205,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
         grader=divide_grading(grader, world),
         examination=examination,
         reference=reference,
-        embed=embed,
     )
 
 

@@ -25,10 +25,6 @@ class ScheduleState:
     """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
     highest_entropy: float = 0.0
     """Highest entropy of all steps."""
-    lowest_certainty: float = 0.0
-    """Lowest self-certainty of a completion in all steps; 0 before the first, and where no schedule follows it."""
-    highest_certainty: float = 0.0
-    """The highest, likewise."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -46,31 +42,12 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
         first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
         state = replace(state, first_entropy=first, highest_entropy=highest)
-    least, most = (metrics.get(f"policy/self_certainty_{end}", math.nan) for end in ("min", "max"))
-    if followed == "groups/similarity" and math.isfinite(least) and math.isfinite(most):
-        least, most = min(least, state.lowest_certainty or least), max(most, state.highest_certainty)
-        state = replace(state, lowest_certainty=least, highest_certainty=most)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
         ess_factor=_ess_factor(config, state, done, metrics),
         temperature_raised=state.temperature_raised or fallen,
     )
-
-
-def certainty_metric(config: TrainConfig, state: ScheduleState, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The certainty of the last step, which `state` has seen, if the schedule follows it."""
-    follows = config.ess_schedule.metric_read == "groups/similarity"
-    return {"policy/certainty": certainty(state, metrics)} if follows else {}
-
-
-def certainty(state: ScheduleState, metrics: Mapping[str, float]) -> float:
-    """Mean self-certainty of the last step on a scale of completions so far: 0 is the lowest, 1 the highest.
-
-    NaN if all have been alike.
-    """
-    span = state.highest_certainty - state.lowest_certainty
-    return (metrics.get("policy/self_certainty", math.nan) - state.lowest_certainty) / span if span else math.nan
 
 
 def step_sampling(config: TrainConfig, state: ScheduleState) -> SamplingConfig:
@@ -91,7 +68,6 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
         progress=min(done / config.run.steps, 1.0),
         factor=state.ess_factor,
         value=value,
-        certainty=certainty(state, metrics),
         first_entropy=state.first_entropy,
         highest_entropy=state.highest_entropy,
         correction=config.method.correction,
