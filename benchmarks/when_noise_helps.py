@@ -22,8 +22,8 @@ from threepo.config.recipes import load
 from threepo.data.tasks import TASKS
 from threepo.data.tasks.choices import ChoicesNear
 from threepo.files import read_json, write_json
+from threepo.lab.probe import run_probe
 from threepo.lab.probe_config import ProbeConfig
-from threepo.lab.probe_run import run_probe
 from threepo.models.policy import load_policy
 from threepo.run_folder import SUMMARY, model_folder
 

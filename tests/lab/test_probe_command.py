@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from runs import TINY
 from threepo.cli import main
-from threepo.config import ModelConfig, TrainConfig
+from threepo.config import ModelConfig, NoiseConfig, TrainConfig
 from threepo.config.recipes import load, parse_overrides
 from threepo.data.source import open_training
 from threepo.lab.probe import Condition, conditions
@@ -70,7 +69,6 @@ def test_a_probe_counts_what_the_draws_solve(model: Path, tmp_path: Path, capsys
     assert rows["embedding", 0.1]["kl"] < rows["embedding", 0.5]["kl"]
     assert rows["posterior", 1e6]["kept_share"] > rows["embedding", 0.5]["kept_share"]
     assert rows["embedding", 0.1]["dead_share"].keys() == {"1", "2", "4"}
-    assert len(rows["embedding", 0.1]["kept_share_by_length"]) == 4
     parts = [json.loads(file.read_text()) for file in sorted((tmp_path / "probe" / "parts").iterdir())]
     assert (np.array(parts[1]["rates"]).shape, parts[1]["rollouts"]) == ((3, 1), 24), "the mean: of all draws together"
     assert (np.array(parts[3]["rates"]).shape, parts[3]["rollouts"]) == ((3, 6), 4)
@@ -99,7 +97,7 @@ def test_exact_chances_are_those_of_the_answer(rank: int, model: Path, tmp_path:
     config, settings, _ = load_probing(str(model), "", SETTINGS, {})
     policy = load_policy(ModelConfig(path=str(checkpoints(model)[-1][1])))
     assert conditions(config, settings, policy)[5] == Condition("embedding", 0.1)
-    shape = replace(Condition("embedding", 0.1).noise(), rank=rank)
+    shape = NoiseConfig(unit="rms", size=0.1, where={"embedding": 1.0}, rank=rank)
     noise = Posterior.around(policy.model.named_parameters(), shape)
     measured_on = json.loads((tmp_path / "exact" / "summary.json").read_text())["problems"]["measured_on"]
     problem = next(p for p in open_training(config.data).problems.first(5) if p.id == measured_on[1])
@@ -136,10 +134,10 @@ def measured(place: str, size: float, rates: np.ndarray, **facts: float) -> dict
 def planted(chance: float, kept: float = 0.9) -> tuple[TrainConfig, ProbeConfig, list[dict[str, Any]]]:
     """The mean solves 1 in 1,000; temperature 1 in 500; draws on the embedding `chance`, on the MLPs no more."""
     generator = np.random.default_rng(0)
-    facts = {"kl": 0.1, "kl_error": 0.0, "kept_share": kept, "kept_share_error": 0.0, "degenerate_share": 0.0}
+    facts = {"kl": 0.1, "kept_share": kept}
     everything = [
-        measured("mean", 1.0, np.full((4, 1), 1e-3), degenerate_share=0.0),
-        measured("temperature", 1.5, np.full((4, 1), 2e-3), degenerate_share=0.0),
+        measured("mean", 1.0, np.full((4, 1), 1e-3)),
+        measured("temperature", 1.5, np.full((4, 1), 2e-3)),
         measured("mlp", 0.5, generator.beta(0.5, 499.5, (4, 64)), **facts),
         measured("embedding", 0.5, generator.beta(0.5, 0.5 / chance, (4, 64)), **facts),
     ]

@@ -351,41 +351,8 @@ def silent_share(outcomes: Outcomes, group: int, draws: int) -> float:
     return dead_share(steps, draws, draws)
 
 
-def dead_interval(outcomes: Outcomes, group: int, draws: int, seed: int = 0) -> Interval:
-    """`dead_share`, with the spread of its plug-in estimate."""
-    _, problems, chosen = resample_outcomes(outcomes, seed)
-    wrong, value = outcomes.wrong(group // draws), dead_share(outcomes, group, draws)
-    plugged = np.einsum("bp,bp->b", problems, (chosen @ wrong.T) ** draws)
-    spread = Interval.of(0.0, plugged - (wrong.mean(axis=1) ** draws).mean())
-    return Interval(value, max(0.0, value + spread.low), min(1.0, value + spread.high))
-
-
 def predictable_draws(outcomes: Outcomes, group: int) -> list[int]:
     """The numbers of draws N = 1, 2, 4, ..., G for which the outcomes suffice to predict the share of dead groups."""
     counts = [2**i for i in range(group.bit_length()) if group % 2**i == 0]
     rollouts, draws = outcomes.rollouts or group, outcomes.rates.shape[1]
     return [n for n in sorted({*counts, group}) if group // n <= rollouts and n <= draws]
-
-
-def intraclass(outcomes: Outcomes, seed: int = 0) -> Interval:
-    """The correlation of two rollouts' outcomes on a problem under the same draw, pooled over problems.
-
-    The share of the variance that lies between draws, by the one-way analysis of variance; NaN if all outcomes are
-    equal.
-    """
-    _, problems, draws = resample_outcomes(outcomes, seed)
-    rates, count = outcomes.rates, outcomes.rates.shape[1]
-    one_rollout = 1 / outcomes.rollouts if outcomes.rollouts else 0.0
-
-    def correlation(by_problem: np.ndarray, by_draw: np.ndarray) -> np.ndarray:
-        """[B] from the shares [B, P] of problems and [B, D] of draws."""
-        spread = np.maximum(by_draw @ (rates**2).T - (by_draw @ rates.T) ** 2, 0) * count / max(count - 1, 1)
-        within = by_draw @ (rates * (1 - rates)).T / (1 - one_rollout)
-        between = spread - within * one_rollout  # the rates of R rollouts vary even if their chances are equal
-        total = (by_problem * (between + within)).sum(axis=1)
-        return np.asarray((by_problem * between).sum(axis=1) / np.where(total > 0, total, np.nan))
-
-    whole = correlation(*(np.full((1, size), 1 / size) for size in rates.shape))
-    resampled = correlation(problems, draws)
-    resampled = resampled[np.isfinite(resampled)]
-    return Interval.of(float(whole[0]), resampled) if len(resampled) else Interval(math.nan)

@@ -48,8 +48,8 @@ def probe(options: argparse.Namespace) -> None:
         raise UserError(f"--write {options.write}: a recipe's name ends in .toml")
     config, settings, training = load_probing(options.model, options.recipe, options.settings, flags)
     with without_collector():
+        from threepo.lab.probe import default_folder, run_probe
         from threepo.lab.probe_report import table
-        from threepo.lab.probe_run import default_folder, run_probe
 
     folder = options.output or default_folder(config, settings)
     summary = run_probe(config, settings, folder, training, options.write)

@@ -16,8 +16,8 @@ from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import load
 from threepo.files import read_json, write_json
 from threepo.lab.curves import plot
+from threepo.lab.probe import run_probe
 from threepo.lab.probe_config import load_probing
-from threepo.lab.probe_run import run_probe
 from threepo.lab.report import RunReport, read_run, tables
 from threepo.run_folder import SUMMARY
 

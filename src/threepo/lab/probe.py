@@ -6,6 +6,7 @@ Every measurement is a file in the folder, so a probe that was stopped continues
 """
 
 import contextlib
+import json
 import math
 import shutil
 from collections import Counter
@@ -20,16 +21,20 @@ import torch
 
 from threepo.config import IVONConfig, NoiseConfig, TrainConfig
 from threepo.config.method import C3PO
+from threepo.config.recipes import Table, load
 from threepo.config.records import first_difference, to_dict
+from threepo.data.rows import digest
 from threepo.data.source import open_training
 from threepo.data.tasks import TASKS
 from threepo.errors import UserError
 from threepo.evaluation.examination import Questions, fitting_prompts, with_grader
+from threepo.evaluation.records import set_name
 from threepo.evaluation.run import weights_digest
 from threepo.evaluation.statistics import Outcomes, predictable_draws
 from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
-from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings
+from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings, recipe, write_recipe
+from threepo.lab.probe_report import draw_picture
 from threepo.models.adapters import adapter_folder
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
@@ -41,7 +46,7 @@ from threepo.run_folder import SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
 
-PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
+PROBE, PARTS, LOCK, PICTURE = "probe.json", "parts", "probe.lock", "probe.png"
 SCORED = 1024
 """Completions of each noise, evenly spread, that are scored at other weights."""
 FRESH = 8
@@ -65,10 +70,6 @@ class Condition:
     def is_noisy(self) -> bool:
         """Whether it has draws: neither the mean nor a temperature."""
         return self.place not in (MEAN, TEMPERATURE)
-
-    def noise(self) -> NoiseConfig:
-        """The condition's noise as the table [noise] of a recipe."""
-        return NoiseConfig(unit="rms", size=self.size, where={self.place: 1.0})
 
 
 class ProbeFolder(LockedFolder):
@@ -108,15 +109,11 @@ class Probe:
             count, each = 1, count * each
         completions = self.complete(questions, source, draws[:count], each, step)
         outcomes = self.outcomes(questions, source, completions, draws[:count], each)
-        tokens = sum(len(c.tokens) for c in completions)
         measured: dict[str, Any] = {
             **asdict(condition),
             "rates": outcomes.rates.tolist(),
             "rollouts": outcomes.rollouts,
             "rollouts_right": float(np.mean(list(map(is_right, completions)))),
-            "entropy": -math.fsum(x for c in completions for x in c.logprobs) / tokens,
-            "degenerate_share": float(np.mean(list(map(is_degenerate, completions)))),
-            "length": tokens / len(completions),
         }
         return measured | (self.distances(source, completions, draws[count:]) if condition.is_noisy else {})
 
@@ -124,8 +121,8 @@ class Probe:
         """The noise of a condition around the model's weights, of the structure that the recipe sets."""
         noise, named = self.config.noise, self.policy.model.named_parameters()
         if condition.place != POSTERIOR:
-            own = condition.noise()
-            return Posterior.around(named, replace(noise, unit=own.unit, size=own.size, where=own.where))
+            where = {condition.place: 1.0}
+            return Posterior.around(named, replace(noise, unit="rms", size=condition.size, where=where))
         if learned := prior(self.config):
             groups = (replace(group, ess=condition.size, noise_structure=noise.structure) for group in learned.groups)
             return replace(learned, groups=tuple(groups))
@@ -171,7 +168,7 @@ class Probe:
 
     def distances(
         self, source: FixedWeights, completions: Sequence[Completion], fresh: Sequence[Draw | None]
-    ) -> dict[str, Any]:
+    ) -> dict[str, float]:
         """KL per token of the draws to the mean, and what Seq-MIS keeps of their rollouts at a fresh draw."""
         rows = completions[:: max(1, len(completions) // SCORED)]
         temperature = self.config.sampling.temperature
@@ -179,26 +176,11 @@ class Probe:
         at_mean = self._scores(source, rows, [None] * len(rows), temperature)
         at_fresh = self._scores(source, rows, [fresh[i % FRESH] for i in range(len(rows))], temperature)
         differences = [mean - own for mean, own in zip(at_mean, behaviour, strict=True)]
-        kls = np.array([float((np.exp(d) - 1 - d).sum()) for d in differences])
-        tokens = np.array([len(own) for own in behaviour])
-        kl = float(kls.sum() / tokens.sum())
-        # Rows of one draw have errors in common, so the standard error counts draws.
-        by_draw: dict[Draw | None, list[int]] = {}
-        for i, row in enumerate(rows):
-            by_draw.setdefault(row.draw, []).append(i)
-        residuals = np.array([(kls[mine] - kl * tokens[mine]).sum() for mine in by_draw.values()])
-        log_rho = np.array([float((new - own).sum()) for new, own in zip(at_fresh, behaviour, strict=True)])
+        kl = math.fsum((np.exp(d) - 1 - d).sum() for d in differences) / sum(map(len, behaviour))
+        log_rho = np.array([(new - own).sum() for new, own in zip(at_fresh, behaviour, strict=True)])
         bounds = C3PO.correction
         kept = (log_rho >= math.log(bounds.low)) & (log_rho <= math.log(bounds.high))
-        kept_by_fresh = [kept[i::FRESH].mean() for i in range(FRESH)]
-        by_length = np.array_split(np.argsort(tokens, kind="stable"), 4)
-        return {
-            "kl": kl,
-            "kl_error": float(np.sqrt((residuals**2).sum()) / tokens.sum()),
-            "kept_share": float(kept.mean()),
-            "kept_share_error": float(np.std(kept_by_fresh, ddof=1) / math.sqrt(FRESH)),
-            "kept_share_by_length": [[float(tokens[part].mean()), float(kept[part].mean())] for part in by_length],
-        }
+        return {"kl": kl, "kept_share": float(kept.mean())}
 
     def _scores(
         self, source: FixedWeights, rows: Sequence[Completion], draws: Sequence[Draw | None], temperature: float
@@ -216,11 +198,6 @@ class Probe:
 def is_right(completion: Completion) -> bool:
     """Whether a graded completion is right."""
     return completion.verdict is not None and completion.verdict.correct
-
-
-def is_degenerate(completion: Completion) -> bool:
-    """Whether a completion was cut, or has no answer."""
-    return completion.finish_reason == "length" or bool(completion.verdict and completion.verdict.status == "no_answer")
 
 
 def prior(config: TrainConfig) -> Posterior | None:
@@ -257,28 +234,44 @@ def layers(policy: Policy) -> list[str]:
     return [f"*.layers.{i}.*" for i in sorted({0, blocks // 2, blocks - 1})] + outside
 
 
-def probe(config: TrainConfig, settings: ProbeConfig, folder: Path) -> dict[str, Any]:
-    """Measure everything; returns the contents of summary.json. Measurements that are in `folder` are not repeated."""
+def default_folder(config: TrainConfig, settings: ProbeConfig) -> Path:
+    """runs/probe-MODEL-DATA-DIGEST: equal settings have equal folders, different settings have different ones."""
+    text = json.dumps([to_dict(config), to_dict(settings)], sort_keys=True)
+    parts = [Path(config.model.path).name, set_name(Path(config.data.train).stem), digest([text])[:8]]
+    return Path("runs") / f"probe-{'-'.join(parts)}"
+
+
+def run_probe(
+    config: TrainConfig, settings: ProbeConfig, folder: Path, training: Table | None = None, write: Path | None = None
+) -> dict[str, Any]:
+    """Measure everything and draw the picture; returns the contents of summary.json.
+
+    Measurements that are in `folder` are not repeated. `write`: the file for the recipe that follows, made of the
+    tables `training`; none is written where noise does not help.
+    """
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    recorded = {"train": to_dict(config), "probe": to_dict(settings)}
-    if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE)["config"], recorded)):
-        raise UserError(f"--output {folder}: holds a probe under other settings ({other}); choose another folder")
     refuse_unanswerable(config, settings)
-    training, grader = with_grader(open_training(config.data), config.reward, config.data)
+    training_set, grader = with_grader(open_training(config.data), config.reward, config.data)
     with ProbeFolder(folder):
         policy = load_policy(replace(config.model, path=str(model_folder(Path(config.model.path)))), config.run.seed)
         longest = config.sampling.max_new_tokens
-        problems, prompts = fitting_prompts(training, policy, config.data, longest, settings.candidates)
+        problems, prompts = fitting_prompts(training_set, policy, config.data, longest, settings.candidates)
         candidates = Questions(problems, prompts, grader, config.sampling, config.run.seed, Purpose.PROBE)
-        digest = weights_digest(policy, prior(config))
-        if (folder / PROBE).is_file() and read_json(folder / PROBE)["weights"] != digest:
-            raise UserError(f"--output {folder}: holds a probe of other weights; choose another folder")
-        write_json(folder / PROBE, {"config": recorded, "weights": digest})
+        learned = prior(config)
+        asked = {"train": to_dict(config), "probe": to_dict(settings), "weights": weights_digest(policy, learned)}
+        if (folder / PROBE).is_file() and (other := first_difference(read_json(folder / PROBE), asked)):
+            raise UserError(f"--output {folder}: holds another probe ({other}); choose another folder")
+        write_json(folder / PROBE, asked)
         with contextlib.closing(build_engine(config.engine, policy)) as engine:
             engine.prepare(min(settings.draws_together, settings.draws), candidates.longest)
             summary = _measure_all(Probe(config, settings, policy, engine), candidates, folder)
     write_json(folder / SUMMARY, finite(summary))
+    draw_picture(summary, folder / PICTURE)
+    if write and summary["draws"]:
+        table = recipe(summary, config, training or {}, str(learned.folder) if learned else "")
+        write_recipe(write, table, summary["verdict"])
+        load(TrainConfig, str(write))  # it must be one
     return summary
 
 

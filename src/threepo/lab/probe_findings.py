@@ -1,8 +1,9 @@
-"""Findings of a probe: intervals, the best noise at each distance from the mean, and a proposal.
+"""Findings of a probe: intervals, the choice among the noise that was tried, and a proposal.
 
 The proposal is a plain sentence and, where noise helps, the training recipe that follows.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,8 +17,7 @@ from threepo.config.recipes import Table, merge
 from threepo.config.records import shown
 from threepo.evaluation.statistics import (
     Outcomes,
-    dead_interval,
-    intraclass,
+    dead_share,
     mean_rate,
     predictable_draws,
     rate_ratio,
@@ -27,8 +27,6 @@ from threepo.files import write_text
 from threepo.lab.probe_config import POSTERIOR, ProbeConfig
 
 MEAN, TEMPERATURE = "mean", "temperature"
-LEVELS = (0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
-"""Upper ends of the levels of KL to the mean, in nats a token, at which the best noise is named."""
 NEARLY_ALL = 0.95
 """Propose the fewest draws that keep this share of the best success rate of a step."""
 MOSTLY_KEPT = 0.5
@@ -47,42 +45,31 @@ def findings(
     group = config.method.rollouts_per_prompt
     mean = _outcomes(next(m for m in measured if m["place"] == MEAN))
     rows = [describe(m, mean, group) for m in measured]
+    temperatures = [row for row in rows if row["place"] == TEMPERATURE]
     noise = [row for row in rows if row["place"] not in (MEAN, TEMPERATURE)]
-    levels = zip((0.0, *LEVELS), LEVELS, strict=False)
-    at_levels = [[row for row in noise if low < row["kl"] <= high] for low, high in levels]
     helpful = [row for row in noise if row["kl"] <= settings.most_kl and row["ratio"]["low"] > 1]
-    chosen = max(helpful, key=lambda row: row["ratio"]["low"], default=None)
     confirmed = describe(again, mean, group) if again else None
     summary: dict[str, Any] = {
         "group": group,
-        "rollouts_per_step": group * config.data.prompts_per_step,
         "mean": rows[0],
-        "temperatures": [row for row in rows if row["place"] == TEMPERATURE],
+        "temperatures": temperatures,
+        "best_temperature": max(temperatures, key=lambda row: row["mu"]["value"], default=None),
         "noise": noise,
-        "best_at_kl": [max(level, key=lambda row: row["ratio"]["low"]) for level in at_levels if level],
-        "chosen": chosen,
+        "chosen": max(helpful, key=lambda row: row["ratio"]["low"], default=None),
         "confirmed": confirmed,
     }
-    warmest = max((row["mu"]["value"] for row in summary["temperatures"]), default=0.0)
-    helped = confirmed and confirmed["ratio"]["low"] > 1 and confirmed["mu"]["low"] > warmest
-    return summary | {"draws": fewest_draws(confirmed) if confirmed and helped else 0, "verdict": verdict(summary)}
+    helped, words = verdict(summary)
+    return summary | {"draws": fewest_draws(_outcomes(again), group) if again and helped else 0, "verdict": words}
 
 
 def describe(measured: Measured, mean: Outcomes, group: int) -> dict[str, Any]:
     """A measurement with the statistics of its outcomes."""
     outcomes = _outcomes(measured)
-    by_draw = outcomes.rates.mean(axis=0)
-    plain = measured["place"] in (MEAN, TEMPERATURE)
-    counts = predictable_draws(outcomes, group)
     facts = {key: value for key, value in measured.items() if key != "rates"}
     return facts | {
         "mu": asdict(mean_rate(outcomes)),
         "ratio": asdict(rate_ratio(outcomes, mean)),
-        "dead_share": {str(n): asdict(dead_interval(outcomes, group, n)) for n in counts},
-        "silent_step_share": {str(n): silent_share(outcomes, group, n) for n in counts},
-        **({} if plain else {"within_draw_correlation": asdict(intraclass(outcomes))}),
-        "best_draw": float(by_draw.max()),
-        "share_of_best_draw": float(by_draw.max() / by_draw.sum()) if by_draw.sum() else 0.0,
+        "dead_share": {str(n): dead_share(outcomes, group, n) for n in predictable_draws(outcomes, group)},
     }
 
 
@@ -90,9 +77,9 @@ def _outcomes(measured: Measured) -> Outcomes:
     return Outcomes(np.array(measured["rates"]), measured["rollouts"])
 
 
-def fewest_draws(row: Measured) -> int:
+def fewest_draws(outcomes: Outcomes, group: int) -> int:
     """The fewest draws with which nearly as many steps have a success as with the most draws."""
-    successes = {int(n): 1 - silent for n, silent in row["silent_step_share"].items()}
+    successes = {n: 1 - silent_share(outcomes, group, n) for n in predictable_draws(outcomes, group)}
     return min(n for n, share in successes.items() if share >= NEARLY_ALL * successes[max(successes)])
 
 
@@ -104,47 +91,44 @@ def label(row: Measured) -> str:
     return f"{row['place']} {row['size']:g}{unit}"
 
 
-def verdict(summary: Measured) -> str:
-    """A plain sentence on what to do."""
-    mean, confirmed, noise = summary["mean"], summary["confirmed"], summary["noise"]
+def verdict(summary: Measured) -> tuple[bool, str]:
+    """Whether noise helps, and a plain sentence on what to do."""
+    mean, warm, noise = summary["mean"], summary["best_temperature"], summary["noise"]
+    confirmed = summary["confirmed"]
     if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):
-        return (
+        return False, (
             f"Cannot be told: nothing solved these problems, neither the mean (below {mean['mu']['high']:.2g}) nor any "
             f"draw. Use more draws and rollouts, easier problems, or --exact where the right text is unique."
         )
-    warm = max(summary["temperatures"], key=lambda row: row["mu"]["value"], default=None)
     heat = "no temperature was tried"
     if warm:
-        heat = f"temperature {warm['size']:g} alone, the best of those tried, {_times(warm['ratio'])}"
+        heat = f"{label(warm)} alone, the best of those tried, {estimate(warm['ratio'])}"
     if confirmed is None or confirmed["ratio"]["low"] <= 1:
         row = confirmed or max(noise, key=lambda row: row["ratio"]["low"])
         fresh = " on other draws" if confirmed else ""
-        return (
+        return False, (
             f"Weight noise will not help here: no noise within the limit on KL is shown to solve these problems more "
-            f"often than the mean does. The best, {label(row)}, has mu / p = {_times(row['ratio'])}{fresh}, at a KL of "
-            f"{row['kl']:.2g} nats a token; {heat}."
+            f"often than the mean does. The best, {label(row)}, has mu / p = {estimate(row['ratio'])}{fresh}, at a KL "
+            f"of {row['kl']:.2g} nats a token; {heat}."
         )
-    gain = f"{label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these problems"
-    gain += f" {_times(confirmed['ratio'])} times as often as the mean does"
-    if warm and warm["mu"]["value"] >= confirmed["mu"]["low"]:
-        return f"Weight noise is not shown to do more here than a temperature. {gain}; {heat}."
-    wait, without = (1 / row["mu"]["value"] if row["mu"]["value"] else math.inf for row in (confirmed, mean))
-    steps = f"{_round(wait / summary['rollouts_per_step'])} steps of this recipe"
-    return (
-        f"Weight noise should help here: {gain}; {heat}. Expect a first success on such problems after {_round(wait)} "
-        f"rollouts ({steps}), instead of {_round(without)}."
+    gain = (
+        f"{label(confirmed)} (KL {confirmed['kl']:.2g} nats a token) solves these problems "
+        f"{estimate(confirmed['ratio'])} times as often as the mean does; {heat}."
     )
+    if warm and warm["mu"]["value"] >= confirmed["mu"]["low"]:
+        return False, f"Weight noise is not shown to do more here than a temperature. {gain}"
+    return True, f"Weight noise should help here: {gain}"
 
 
-def _round(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,.0f}" if 10 <= value < math.inf else f"{value:.2g}"
+def estimate(interval: Mapping[str, float]) -> str:
+    """An estimate with its interval: 0.64 [0, 2]; without an upper bound: > 3."""
+    value, low, high = (short(interval[part]) for part in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]" if math.isfinite(interval["value"]) else f"> {low}"
 
 
-def _times(interval: Mapping[str, float]) -> str:
-    low, high = _round(interval["low"]), _round(interval["high"])
-    if not math.isfinite(interval["value"]):
-        return f"more than {low}"
-    return f"{_round(interval['value'])} ({low} to {high})"
+def short(value: float) -> str:
+    """A number of two digits, or a whole one."""
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) -> Table:
@@ -152,36 +136,32 @@ def recipe(summary: Measured, config: TrainConfig, training: Table, prior: str) 
 
     `training`: the tables that `config` was built from; `prior`: the folder of the probed posterior, if it has one.
     """
-    row, draws, group = summary["confirmed"], summary["draws"], summary["group"]
-    replay = row["kept_share"] < MOSTLY_KEPT
-    method: Table = {"name": "c3po_replay" if replay else "c3po", "rollouts_per_prompt": group, "draws": draws}
-    method |= {"gradient_at": "generator"} if replay else {"gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
+    row = summary["confirmed"]
+    method: Table = {"name": "c3po", "gradient_at": "fresh", "correction": {"kind": "seq_mis"}}
+    if row["kept_share"] < MOSTLY_KEPT:
+        method = {"name": "c3po_replay", "gradient_at": "generator"}
+    noise: Table = {"rank": config.noise.rank} if config.noise.rank else {}
     table = {key: value for key, value in training.items() if key not in ("method", "noise")}
     table["optimizer"] = {"kind": config.optimizer.kind, **table.get("optimizer", {})}  # a preset may have named it
-    noise: Table = {"rank": config.noise.rank} if config.noise.rank else {}
     if row["place"] == POSTERIOR:
-        optimizer: Table = {"kind": "ivon", "ess": row["size"]}
-        if prior:
-            optimizer["load_hessian"] = prior
-        table = merge(table, {"optimizer": optimizer})
+        loaded = {"load_hessian": prior} if prior else {}
+        table = merge(table, {"optimizer": {"kind": "ivon", "ess": row["size"], **loaded}})
     else:
-        noise = {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}, **noise}
-    return {**table, "method": method, **({"noise": noise} if noise else {})}
+        noise |= {"unit": "rms", "size": row["size"], "where": {row["place"]: 1.0}}
+    table["method"] = {**method, "rollouts_per_prompt": summary["group"], "draws": summary["draws"]}
+    return {**table, "noise": noise} if noise else table
 
 
 def write_recipe(path: Path, table: Table, verdict: str) -> None:
     """Write a recipe as TOML, headed by its reason."""
     lines = [f"# {verdict}"]
     for name, keys in table.items():
-        lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in keys.items())]
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]
     write_text(path, "\n".join(lines) + "\n")
 
 
-def _key(key: str) -> str:
-    return key if key.replace("_", "").isalnum() else f'"{key}"'
-
-
 def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
-    return shown(value)
+    if not isinstance(value, Mapping):
+        return shown(value)
+    keys = {key: key if key.isidentifier() else json.dumps(key) for key in value}  # a pattern needs quotes
+    return "{ " + ", ".join(f"{keys[key]} = {_toml(item)}" for key, item in value.items()) + " }"
