@@ -10,7 +10,7 @@ from rollout.asked import requests_for, trainer_logprobs
 from threepo.config import AdamWConfig, IVONConfig, LocalEngineConfig, ModelConfig, NoiseConfig, SamplingConfig
 from threepo.errors import UserError
 from threepo.models.policy import Policy
-from threepo.posterior.gaussian import FixedWeights, Posterior, sigma_growth
+from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise import noise_key, normal_chunks
 from threepo.posterior.noise_sizes import noise_sizes
@@ -151,14 +151,6 @@ def test_noise_of_a_given_size_is_no_hessian_to_start_from(
     assert capsys.readouterr().err == "", "there is nothing to recommend"
     with pytest.raises(UserError, match="load_hessian: .*run has noise of a given size and no Hessian; name a run of"):
         begin_ivon(IVONConfig(load_hessian=str(tmp_path / "run")), ivon, started)
-
-
-def test_only_weights_with_noise_can_have_grown_loud(policy: Policy) -> None:
-    ivon = build_optimizer(IVONConfig(), NoiseConfig(where={"mlp": 1.0}), policy.model, 0)
-    assert isinstance(ivon, IVON)
-    for name, p, _ in ivon.trainable():
-        ivon.state[p]["hessian"].fill_(1e-3 / (4 if "mlp" in name else 100))
-    assert sigma_growth(ivon) == {"mlp": pytest.approx(2.0, rel=1e-4)}
 
 
 def test_a_posterior_can_be_scaled_by_kind(policy: Policy) -> None:

@@ -88,7 +88,6 @@ class IVONTrainer(Trainer):  # type: ignore[misc]
             settings = {"seed": self.args.seed, "clip_radius": IVONConfig().clip_radius, **self._settings}
             settings["lr"] = self.args.learning_rate
             self.optimizer = IVON([(name, p) for name, p in named if p.requires_grad], **settings)
-            self.optimizer.warns_of_clipping = False
             self.optimizer.register_step_pre_hook(self._observe)
         return self.optimizer
 

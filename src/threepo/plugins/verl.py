@@ -96,9 +96,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 )
         self.method, settings = read_settings(config.override_optimizer_config)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        optimizer = IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
-        optimizer.warns_of_clipping = False
-        return optimizer
+        return IVON(named, lr=config.lr, model=module, **{"clip_radius": IVONConfig().clip_radius, **settings})
 
     def draw_step(self) -> int:
         """Count steps so far, including skipped ones, so that no two steps have the same draws."""

@@ -6,13 +6,13 @@ by the mean of F_n z_n / sigma. The noise is made again from its addresses, one 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from threepo.posterior import kernels
 from threepo.posterior.noise import CHUNK
-from threepo.posterior.noise_structures import unmirrored
 from threepo.posterior.operations import Perturb, Scalars
 from threepo.posterior.perturbation import NoisyParameter
 from threepo.posterior.point_optimizers import PointSGD
@@ -45,15 +45,7 @@ def evolve(optimizer: Any, fitness: Fitness) -> None:
 def gradients(noisy: Sequence[NoisyParameter], fitness: Fitness) -> Iterator[tuple[NoisyParameter, torch.Tensor]]:
     """Minus the mean over draws of fitness times z / sigma: float32, in each parameter's shape and on its shards."""
     weights = {draw: -weight / len(fitness) for draw, weight in _by_noise(fitness).items()}
-    return ((entry, _gradient(entry, weights)) for entry in noisy)
-
-
-@torch.no_grad()
-def _gradient(entry: NoisyParameter, weights: Mapping[Draw, float]) -> torch.Tensor:
-    total = _zeros(entry)
-    for draw, weight in weights.items():
-        _add_noise(total, draw, entry, weight)
-    return _divide(total, entry)
+    return ((entry, _divide(_sum_of_noise(entry, weights), entry)) for entry in noisy)
 
 
 def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
@@ -70,10 +62,9 @@ def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         products.setdefault(key, []).append((p, _product(local(a), local(b))))
 
     for entry in (entry for entry in optimizer.noisy() if entry.p in observed):
-        grad, total = observed[entry.p].float(), _zeros(entry)
+        grad, total = observed[entry.p].float(), _sum_of_noise(entry, {})
         for draw, weight in weights.items():
-            z = _zeros(entry)
-            _add_noise(z, draw, entry, 1.0)
+            z = _sum_of_noise(entry, {draw: 1.0})
             add(draw, entry.p, z, local(grad) * _sigma(entry))
             total.add_(z, alpha=-weight)
         evolved = _divide(total, entry)
@@ -83,7 +74,7 @@ def evolution_metrics(optimizer: Any, fitness: Fitness) -> dict[str, float]:
         return {}
     sums = {key: sum_over_shards(values) for key, values in products.items()}
     norms = math.sqrt(sums["evolved"] * sums["observed"])
-    predicted = [-sums[base] * sign for base, sign in map(unmirrored, fitness)]
+    predicted = [-sums[_unmirrored(draw)] * draw.sign for draw in fitness]
     correlation = torch.corrcoef(torch.tensor([list(fitness.values()), predicted], dtype=torch.float64))[0, 1]
     cosine = sums["both"] / norms if norms else math.nan
     return {"evolution/cosine": cosine, "evolution/correlation": float(correlation)}
@@ -99,18 +90,23 @@ def _by_noise(fitness: Fitness) -> dict[Draw, float]:
     """The fitness of each noise: the fitness of a mirrored draw counts against it."""
     found: dict[Draw, float] = {}
     for draw, value in fitness.items():
-        base, sign = unmirrored(draw)
-        found[base] = found.get(base, 0.0) + sign * value
+        base = _unmirrored(draw)
+        found[base] = found.get(base, 0.0) + draw.sign * value
     return found
 
 
-def _zeros(entry: NoisyParameter) -> torch.Tensor:
-    return torch.zeros_like(entry.p, dtype=torch.float32, requires_grad=False)
+def _unmirrored(draw: Draw) -> Draw:
+    return replace(draw, sign=1)
 
 
-def _add_noise(total: torch.Tensor, draw: Draw, entry: NoisyParameter, weight: float) -> None:
-    unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=weight)
-    kernels.run([Perturb(total, total, total, entry.noise(draw), unit)])
+@torch.no_grad()
+def _sum_of_noise(entry: NoisyParameter, weights: Mapping[Draw, float]) -> torch.Tensor:
+    """The sum over draws of weight times z: float32, in the parameter's shape and on its shards."""
+    total = torch.zeros_like(entry.p, dtype=torch.float32, requires_grad=False)
+    for draw, weight in weights.items():
+        unit = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=weight)
+        kernels.run([Perturb(total, total, total, entry.noise(draw), unit)])
+    return total
 
 
 def _divide(total: torch.Tensor, entry: NoisyParameter) -> torch.Tensor:

@@ -322,21 +322,6 @@ def hessian_metrics(ratio: torch.Tensor, weight: torch.Tensor) -> dict[str, floa
     return metrics
 
 
-@torch.no_grad()
-def sigma_growth(optimizer: IVON) -> dict[str, float]:
-    """Median over the weights of each layer kind of sigma, divided by what it is while the Hessian is hess_init.
-
-    Of weights that have noise. A collective like posterior_metrics.
-    """
-    ratios: dict[str, list[torch.Tensor]] = {}
-    entries = [entry for entry in optimizer.trainable() if entry[1].numel() and entry[2]["noise_scale"]]
-    hessians = sampled(((p, optimizer.state[p]["hessian"]) for _, p, _ in entries), _stride)
-    for (name, _, group), h in zip(entries, hessians, strict=True):
-        ratio = ((group["hess_init"] + group["weight_decay"]) / (h + group["weight_decay"])).sqrt()
-        ratios.setdefault(layer_kind(name), []).append(ratio)
-    return {kind: float(torch.cat(found).median()) for kind, found in ratios.items()}
-
-
 def _stride(p: torch.Tensor) -> int:
     """About SAMPLE elements of all columns: a stride that shares a factor with the row's length would miss some."""
     stride = max(1, p.numel() // SAMPLE)

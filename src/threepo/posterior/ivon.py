@@ -26,8 +26,8 @@ from threepo.posterior.ivon_settings import step_scalars
 from threepo.posterior.ivon_state import Observations
 from threepo.posterior.noise_structures import Structure
 from threepo.posterior.operations import Update
-from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable
-from threepo.posterior.policy_optimizer import Entry, named_in_groups, names_by_group, total_norm
+from threepo.posterior.perturbation import NoisyParameter, Perturbable
+from threepo.posterior.policy_optimizer import Entry, named_in_groups, total_norm
 from threepo.posterior.shards import like_parameter, sum_over_shards
 from threepo.types import Draw
 
@@ -35,8 +35,6 @@ Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Itera
 
 MOST_NORM = 1e18
 """Gradients of this norm or more are skipped, so that sums, squares and products with noise are finite in float32."""
-CHECKED_STEP = 10
-"""The step after which there is a warning if nearly every coordinate was clipped."""
 
 
 class IVON(Perturbable, torch.optim.Optimizer):
@@ -82,9 +80,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         True
         >>> optimizer.step()
     """
-
-    warns_of_clipping = True
-    """Trainers that log posterior/clipped_share set it to False: the paper's settings clip nearly every coordinate."""
 
     def __init__(
         self,
@@ -156,11 +151,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Noise seed of the draws that `next_draw` makes."""
         return int(self.param_groups[0]["seed"])
 
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not taken, because a gradient was not finite or `discard` was called."""
-        return int(self.param_groups[0]["skipped_steps"])
-
     # Drawing weights
 
     def next_draw(self) -> Draw:
@@ -178,10 +168,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         if train:
             self.observe(draw)
 
-    def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter with its name."""
-        return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
-
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb: those that are trained, in groups whose noise_scale is not 0."""
         return [
@@ -189,14 +175,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
             for name, p, group in self.trainable()
             if group["noise_scale"]
         ]
-
-    def noise_groups(self) -> tuple[NoiseGroup, ...]:
-        """The noise of every group."""
-        fields = ("ess", "weight_decay", "noise_scale", "hess_init", "noise_shape", "noise_structure")
-        return tuple(
-            NoiseGroup(parameters=names, **{field: group[field] for field in fields})
-            for group, names in names_by_group(self.param_groups)
-        )
 
     # Learning
 
@@ -273,10 +251,6 @@ class IVON(Perturbable, torch.optim.Optimizer):
         moved = [entry for entry in self.trainable() if entry[1] in seen.grad]
         counts = kernels.run(self._updates(moved, seen, factor))
         self._clipped = [(p, count) for (_, p, _), count in zip(moved, counts, strict=True)]
-        if self.warns_of_clipping and self.param_groups[0]["step"] == CHECKED_STEP:
-            ivon_settings.warn_of_clipping(
-                self.param_groups, self.step_metrics()["posterior/clipped_share"], stacklevel=4
-            )
         return loss
 
     def _updates(self, entries: list[Entry], seen: Observations, factor: float) -> Iterator[Update]:

@@ -14,8 +14,6 @@ RANGES = {"lr": (0.0, 1e18), "ess": (1e-8, 1e20), "hess_init": HESSIAN_RANGE, "w
 """Wider than any useful value. Inside, ess * (h + weight_decay) neither overflows nor vanishes in float32."""
 NOISE_SCALES = (1e-10, 1e10)
 """The range of noise_scale; 0, which is no noise, is allowed too."""
-CLIPPED_SHARE = 0.99
-"""A warning is given if this share of the coordinates, or more, is clipped."""
 ADAMW_LR, SMALL_MOVE = 1e-3, 1e-6
 """An lr up to the first has AdamW's size. If it also moves no weight by more than the second, it is a mistake."""
 
@@ -79,17 +77,3 @@ def warn_of_small_moves(group: Mapping[str, Any], stacklevel: int) -> None:
             ThreepoWarning,
             stacklevel=stacklevel + 1,
         )
-
-
-def warn_of_clipping(param_groups: list[dict[str, Any]], share: float, stacklevel: int) -> None:
-    """`ThreepoWarning` if the clip radius, and not the gradient, decides how far nearly every weight moves."""
-    if share < CLIPPED_SHARE:
-        return
-    group = min(param_groups, key=lambda group: group["clip_radius"])
-    warnings.warn(
-        f"IVON clip_radius = {group['clip_radius']:g}: {share:.0%} of the weights are at it, so each moves by "
-        f"{_step_size(group) * group['clip_radius']:.2g} a step, whatever its gradient; if the loss hardly falls, "
-        f"raise clip_radius (inf clips nothing) or lr",
-        ThreepoWarning,
-        stacklevel=stacklevel + 1,
-    )

@@ -6,7 +6,7 @@ IVON learns the same Hessian. To add a structure of matrices, write a subclass o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -101,8 +101,3 @@ def check_structure(structure: Structure) -> None:
     if structure and not (setting in STRUCTURES and value.isdecimal() and int(value) >= 1):
         known = ", ".join(f"'{name}=n'" for name in STRUCTURES)
         raise UserError(f"noise_structure = {structure!r}: must be '' or one of {known}, with n of 1 or more")
-
-
-def unmirrored(draw: Draw) -> tuple[Draw, int]:
-    """The draw of a mirrored pair whose noise has its own sign, and the factor that makes of it the noise of `draw`."""
-    return replace(draw, sign=1), draw.sign

@@ -8,7 +8,7 @@ draw outside the model.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from threepo.posterior import kernels
 from threepo.posterior.noise_structures import Noise, Structure, noise_of
 from threepo.posterior.operations import Perturb, Scalars
-from threepo.posterior.policy_optimizer import Weights
+from threepo.posterior.policy_optimizer import Weights, named_in_groups
 from threepo.posterior.shards import device_of, drop_gathered_copies, is_spread, like_parameter, local, whole
 from threepo.types import Draw
 
@@ -80,19 +80,38 @@ class NoisyParameter(NamedTuple):
 
 
 class Perturbable:
-    """Draws around the mean that a model's parameters hold. A class that inherits it says what `named` and `noisy` are.
+    """Draws around the mean that a model's parameters hold. A class that inherits it says what `noisy` are.
 
     A draw covers all shards of a sharded parameter, and replicas share it.
     """
 
+    param_groups: list[dict[str, Any]]
+    """Groups of parameters, as a torch optimizer has them, with the settings of their noise."""
+    fixed_noise: Mapping[str, Any] = {}
+    """Fields of `NoiseGroup` that are the same for all groups, and no settings of theirs."""
     _model: torch.nn.Module | None = None
     """FSDP2 modules in it are resharded whenever weights change: a copy gathered by an earlier pass would be stale."""
     _perturbed = False
     _means: dict[torch.Tensor, torch.Tensor] = {}  # noqa: RUF012 - replaced, never written into
 
-    def named(self) -> Iterable[tuple[str, torch.Tensor]]:
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not taken, because a gradient was not finite or `discard` was called."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
         """Every parameter with its name."""
-        raise NotImplementedError
+        return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
+
+    def noise_groups(self) -> tuple[NoiseGroup, ...]:
+        """The noise of every group that has trained parameters."""
+        entries, found = named_in_groups(self.param_groups), []
+        for group in self.param_groups:
+            names = tuple(name for name, p, own in entries if own is group and p.requires_grad)
+            settings = {"parameters": names, **group, **self.fixed_noise}
+            if names:
+                found.append(NoiseGroup(**{field.name: settings[field.name] for field in fields(NoiseGroup)}))
+        return tuple(found)
 
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb."""
@@ -124,22 +143,15 @@ class Perturbable:
     def restore(self) -> None:
         """Put the mean back. `perturbed` does so at its end; call it only if a KeyboardInterrupt came just then.
 
-        In reverse order, so that parameters which share memory get back what they had. An interrupt is raised after it.
+        In reverse order, so that parameters which share memory get back what they had.
         """
-        interrupt: KeyboardInterrupt | None = None
         try:
             self._reshard()
         finally:
-            while self._means:
-                try:
-                    means = list(reversed(self._means.items()))
-                    torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
-                    self._means = {}
-                except KeyboardInterrupt as error:
-                    interrupt = error
-            self._perturbed = False
-        if interrupt is not None:
-            raise interrupt
+            if self._means:
+                means = list(reversed(self._means.items()))
+                torch._foreach_copy_([local(p) for p, _ in means], [local(mean) for _, mean in means])
+            self._means, self._perturbed = {}, False
 
     @torch.no_grad()
     def weights(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from threepo.posterior.noise_structures import Structure, check_structure
-from threepo.posterior.perturbation import NoiseGroup, NoisyParameter, Perturbable
-from threepo.posterior.policy_optimizer import named_in_groups, names_by_group, total_norm
+from threepo.posterior.perturbation import NoisyParameter, Perturbable
+from threepo.posterior.policy_optimizer import named_in_groups, total_norm
 from threepo.posterior.shards import local, sum_over_shards
 from threepo.types import Draw
 
@@ -29,6 +29,7 @@ class Point(Perturbable, torch.optim.Optimizer):
     A step whose gradient is not finite is skipped and counted.
     """
 
+    fixed_noise = {"weight_decay": 0.0, "hess_init": 1.0, "noise_shape": "isotropic"}  # noqa: RUF012 - not written into
     _observed = 0
     _norm = 0.0
     _sums: dict[torch.Tensor, torch.Tensor] = {}  # noqa: RUF012 - replaced, never written into
@@ -58,33 +59,16 @@ class Point(Perturbable, torch.optim.Optimizer):
             check_structure(group.get("noise_structure", noise_structure))
             group.update(own | {"step": 0, "skipped_steps": 0} | {key: group[key] for key in own if key in group})
 
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not taken, because a gradient was not finite or `discard` was called."""
-        return int(self.param_groups[0]["skipped_steps"])
-
-    def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter with its name."""
-        return [(name, p) for name, p, _ in named_in_groups(self.param_groups)]
-
     def noisy(self) -> list[NoisyParameter]:
         """The parameters that draws perturb. Refused if there are none: a draw would be the mean."""
-        parameters = dict(self.named())
-        found = []
-        for group in (group for group in self.noise_groups() if group.noise_scale):
-            for name in group.parameters:
-                p = parameters[name]
-                found.append(NoisyParameter.of(name, p, p, p, vars(group)))
+        found = [
+            NoisyParameter.of(name, p, p, p, group | self.fixed_noise)
+            for name, p, group in named_in_groups(self.param_groups)
+            if p.requires_grad and group["noise_scale"]
+        ]
         if not found:
             raise RuntimeError("this optimizer has no posterior to draw weights from: use IVON, or give noise_scale")
         return found
-
-    def noise_groups(self) -> tuple[NoiseGroup, ...]:
-        """The noise of every group."""
-        return tuple(
-            NoiseGroup(group["ess"], 0.0, group["noise_scale"], 1.0, names, "isotropic", group["noise_structure"])
-            for group, names in names_by_group(self.param_groups)
-        )
 
     def observe(self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False) -> bool:
         """Add the gradients to those of the step, wherever they were taken.

@@ -87,15 +87,6 @@ def named_in_groups(param_groups: list[dict[str, Any]]) -> list[Entry]:
     return found
 
 
-def names_by_group(param_groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Every group with the names of its trained parameters; groups without any are left out."""
-    named = named_in_groups(param_groups)
-    found = [
-        (group, tuple(name for name, p, own in named if own is group and p.requires_grad)) for group in param_groups
-    ]
-    return [(group, names) for group, names in found if names]
-
-
 @cache
 def model_name(name: str) -> str:
     """A parameter's name without the prefixes of torch.compile, DDP, checkpointing and PeftModel: its noise stays the

@@ -16,7 +16,7 @@ import torch
 from threepo.config import AdamWConfig, IVONConfig, ModelConfig, NoiseConfig, OptimizerConfig, SGDConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import adapter_folder
-from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups, sigma_growth
+from threepo.posterior.gaussian import Posterior, has_hessian, posterior_metrics, saved_groups
 from threepo.posterior.ivon import IVON
 from threepo.posterior.noise_sizes import by_size, noise_sizes
 from threepo.posterior.point_optimizers import PointAdamW, PointSGD
@@ -45,9 +45,7 @@ def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: list[dic
 
 def _build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> IVON:
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
-    optimizer = IVON(groups, seed=seed, model=model, **own)
-    optimizer.warns_of_clipping = False
-    return optimizer
+    return IVON(groups, seed=seed, model=model, **own)
 
 
 def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointSGD:
@@ -78,6 +76,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
             unused = f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
             print(unused + f"optimizer.load_hessian={model.path} starts from its Hessian", file=sys.stderr)
         return
+    before = posterior_metrics(optimizer)
     folder = model_folder(Path(settings.load_hessian))
     Posterior.from_pretrained(folder).load_into(optimizer)
     if settings.load_momentum:
@@ -87,13 +86,15 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
         optimizer.param_groups[0]["skipped_steps"] = 0
         for group in optimizer.param_groups:
             group["ess"] = settings.ess
-    grown = {kind: ratio for kind, ratio in sigma_growth(optimizer).items() if ratio > LOUD_PRIOR}
+    after = posterior_metrics(optimizer)
+    growth = {name.rpartition("/")[2]: after[name] / size for name, size in before.items() if "rms/" in name and size}
+    grown = {kind: ratio for kind, ratio in growth.items() if ratio > LOUD_PRIOR}
     if grown:
         kinds = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in grown.items())
         warnings.warn(
             f"optimizer.load_hessian = {settings.load_hessian!r}: sigma has grown beyond what hess_init = "
             f"{settings.hess_init:g} gives, by factors of: {kinds}; posterior/sigma_to_rms is now "
-            f"{posterior_metrics(optimizer)['posterior/sigma_to_rms']:.3f}, and optimizer.ess = "
+            f"{after['posterior/sigma_to_rms']:.3f}, and optimizer.ess = "
             f"{settings.ess * max(grown.values()) ** 2:.2g} would undo the largest growth (where noise.unit is not "
             f"'posterior': noise.size divided by {max(grown.values()):.1f})",
             ThreepoWarning,
