@@ -64,8 +64,8 @@ def config(*settings: str) -> TrainConfig:
         (LONG, r"bad.jsonl, row 4: prompt of 61 tokens and max_new_tokens = 4 .* context of 64; .*too_long = 'drop'"),
         ({"prompt": "a"}, "bad.jsonl, row 4: has no answer"),
         ({"prompt": "", "answer": 1}, "bad.jsonl, row 4: its prompt is empty"),
-        ({"prompt": "a", "gold": 1}, r"column is empty; its other .* are 'gold'; set data.answer_column, .* = 'skip'"),
-        ({"prompt": "a", "answer": None}, "row 4: has no answer, .*; its answer column is empty, fix the data"),
+        ({"prompt": "a", "gold": 1}, r"its columns are .*'gold'.*; set data.answer_column, .* = 'skip'"),
+        ({"prompt": "a", "answer": None}, "row 4: has no answer, .*; set data.answer_column, fix the data"),
         ({"prompt": "a", "answer": 1, "completions": "b"}, "has a column 'completions'"),
     ],
 )

@@ -28,12 +28,11 @@ POINTS = [[Rational(7 + 6 * p + 10 * s, 5 + 4 * s + p) * (-1) ** (p // 2 + s) fo
 """Values of up to eight symbols at each of five points: of both signs, and not zeros of common expressions."""
 FACTORS = {PERCENT: Rational(1, 100), DEGREES: pi / 180}
 MODULI = [
-    [1600000000007145119, 1600000000007145118, 800000000003572558, 400000000001786278, 200000000000893138],
-    [1600000000077897599, 1600000000077897598, 800000000038948798, 400000000019474398, 200000000009737198],
-    [1600000000139418239, 1600000000139418238, 800000000069709118, 400000000034854558, 200000000017427278],
+    [prime, prime - 1, prime // 2 - 1, prime // 4 - 1, prime // 8 - 1]
+    for prime in (1600000000007145119, 1600000000077897599, 1600000000139418239)
 ]
-"""Primes, and how often the powers modulo the number before repeat. None is divisible by a square, so that they do for
-every base (Euler)."""
+"""Primes, and how often the powers modulo the number before repeat (Euler): prime // 2 and so on are primes too. No
+number is divisible by a square, so that the powers of every base repeat."""
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _STEPS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [

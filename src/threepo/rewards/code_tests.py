@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from threepo.rewards.sandbox import Outcome, Submission
@@ -31,7 +31,7 @@ LONGER = 100
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _UNITTEST = re.compile(r"\bunittest\.main\(\)")
 """Would end Python, where tests must come to their end."""
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?")
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,6 @@ def _same_word(word: str, expected: str) -> bool:
     """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
     if word == expected or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return word == expected
-    if not expected.lstrip("+-").isdecimal():
-        return _close(float(word), float(expected))
-    with suppress(InvalidOperation):  # an exponent of twenty digits
+    if expected.lstrip("+-").isdecimal():
         return Decimal(word) == Decimal(expected)
-    return False
+    return _close(float(word), float(expected))

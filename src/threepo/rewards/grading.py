@@ -36,23 +36,16 @@ class GraderKind(NamedTuple):
     """Values of `reward.scoring` that it knows besides `binary`."""
 
 
-def _text_grader(verify: Verify) -> Grader:
-    return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
-
-
-def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
-    return lambda completions: [number_verdict(number, correct_from) for number in reward.function(completions)]
-
-
 def lacks_answer(problem: Problem) -> str:
     """Why a grader that needs a reference answer cannot grade a problem; empty if it can."""
     if problem.answer.strip():
         return ""
-    empty = "answer" in problem.columns and not str(problem.columns["answer"] or "").strip()
-    others = ", ".join(repr(name) for name in problem.columns if name != "answer" or not empty)
-    reason = "has no answer, which reward.function needs" + ("; its answer column is empty" if empty else "")
-    fix = f"; its other columns are {others or 'none'}; set data.answer_column"
-    return reason + fix if others or not empty else reason
+    columns = ", ".join(map(repr, problem.columns)) or "none"
+    return f"has no answer, which reward.function needs; its columns are {columns}; set data.answer_column"
+
+
+def _text_grader(verify: Verify) -> Grader:
+    return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
 
 
 GRADERS = {
@@ -72,7 +65,7 @@ def load_grader(
     that `data.broken_rows` can leave out.
     """
     skip = ", or leave such rows out with data.broken_rows = 'skip'" if rows else ""
-    kind = _kind(settings, verifier)
+    kind = grader_kind(settings, verifier)
     for problem in known:
         if reason := kind.lack(problem):
             raise UserError(f"{problem.label}: {reason}, fix the data{skip}")
@@ -81,7 +74,7 @@ def load_grader(
 
 def refuse_ignored(settings: RewardConfig, verifier: Verifier | None) -> None:
     """Raise `UserError` for settings that the grader would ignore."""
-    scorings = ("binary", *_kind(settings, verifier).scorings)
+    scorings = ("binary", *grader_kind(settings, verifier).scorings)
     fix = f"this reward knows {' and '.join(map(repr, scorings))} only"
     require(settings.scoring in scorings, "reward.scoring", settings.scoring, fix)
     own = any(":" in name for name in settings.names) or len(settings.names) > 1
@@ -99,26 +92,26 @@ def refuse_missing(settings: RewardConfig) -> None:
             _named_kind(name)
 
 
-def lack(settings: RewardConfig, verifier: Verifier | None, problem: Problem) -> str:
-    """Reason for which `load_grader` would refuse a problem; empty if there is none."""
-    return _kind(settings, verifier).lack(problem)
-
-
 def attach_verdicts(grader: Grader, completions: Sequence[Completion]) -> list[Completion]:
     """The completions with their verdicts."""
     return [replace(c, verdict=verdict) for c, verdict in zip(completions, grader(completions), strict=True)]
 
 
-def _kind(settings: RewardConfig, verifier: Verifier | None) -> GraderKind:
-    """The recipe's kind of grader, or the data source's own where the recipe leaves it to that."""
+def grader_kind(settings: RewardConfig, verifier: Verifier | None) -> GraderKind:
+    """The kind of grader that `reward.function` names; for `task`, the data source's own."""
     if not isinstance(settings.function, str):
         return _sum_kind([replace(settings, function=name, weights=()) for name in settings.function], verifier)
     name = verifier if settings.function == "task" else settings.function
     if name is None:
-        fix = f"a data file has no verifier of its own; set it to {_CHOICES}"
-        raise UserError(f"reward.function = 'task': {fix}")
+        raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {_CHOICES}")
     if isinstance(name, OwnReward):
-        return GraderKind(lambda settings, _: _number_grader(name, settings.correct_from))
+        return GraderKind(
+            lambda settings, _: (
+                lambda completions: [
+                    number_verdict(number, settings.correct_from) for number in name.function(completions)
+                ]
+            )
+        )
     return _named_kind(name) if isinstance(name, str) else GraderKind(lambda *_: _text_grader(name))
 
 
@@ -135,7 +128,7 @@ def _named_kind(name: str) -> GraderKind:
 
 def _sum_kind(parts: Sequence[RewardConfig], verifier: Verifier | None) -> GraderKind:
     """The kind of grader that sums the rewards of several; `parts` are the settings of each."""
-    kinds = [_kind(part, verifier) for part in parts]
+    kinds = [grader_kind(part, verifier) for part in parts]
 
     def build(settings: RewardConfig, known: Sequence[Problem]) -> Grader:
         graders = [kind.build(part, known) for kind, part in zip(kinds, parts, strict=True)]
@@ -146,10 +139,10 @@ def _sum_kind(parts: Sequence[RewardConfig], verifier: Verifier | None) -> Grade
 
         return grade
 
-    scorings = dict.fromkeys(scoring for kind in kinds for scoring in kind.scorings)
-    return GraderKind(
-        build, lambda problem: next(filter(None, (kind.lack(problem) for kind in kinds)), ""), tuple(scorings)
-    )
+    def lack(problem: Problem) -> str:
+        return next(filter(None, (kind.lack(problem) for kind in kinds)), "")
+
+    return GraderKind(build, lack, tuple(dict.fromkeys(scoring for kind in kinds for scoring in kind.scorings)))
 
 
 def _sum_verdict(settings: RewardConfig, verdicts: Sequence[Verdict]) -> Verdict:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from threepo.errors import UserError
@@ -28,14 +27,14 @@ SUPPLIED = ("prompts", "completions", "completion_ids")
 """Arguments that every function can have, besides the columns of the data, and `answer` if there is one."""
 FROM_PYTHON = "<python>"
 """Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
-_objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects", default=MappingProxyType({}))
+_objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")
 """Functions passed as objects, by name, of this thread: another run may have a function of the same name."""
 
 
 @contextmanager
 def functions_from_python(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Within the body these names, which begin with `FROM_PYTHON:`, mean these functions."""
-    before = _objects.set({**_objects.get(), **functions})
+    before = _objects.set({**_objects.get({}), **functions})
     try:
         yield
     finally:
@@ -49,12 +48,7 @@ class UserFunction:
         """`known` are problems with the columns of the data."""
         self._name, self._correct_from = name, correct_from
         self._function = find_function(name)
-        if inspect.iscoroutinefunction(self._function):
-            raise _error(name, "is a coroutine; write it without async")
-        try:
-            parameters = inspect.signature(self._function).parameters.values()
-        except (TypeError, ValueError) as error:  # some built-in functions have no signature
-            raise _error(name, "has no readable signature; wrap it in a function") from error
+        parameters = inspect.signature(self._function).parameters.values()
         self._names = {p.name for p in parameters}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         available = (*SUPPLIED, *_columns(known))
@@ -89,11 +83,9 @@ class UserFunction:
         if value is None:
             return Verdict(correct=False, status="error", answer=None, reward=0.0)
         try:
-            reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
+            reward = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's for a tensor of several numbers
             reward = math.nan
-        except OverflowError:  # an integer that no float can hold, and no message
-            reward = value = math.inf
         if not math.isfinite(reward):
             raise _error(self._name, f"returned {value!r}; return a finite number, or None where it cannot judge")
         return number_verdict(reward, self._correct_from)
@@ -101,19 +93,15 @@ class UserFunction:
 
 def find_function(name: str) -> Callable[..., Any]:
     """The function of this name, imported from the working directory or the environment; `UserError` without one."""
-    if function := _objects.get().get(name):
+    if function := _objects.get({}).get(name):
         return function
     module_name, _, function_name = name.partition(":")
     if module_name == FROM_PYTHON:
         fix = "give it again, as reward=, to threepo.train"
         raise _error(name, f"is an object of Python that no name can import; {fix}")
-    path = Path(module_name)
-    if path.suffix == ".py" or "/" in module_name:
-        folder = f" and run in {path.parent}" if path.parent != Path() else ""
-        hint = f"'{path.name.removesuffix('.py')}:{function_name or 'function'}'{folder}"
-        raise _error(name, f"names a file, and not a module; write {hint}")
-    if not function_name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise _error(name, "must be 'module:function', in names of Python")
+    parts = (*module_name.split("."), function_name)
+    if not all(part.isidentifier() for part in parts) or module_name.endswith(".py"):
+        raise _error(name, "must be 'module:function'; rewards.py in the current directory is the module rewards")
     here = str(Path.cwd())
     if run := folder_of_run(Path.cwd()):
         fix = "no code is imported from one; start elsewhere, with the module there if you trust it"
@@ -128,8 +116,7 @@ def find_function(name: str) -> Callable[..., Any]:
         raise _error(name, f"importing {module_name!r} raised {_described(error)}") from error
     found = getattr(module, function_name, None)
     if not callable(found):
-        problem = "missing" if found is None else "not a function"
-        raise _error(name, f"{function_name!r} of module {module_name!r} is {problem}")
+        raise _error(name, f"module {module_name!r} has no function {function_name!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -155,14 +142,12 @@ def _columns(problems: Sequence[Problem]) -> dict[str, list[Any]]:
 
 def _described(error: BaseException) -> str:
     """An exception in one line, with the user's file and line."""
-    message, places = (
-        str(error),
-        [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)],
-    )
-    if isinstance(error, SyntaxError):
-        message, places = error.msg, [(error.filename or "", error.lineno)]
-    places = [(file, line) for file, line in places if file != __file__ and "importlib" not in file]
-    words = " ".join(message.split())[:300]
-    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    own = [line for file, line in places if file == places[0][0]]
-    return f"{said} ({places[0][0]}:{own[-1]})" if own else said
+    message = " ".join(str(error).split())[:300]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""  # a SyntaxError's message has its file and line
+    return ": ".join(filter(None, (type(error).__name__, message))) + place

@@ -4,11 +4,10 @@ A refused call returns an error and the program goes on; a call by the tables of
 """
 
 import ctypes
-import errno
 import struct
 import tempfile
 from collections.abc import Iterable
-from typing import NamedTuple
+from errno import ENOSYS, EPERM
 
 LIBRARY = "libseccomp.so.2"
 REFUSED = """
@@ -40,31 +39,25 @@ LOW = 0xFFFFFFFF
 """Where the kernel reads 32 bits of an argument, a comparison of all 64 could be dodged."""
 
 
-class Rule(NamedTuple):
-    """A system call that is not made."""
-
-    call: str | int
-    """Its name or number."""
-    error: int
-    """What it returns instead; 0 for success."""
-    argument: tuple[int, int, int, int] | None = None
-    """The only argument that it is refused for: its position, an operator, and one or two values; None for all."""
+Rule = tuple[str | int, int, tuple[int, int, int, int] | None]
+"""A call that is not made, by name or number, and what it returns: an error, or 0 for success. The third part is the
+only argument for which it is not made: its position, an operator, and one or two values; None for all."""
 
 
 def filters() -> tuple[bytes, bytes]:
     """Filters for everything in the sandbox, and for the program on top of it; `OSError` without libseccomp."""
-    everything = [
-        *(Rule(call, errno.EPERM) for call in REFUSED.split()),
-        *(Rule(call, 0) for call in IDLE.split()),
-        *(Rule(call, errno.ENOSYS) for call in SINCE_5_1 if call not in ALLOWED_SINCE_5_1),
-        *(Rule("clone", errno.EPERM, (0, MASKED_EQUAL, flag, flag)) for flag in CLONE_NAMESPACES),
-        Rule("prlimit64", errno.EPERM, (0, NOT_EQUAL, 0, 0)),
-        Rule("socketpair", errno.EPERM, (0, NOT_EQUAL, AF_UNIX, 0)),  # asyncio needs a pair to wake itself
+    everything: list[Rule] = [
+        *((call, EPERM, None) for call in REFUSED.split()),
+        *((call, 0, None) for call in IDLE.split()),
+        *((call, ENOSYS, None) for call in SINCE_5_1 if call not in ALLOWED_SINCE_5_1),
+        *(("clone", EPERM, (0, MASKED_EQUAL, flag, flag)) for flag in CLONE_NAMESPACES),
+        ("prlimit64", EPERM, (0, NOT_EQUAL, 0, 0)),
+        ("socketpair", EPERM, (0, NOT_EQUAL, AF_UNIX, 0)),  # asyncio needs a pair to wake itself
     ]
     for call, orders in REFUSED_ORDERS.items():
-        everything += [Rule(call, errno.EPERM, (1, MASKED_EQUAL, LOW, order)) for order in orders]
-    program = [Rule(call, errno.EPERM) for call in HARNESS_ONLY.split()]
-    program.append(Rule("clone", errno.EPERM, (0, MASKED_EQUAL, CLONE_THREAD, 0)))
+        everything += [(call, EPERM, (1, MASKED_EQUAL, LOW, order)) for order in orders]
+    program: list[Rule] = [(call, EPERM, None) for call in HARNESS_ONLY.split()]
+    program.append(("clone", EPERM, (0, MASKED_EQUAL, CLONE_THREAD, 0)))
     return _compile(everything), _compile(program)
 
 
