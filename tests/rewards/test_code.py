@@ -269,7 +269,7 @@ def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
     ("tests", "reason"),
     [
         (None, "are NoneType; they must have"),
-        ("{", "are text, but not JSON"),
+        ("{", "have text that is not JSON"),
         ({}, "have nothing; they must have"),
         ({"inputs": ["1"]}, "have 'inputs'; they must have"),
         ({"inputs": [], "outputs": []}, "two lists of the same length, and not empty"),
@@ -277,7 +277,7 @@ def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
         ({"inputs": "1", "outputs": "1"}, "two lists"),
         ({"inputs": [1], "outputs": ["1"]}, "'inputs' with 1, which must be text"),
         ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be the list of the function's arguments"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "a line that is not JSON"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "have text that is not JSON"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "must be the name of a function"),
         ({"assert_case": []}, "'assert_case', which must be Python code"),
         ({"assert_case": ["assert f("]}, "'assert_case', which must be Python code: "),
@@ -286,7 +286,7 @@ def test_a_right_value_may_be_spelled_longer_than_the_expected_one() -> None:
         ({"functional": "-" * 100_000 + "1"}, "'functional', which must be Python code"),
         ("[" * 100_000, "are nested too deeply"),
         ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "are nested too deeply"),
-        ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "which JSON cannot express: .*bytes"),
+        ({"inputs": [[b"1"]], "outputs": [1], "fn_name": "f"}, "that JSON cannot express .*bytes"),
     ],
 )
 def test_tests_in_no_known_form_are_refused(tests: Any, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,13 @@ HANGING = [r"\cos(9^{9^{9^9}})", "((((9!)!)!)!)", r"\sin(10^{1000000})", r"\lflo
 
 
 @pytest.fixture(scope="module")
-def grader() -> Iterator[MathGrader]:
-    grader = MathGrader(RewardConfig(function="math", workers=2, timeout_s=4, memory_mib=400))
-    yield grader
-    grader.close()
+def grader() -> MathGrader:
+    return MathGrader(RewardConfig(function="math", workers=2, timeout_s=4, memory_mib=400))
 
 
 @pytest.fixture(scope="module")
-def penalizing() -> Iterator[MathGrader]:
-    grader = MathGrader(RewardConfig(scoring="format_penalty", timeout_s=2, workers=1))
-    yield grader
-    grader.close()
+def penalizing() -> MathGrader:
+    return MathGrader(RewardConfig(scoring="format_penalty", timeout_s=2, workers=1))
 
 
 def test_the_four_outcomes(grader: MathGrader) -> None:
@@ -219,7 +214,6 @@ def test_ten_thousand_with_one_per_cent_hostile() -> None:
         expected.append("error" if bad in HANGING else "not right" if bad else "right")
     grader = MathGrader(RewardConfig(function="math", workers=2, timeout_s=3))
     statuses = [verdict.status for verdict in grader.grade(completions, answers)]
-    grader.close()
     assert [s if s in ("right", "error") else "not right" for s in statuses] == expected
     assert Counter(expected) == {"right": 9900, "not right": 98, "error": 2}
 

@@ -85,7 +85,9 @@ def parse_tests(tests: Any) -> CodeTests:
             return _pairs(parts["inputs"], parts["outputs"], parts.get("fn_name", ""), prefix)
         raise ValueError(f"have {', '.join(map(repr, parts)) or 'nothing'}; they must have {FORMS}")
     except json.JSONDecodeError as error:
-        raise ValueError(f"are text, but not JSON ({error})") from error
+        raise ValueError(f"have text that is not JSON ({error})") from error
+    except TypeError as error:  # bytes or a time, which parquet has
+        raise ValueError(f"have a value that JSON cannot express ({error})") from error
     except RecursionError as error:
         raise ValueError("are nested too deeply") from error
 
@@ -137,18 +139,12 @@ def _texts(values: Sequence[Any], name: str) -> tuple[str, ...]:
 def _call(arguments: Any, result: Any) -> tuple[str, Any]:
     """The JSON of a function's arguments, and what it must return."""
     if isinstance(arguments, str):
-        try:
-            arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
-        except ValueError as error:
-            raise ValueError(f"have 'inputs' with a line that is not JSON ({error})") from error
+        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
         with suppress(ValueError):
             result = json.loads(result) if isinstance(result, str) else result
     elif not isinstance(arguments, Sequence):
         raise ValueError(f"have 'inputs' with {arguments!r}, which must be the list of the function's arguments")
-    try:
-        return json.dumps(arguments), result
-    except TypeError as error:  # bytes or a time, which parquet has
-        raise ValueError(f"have 'inputs' with {arguments!r}, which JSON cannot express: {error}") from error
+    return json.dumps(arguments), result
 
 
 def same_text(output: str, expected: str) -> bool:

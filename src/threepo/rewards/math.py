@@ -57,10 +57,6 @@ class MathGrader:
         outcomes = self._judge([(answer, reference) for answer, reference in pairs if answer])
         return [self._verdict(text, pair[0], outcomes.get(pair)) for text, pair in zip(texts, pairs, strict=True)]
 
-    def close(self) -> None:
-        """End the processes; they also end with this object."""
-        self._pool.close()
-
     def _judge(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
         """The outcome for each pair of an answer and a reference; its value is as of `algebra.judge`."""
         judged: dict[tuple[str, str], Outcome] = {}

@@ -1,7 +1,7 @@
 """Code inside the sandbox: runs a program on one case (`run`); locally, a harness starts it for each case.
 
-This module is sent as source or as compiled code, to a SandboxFusion server (`on_server`) and into the local sandbox
-(`Harness`). So it imports nothing of threepo, and few modules: every import delays every program.
+This module is sent to a SandboxFusion server (`on_server`) and into the local sandbox (`Harness`). So it imports
+nothing of threepo, and few modules: every import delays every program.
 
 The harness and its parent send messages with their length in front. The parent sends the order and the cases; the
 harness sends `ready` and `compiled`, and for each case its output, in messages that begin with `+`, and its ending.
@@ -10,10 +10,8 @@ function or a script when the program's top level has run. When a script has com
 makes a random mark, which must come back as the last thing that the process writes. So there is no mark in memory or
 files while the program runs, and nothing of the program runs after its tests.
 
-NOT covered: what a program does to tests that run in its own process. It can return objects that equal everything,
-replace what the tests use, read what they expect from the frames that called it, make them jump by a trace function,
-and imitate this file by asking for its case and for its mark itself, also from a thread, a signal handler or by ctypes.
-One process has no secrets from itself. docs/rewards.md lists these forgeries, and the forms of tests that have none.
+NOT covered: what a program does to tests that run in its own process, because one process has no secrets from itself.
+docs/rewards.md lists these forgeries, and the forms of tests that have none.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ with one of them on purpose only fails in another way."""
 MARK_BYTES = 32
 NOBODY = 65534
 STACK = 64 << 20
-SET_FILTER = 22
-"""PR_SET_SECCOMP of Linux's prctl."""
+PR_SET_SECCOMP = 22
 OUTPUT_LIMIT = 16 << 20
 """Bytes that a case may write; what writes more is stopped."""
 TICK_S = 0.25
@@ -314,5 +311,5 @@ def _load_filter(instructions: bytes) -> None:
         data = ctypes.create_string_buffer(instructions, len(instructions))
         address = ctypes.addressof(data).to_bytes(8, sys.byteorder)
         program = (len(instructions) // 8).to_bytes(2, sys.byteorder) + bytes(6) + address  # struct sock_fprog
-        if ctypes.CDLL(None).prctl(SET_FILTER, 2, program):
+        if ctypes.CDLL(None).prctl(PR_SET_SECCOMP, 2, program):
             raise OSError("the kernel refuses a filter of system calls")
