@@ -154,7 +154,6 @@ def _print_plan(config: Any, options: argparse.Namespace) -> None:
     settings_argument("such as data.train=sorting"),
     argument("--recipe", default="", help="take data, reward and eval settings from this recipe"),
     argument("--benchmarks", metavar="NAMES", help="such as aime24,math500 or math500=FILE (see the docs)"),
-    argument("--benchmark-files", type=path_argument, metavar="FOLDER", help="read aime24.jsonl, ... from here"),
     argument("--output", type=path_argument, help="folder for scores and completions (default: in runs/)"),
     argument("--compare", nargs=2, type=path_argument, metavar=("A", "B"), help="test two evaluations' difference"),
     on_ranks=True,
@@ -171,8 +170,6 @@ def evaluate(options: argparse.Namespace) -> None:
     if not options.model:
         raise UserError("name a MODEL to evaluate, or two evaluations to --compare")
     benchmarks: dict[str, Any] = {} if options.benchmarks is None else {"names": options.benchmarks.split(",")}
-    if options.benchmark_files:
-        benchmarks["folder"] = str(options.benchmark_files)
     config = recipes.load_evaluation(options.model, options.recipe, options.settings, benchmarks)
     with without_collector():
         from threepo import api
@@ -189,7 +186,7 @@ def evaluate(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    if any((options.model, *options.settings, options.recipe, options.benchmarks, options.benchmark_files)):
+    if any((options.model, *options.settings, options.recipe, options.benchmarks)):
         raise UserError("--compare A B: takes the folders of two evaluations, and no other option but --output")
     from threepo.evaluation.compare import compare_evaluations, comparison_table
 

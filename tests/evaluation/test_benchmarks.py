@@ -12,7 +12,7 @@ from local_benchmarks import opened
 from threepo.config import BenchmarksConfig, DataConfig
 from threepo.data.prompts import MATH_EVALUATION
 from threepo.errors import UserError
-from threepo.evaluation.benchmarks import Choice, choices, open_benchmark
+from threepo.evaluation.benchmarks import open_benchmark, parse_names
 
 URL = "https://example.org"
 DATA = DataConfig(train="benchmarks")
@@ -65,31 +65,26 @@ def test_every_published_schema_is_read(schema: str, tmp_path: Path) -> None:
     assert benchmark.source == str(tmp_path / f"{name}.jsonl")
 
 
-def test_parquet_and_other_names_of_files(tmp_path: Path) -> None:
+def test_only_the_first_problems_of_a_parquet_file(tmp_path: Path) -> None:
     row = {"problem": "P", "solution": r"\boxed{5}", "type": "T"}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / "minerva_math.parquet")
-    settings = BenchmarksConfig(names=("minerva",), folder=str(tmp_path), problems=2)
-    benchmark = open_benchmark(Choice.parse("minerva"), settings, DATA)
+    copy = str(tmp_path / "minerva_math.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), copy)
+    benchmark = open_benchmark("minerva", copy, BenchmarksConfig(names=("minerva",), problems=2), DATA)
     assert [problem.id for problem in benchmark.problems.known()] == ["minerva/0", "minerva/1"]
-    named = Choice.parse(f"minerva={tmp_path / 'minerva_math.parquet'}")
-    assert len(open_benchmark(named, BenchmarksConfig(names=("minerva",)), DATA).problems.known()) == 3
 
 
 def test_folders_of_files_are_copies_too(tmp_path: Path) -> None:
-    """In `benchmarks.folder` under the benchmark's name, or named; the split is `test` unless the name says another."""
-    row = SCHEMAS["aime25"][1]
-    for folder, split in (("aime25", "test"), ("shards", "train")):
+    """The split is `test` unless the name says another."""
+    for folder, split in (("tests", "test"), ("shards", "train")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-    settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
-    assert len(open_benchmark(Choice.parse("aime25"), settings, DATA).problems.known()) == 1
-    assert len(open_benchmark(Choice.parse(f"aime25={tmp_path}/shards::train"), settings, DATA).problems.known()) == 1
+        (tmp_path / folder / f"{split}.jsonl").write_text(json.dumps(SCHEMAS["aime25"][1]) + "\n")
+    settings = BenchmarksConfig(names=("aime25",))
+    for copy in ("tests", "shards::train"):
+        assert len(open_benchmark("aime25", f"{tmp_path}/{copy}", settings, DATA).problems.known()) == 1
     with pytest.raises(
         UserError, match=r"shards \(test\): has no split 'test', but train; name one as .*shards::SPLIT"
     ):
-        open_benchmark(Choice.parse(f"aime25={tmp_path}/shards"), settings, DATA)
-    with pytest.raises(UserError, match=r"holds no aime24.jsonl, .json, .csv or .parquet, and no folder aime24"):
-        open_benchmark(Choice.parse("aime24"), settings, DATA)
+        open_benchmark("aime25", f"{tmp_path}/shards", settings, DATA)
 
 
 def test_a_prompt_of_ones_own(tmp_path: Path) -> None:
@@ -114,18 +109,15 @@ def test_rows_that_are_none_of_its(rows: list[dict[str, Any]], message: str, tmp
 
 
 def test_rows_that_are_none_of_its_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "aime25.jsonl").write_text('{"text": "P"}\n{"problem": "P", "answer": "1"}\n{"cut\n')
-    settings = BenchmarksConfig(names=("aime25",), folder=str(tmp_path))
+    copy = tmp_path / "aime25.jsonl"
+    copy.write_text('{"text": "P"}\n{"problem": "P", "answer": "1"}\n{"cut\n')
+    settings = BenchmarksConfig(names=("aime25",))
     with pytest.raises(UserError, match=r"row 1: has no problem or question; .*data.broken_rows = 'skip'"):
-        open_benchmark(Choice.parse("aime25"), settings, DATA)
-    found = open_benchmark(Choice.parse("aime25"), settings, DataConfig(train="benchmarks", broken_rows="skip"))
+        open_benchmark("aime25", str(copy), settings, DATA)
+    found = open_benchmark("aime25", str(copy), settings, DataConfig(train="benchmarks", broken_rows="skip"))
     assert [problem.id for problem in found.problems.known()] == ["aime25/1"]
     assert "left out 2 of 3 rows as broken: row 1: has no problem" in capsys.readouterr().err
 
 
 def test_names() -> None:
-    chosen = choices(
-        BenchmarksConfig(names=("aime24", "math500=/my=file.jsonl", "livecodebench:2025-02..2025-03=/l.jsonl"))
-    )
-    assert [choice.label for choice in chosen] == ["aime24", "math500", "livecodebench:2025-02..2025-03"]
-    assert [choice.copy for choice in chosen] == ["", "/my=file.jsonl", "/l.jsonl"]
+    assert parse_names(["aime24", "math500=/my=file.jsonl"]) == {"aime24": "", "math500": "/my=file.jsonl"}

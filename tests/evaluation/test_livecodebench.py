@@ -1,4 +1,4 @@
-"""LiveCodeBench's packed tests, its months, and what a pickle that is not just text comes to."""
+"""LiveCodeBench's packed tests, and what a pickle that is not just text comes to."""
 
 import base64
 import json
@@ -12,7 +12,6 @@ import pytest
 from local_benchmarks import opened
 
 from threepo.data.rows import BrokenRow
-from threepo.errors import UserError
 from threepo.evaluation.benchmarks import BENCHMARKS
 from threepo.evaluation.livecodebench import PRELUDE
 
@@ -122,23 +121,6 @@ def test_what_cannot_be_decoded_is_named(private: str) -> None:
 def test_rows_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BrokenRow, match=message):
         problem(row(**fields))
-
-
-def test_months(tmp_path: Path) -> None:
-    dates = ["2024-12-31", "2025-01-01", "2025-02-28T10:00:00", "2025-04-30", "2025-05-01"]
-    rows = [row(contest_date=date, question_id=f"q{i}") for i, date in enumerate(dates)]
-
-    def ids(name: str) -> list[str]:
-        return [problem.id for problem in opened(tmp_path, name, rows).problems.known()]
-
-    assert ids("livecodebench") == [f"livecodebench/q{i}" for i in (1, 2, 3)]
-    assert ids("livecodebench:2025-02..2025-02") == ["livecodebench/q2"]
-    assert ids("livecodebench:2024-01..2025-12") == [f"livecodebench/q{i}" for i in range(5)]
-    with pytest.raises(UserError, match=r"has no problem of 2025-06..2025-06; it has 2024-12 to 2025-05"):
-        ids("livecodebench:2025-06..2025-06")
-    for wrong in ("2025-13..2025-14", "2025-04..2025-01", "2025-1..2025-4"):
-        with pytest.raises(UserError, match="write months as"):
-            ids(f"livecodebench:{wrong}")
 
 
 def test_the_benchmark_is_put_as_code(tmp_path: Path) -> None:

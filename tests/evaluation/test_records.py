@@ -37,13 +37,12 @@ def reward(completion_ids, answer):
     return [ids[0] % 2 for ids in completion_ids]
 """
 """Right is a completion whose first token is odd. In the fourth of six parts, it sends the signal that a file names."""
+AMC, GSM = "amc23=files/amc23.jsonl", "gsm8k=files/gsm8k.jsonl"
 COMMAND = (
     "eval",
     "tiny-qwen2",
     "--benchmarks",
-    "amc23,gsm8k",
-    "--benchmark-files",
-    "files",
+    f"{AMC},{GSM}",
     *TINY[1:],
     "reward.function=judge:reward",
     "eval.samples=2",
@@ -139,7 +138,7 @@ def test_a_folder_is_not_continued_with_anything_else(capsys: pytest.CaptureFixt
     shape = TinyConfig(hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1)
     for seed, model in ((0, "model"), (1, "other")):
         load_policy(ModelConfig(path="tiny-qwen2", tiny=shape), seed=seed).save(Path(model))
-    command = ["eval", "model", *COMMAND[2:6], *COMMAND[6 + len(TINY[1:]) :], "--output", "out"]
+    command = ["eval", "model", *COMMAND[2:4], *COMMAND[4 + len(TINY[1:]) :], "--output", "out"]
     assert main(command) == 0
     (Path("out") / "summary.json").unlink()  # as if it had been stopped before the end
 
@@ -162,7 +161,7 @@ def test_a_folder_is_not_continued_with_anything_else(capsys: pytest.CaptureFixt
 
 
 def test_a_folder_in_use_is_refused() -> None:
-    config = load_evaluation("tiny-qwen2", "", COMMAND[6:], {"names": ["amc23"], "folder": "files"})
+    config = load_evaluation("tiny-qwen2", "", COMMAND[4:], {"names": [AMC]})
     Path("out").mkdir()
     with (
         lock(Path("out/eval.lock")),
@@ -172,24 +171,24 @@ def test_a_folder_in_use_is_refused() -> None:
 
 
 def test_default_folders_differ_where_settings_do() -> None:
-    def folder(*settings: str, names: tuple[str, ...] = ("amc23",)) -> str:
-        return str(default_folder(load_evaluation("tiny-qwen2", "", settings, {"names": names, "folder": "files"})))
+    def folder(*settings: str, names: tuple[str, ...] = (AMC,)) -> str:
+        return str(default_folder(load_evaluation("tiny-qwen2", "", settings, {"names": names})))
 
     assert folder().startswith("runs/eval-tiny-qwen2-amc23-")
     assert folder() == folder()
     assert folder() != folder("eval.samples=4")
-    assert folder(names=("amc23", "gsm8k=files/gsm8k.jsonl")).startswith("runs/eval-tiny-qwen2-amc23+gsm8k-")
+    assert folder(names=(AMC, GSM)).startswith("runs/eval-tiny-qwen2-amc23+gsm8k-")
     for file in ("mine.jsonl", "mine.jsonl.gz", "mine.parquet"):
         assert str(default_folder(load_evaluation("tiny-qwen2", "", [f"data.eval={file}"]))).startswith(
             "runs/eval-tiny-qwen2-mine-"
         )
-    assert folder(names=("aime24", "aime25", "amc23", "gsm8k")).startswith("runs/eval-tiny-qwen2-4-benchmarks-")
+    assert folder(names=("aime24", "aime25", AMC, GSM)).startswith("runs/eval-tiny-qwen2-4-benchmarks-")
 
 
 def test_benchmarks_are_evaluated_as_in_the_paper_and_not_as_in_training() -> None:
     training = ["data.prompt_template=x {prompt}", "reward.function=exact", "eval.samples=2", "sampling.temperature=1"]
     run = api.train(train_config(Path("run"), "run.steps=1", *training))
-    config = load_evaluation(str(run), "", [], {"names": ["amc23"], "folder": "files"})
+    config = load_evaluation(str(run), "", [], {"names": [AMC]})
     wanted = EvalConfig(temperature=0.6, top_p=0.95, top_k=50, samples=8, max_new_tokens=3072)
     assert (config.eval, config.reward) == (wanted, RewardConfig())
     assert config.data == DataConfig(train="benchmarks")

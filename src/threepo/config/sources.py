@@ -191,9 +191,7 @@ class BenchmarksConfig(Settings, table="benchmarks"):
     """[benchmarks]: published problem sets to evaluate on, instead of the problems of [data] (docs/evaluation.md)."""
 
     names: tuple[Annotated[str, AfterValidator(_absolute_copy)], ...] = ()
-    """`aime24`, ...; `aime24=COPY` reads a file, folder or the hub; `livecodebench:2025-02..2025-04`: these months."""
-    folder: LocalPath = ""
-    """Folder with a file or a folder for each benchmark, such as aime24.jsonl; empty: the hub."""
+    """`aime24`, ...; `aime24=COPY` reads a file, a folder or another data set on the hub."""
     problems: CountOrZero = 0
     """Number of problems of each, from the first; 0: all."""
     math_prompt: Template = ""

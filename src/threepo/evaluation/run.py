@@ -17,7 +17,7 @@ from threepo.config import EvaluationConfig
 from threepo.data.finite import problems_digest
 from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
-from threepo.evaluation.benchmarks import choices, open_benchmark
+from threepo.evaluation.benchmarks import open_benchmark, parse_names
 from threepo.evaluation.examination import Examination, examine, with_grader
 from threepo.evaluation.randopt import Search, choose, search_for
 from threepo.evaluation.records import (
@@ -97,7 +97,8 @@ def _open_sets(config: EvaluationConfig) -> tuple[EvaluationConfig, list[tuple[P
     """
     if not config.benchmarks.names:
         return config, [with_grader(open_heldout(config.data), config.reward, config.data)]
-    sets = [open_benchmark(choice, config.benchmarks, config.data) for choice in choices(config.benchmarks)]
+    chosen = parse_names(config.benchmarks.names)
+    sets = [open_benchmark(name, copy, config.benchmarks, config.data) for name, copy in chosen.items()]
     graders = {}
     for verifier in dict.fromkeys(source.verifier for source in sets):
         problems = [p for source in sets if source.verifier == verifier for p in source.problems.known()]
