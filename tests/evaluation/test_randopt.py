@@ -16,7 +16,7 @@ from threepo.config.recipes import load, load_evaluation
 from threepo.data.source import open_source
 from threepo.errors import Interrupted, ThreepoWarning, UserError
 from threepo.evaluation import run as evaluation
-from threepo.evaluation.randopt import Choice, choose
+from threepo.evaluation.randopt import choose
 from threepo.models.policy import load_policy
 from threepo.posterior.gaussian import FixedWeights, Posterior
 from threepo.rollout.local import LocalEngine
@@ -60,7 +60,7 @@ def test_the_best_are_chosen_and_of_equals_the_first() -> None:
     rows = [
         {"draw_index": Purpose.EVALUATION + number, "correct": bool(one)} for number in right for one in right[number]
     ]
-    assert choose(rows, 3) == Choice({0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 2 / 3}, (2, 1, 3))
+    assert choose(rows, 3) == {"scores": {0: 1 / 3, 1: 2 / 3, 2: 1.0, 3: 2 / 3}, "best": [2, 1, 3]}
 
 
 def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path: Path) -> None:
@@ -88,8 +88,6 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
         expected[0],
         *[expected[1]] * 2,
     ] * 5
-    at_mean = completions(tmp_path / "out", "sorting.mean")
-    assert [row["draw_index"] for row in at_mean] == [None] * len(rows), "equal samples"
     selection = completions(tmp_path / "out", "sorting.selection")
     assert Counter(row["draw_index"] - Purpose.EVALUATION for row in selection) == dict.fromkeys(range(7), 12)
     scores = summary["benchmarks"]["sorting"]
@@ -97,19 +95,11 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
     assert scores["pass_at_1_by_draw"] == {str(n): pytest.approx(by_draw[n]) for n in expected}
 
 
-def test_the_mean_beside_it_is_an_evaluation_of_the_mean(model: Path, tmp_path: Path) -> None:
-    summary = api.evaluate(load_evaluation(str(model), "", RANDOPT), tmp_path / "out")
-    without = [one for one in RANDOPT if not one.startswith(("eval.draws", "eval.best", "noise"))]
-    plain = api.evaluate(load_evaluation(str(model), "", without), tmp_path / "plain")
-    assert summary["mean"] == {name: plain[name] for name in ("average", "benchmarks")}
-    assert completions(tmp_path / "out", "sorting.mean") == completions(tmp_path / "plain", "sorting")
-
-
-@pytest.mark.parametrize("stop", [5, 12, 15])
+@pytest.mark.parametrize("stop", [5, 10])
 def test_an_interrupted_search_ends_like_one_that_was_not(
     stop: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the selection, at the mean, and among the chosen draws."""
+    """In the selection, and among the chosen draws."""
     config = load_evaluation(str(model), "", RANDOPT)
     expected = api.evaluate(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -126,7 +116,7 @@ def test_an_interrupted_search_ends_like_one_that_was_not(
             api.evaluate(config, tmp_path / "parts")
     assert len(written) == stop
     assert api.evaluate(config, tmp_path / "parts") == expected
-    for name in ("sorting", "sorting.mean", "sorting.selection"):
+    for name in ("sorting", "sorting.selection"):
         assert completions(tmp_path / "parts", name) == completions(tmp_path / "whole", name)
     assert {file.name for file in (tmp_path / "parts").iterdir()} == {
         "summary.json",
@@ -136,14 +126,11 @@ def test_an_interrupted_search_ends_like_one_that_was_not(
     }
 
 
-def test_the_command_shows_the_vote_beside_the_mean(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_the_choice(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(model), *RANDOPT, "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     best = json.loads((tmp_path / "out" / "summary.json").read_text())["selection"]["best"]
     assert f"draws {best[0]}, {best[1]}: the best 2 of 7 on 12 problems of sorting" in said
-    assert "sorting, mean" in said
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class EvalConfig(Settings, table="eval"):
     """0: evaluate the mean weights. S: S draws of the posterior, with K/S completions from each (method.md 6)."""
     best_draws: CountOrZero = 0
     """`threepo eval`, RandOpt: only this many of the draws, B, write the completions, K/B each: those that solve the
-    most `selection_problems`. The mean weights are evaluated too (docs/evaluation.md). 0: all draws write."""
+    most `selection_problems` (docs/evaluation.md). 0: all draws write."""
     selection_problems: Count = 128
     """best_draws: the number of training problems on which the draws are compared, from the first of data.train."""
     part_size: Count = 256

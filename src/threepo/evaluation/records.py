@@ -116,23 +116,26 @@ def begin(folder: Path, config: Mapping[str, Any], fingerprint: Mapping[str, str
 
 @dataclass(frozen=True)
 class Part:
-    """Completions that are generated, graded and saved together, until all of their set are made."""
+    """Completions of a set that are generated, graded and saved together, until all of the set are made."""
 
-    label: str
-    """The set's name in the folder."""
     file: Path
     """Rows of `run_folder.completion_row`."""
     exam: Examination
     """Questions of this part."""
 
+    @property
+    def label(self) -> str:
+        """The name of the set."""
+        return self.exam.problem_set.label
 
-def parts_of(folder: Path, label: str, exam: Examination, part_size: int, first: int = 0) -> list[Part]:
+
+def parts_of(folder: Path, exam: Examination, part_size: int, first: int = 0) -> list[Part]:
     """The parts of an examination, of up to `part_size` completions, numbered from `first`; problems stay whole."""
     size, count = max(1, part_size // exam.samples), len(exam.problems)
     parts = []
     for number, begin in enumerate(range(0, count, size), start=first):
-        file = folder / PARTS / set_name(label) / f"{number:05d}.parquet"
-        parts.append(Part(label, file, exam.select(range(begin, min(begin + size, count)))))
+        file = folder / PARTS / set_name(exam.problem_set.label) / f"{number:05d}.parquet"
+        parts.append(Part(file, exam.select(range(begin, min(begin + size, count)))))
     return parts
 
 
@@ -142,8 +145,9 @@ def missing(folder: Path, parts: Sequence[Part]) -> list[int]:
     return [i for i, part in enumerate(parts) if part.label not in whole and not part.file.is_file()]
 
 
-def join_parts(folder: Path, label: str, parts: Sequence[Part]) -> list[dict[str, Any]]:
+def join_parts(folder: Path, exam: Examination, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """All completions of a set, put into one file if they are not yet: the columns that scores depend on."""
+    label = exam.problem_set.label
     file = completions_file(folder, label)
     if not file.is_file():
         tables = [pyarrow.parquet.read_table(part.file) for part in parts if part.label == label]

@@ -19,7 +19,7 @@ from threepo.data.rows import digest
 from threepo.data.source import ProblemSet, open_heldout
 from threepo.evaluation.benchmarks import open_benchmark, parse_names
 from threepo.evaluation.examination import Examination, examine, with_grader
-from threepo.evaluation.randopt import Search, choose, search_for
+from threepo.evaluation.randopt import choose, parts_by_draws, selection
 from threepo.evaluation.records import (
     PARTS,
     EvaluationFolder,
@@ -69,19 +69,18 @@ def evaluate(config: EvaluationConfig, folder: Path, step: int = 0, world: World
         model = replace(config.model, path=str(model_folder(Path(config.model.path))))  # one checkpoint for all
         policy = load_sharded(model, config.parallel, world, config.run.seed)
         posterior = posterior_of(policy.model, model.path, config.noise) if config.eval.draws else None
-        exams = {
-            source.label: examine(source, divide_grading(grader, world), policy, config) for source, grader in sets
-        }
-        search = search_for(config, policy, world, exams.values()) if config.eval.best_draws else None
-        asked = exams | ({search.label: search.exam} if search else {})
+        exams = [examine(source, divide_grading(grader, world), policy, config) for source, grader in sets]
+        chosen_on = selection(config, policy, world, exams) if config.eval.best_draws else None
+        asked = [*exams, chosen_on] if chosen_on else exams
         fingerprint = {"weights": weights_digest(policy, posterior)}
-        fingerprint |= {f"problems of {label}": problems_digest(e.problems, e.prompts) for label, e in asked.items()}
+        for exam in asked:
+            fingerprint[f"problems of {exam.problem_set.label}"] = problems_digest(exam.problems, exam.prompts)
         world.agree(fingerprint, "give all ranks the same model and problems")
         origin = world.on_first(lambda: begin(folder, settings, fingerprint))
         if not world.on_first((folder / SUMMARY).is_file):
             weights = FixedWeights(policy.model, posterior)
-            evaluation = _Evaluation(folder, config, policy, weights, step, world, list(asked.values()), opened)
-            scores = evaluation.vote(exams, search) if search else evaluation.scores(exams)
+            evaluation = _Evaluation(folder, config, policy, weights, step, world, asked, opened)
+            scores = evaluation.vote(exams, chosen_on) if chosen_on else evaluation.scores(exams)
             summary = finite({"model": config.model.path} | scores) | origin
             world.on_first(lambda: write_json(folder / SUMMARY, summary))
         # Also the parts of a process that was killed before this.
@@ -132,26 +131,21 @@ class _Evaluation:
             exam.prepare(engine)
         return engine
 
-    def vote(self, exams: Mapping[str, Examination], search: Search) -> dict[str, Any]:
-        """Contents of summary.json for RandOpt: the vote of the chosen draws, the choice, and the mean's scores."""
-        parts = search.parts(self.folder, self.config.eval.part_size)
+    def vote(self, exams: Sequence[Examination], chosen_on: Examination) -> dict[str, Any]:
+        """The contents of summary.json for RandOpt: the choice of draws, and the scores of the chosen ones."""
+        folder, settings = self.folder, self.config.eval
+        parts = parts_by_draws(folder, chosen_on, settings)
         self.complete(parts, "choosing draws")
-        choice = self.world.on_first(lambda: choose(join_parts(self.folder, search.label, parts), search.best))
-        problems = {"source": search.exam.problem_set.source, "problems": len(search.exam.problems)}
-        at_mean = {label: replace(exam, numbers=()) for label, exam in exams.items()}
-        at_best = {label: replace(exam, numbers=choice.best) for label, exam in exams.items()}
-        mean = self.scores(at_mean, ".mean", "the mean")
-        return {"selection": problems | asdict(choice), "mean": mean, **self.scores(at_best, title="the best draws")}
+        choice = self.world.on_first(lambda: choose(join_parts(folder, chosen_on, parts), settings.best_draws))
+        found = {"source": chosen_on.problem_set.source, "problems": len(chosen_on.problems), **choice}
+        best = [replace(exam, numbers=choice["best"]) for exam in exams]
+        return {"selection": found, **self.scores(best, "the best draws")}
 
-    def scores(self, exams: Mapping[str, Examination], suffix: str = "", title: str = "eval") -> dict[str, Any]:
-        """The scores of all sets, whose missing completions are made first.
-
-        `suffix` follows the sets' names in the folder; `title` is shown on the progress bar.
-        """
-        size = self.config.eval.part_size
-        parts = [part for label, exam in exams.items() for part in parts_of(self.folder, label + suffix, exam, size)]
+    def scores(self, exams: Sequence[Examination], title: str = "eval") -> dict[str, Any]:
+        """The scores of all sets, whose missing completions are made first; the progress bar shows `title`."""
+        parts = [part for exam in exams for part in parts_of(self.folder, exam, self.config.eval.part_size)]
         self.complete(parts, title)
-        return self.world.on_first(lambda: self._scored(exams, suffix, parts))
+        return self.world.on_first(lambda: self._scored(exams, parts))
 
     def complete(self, parts: Sequence[Part], title: str) -> None:
         """Make the missing parts; raises `Interrupted` between two of them after a signal."""
@@ -174,18 +168,17 @@ class _Evaluation:
                 stopping = max(world.gather(stop.signal_number))
                 obey(stopping, done, total, folder, "problem", "the same command continues it, in")
 
-    def _scored(self, exams: Mapping[str, Examination], suffix: str, parts: Sequence[Part]) -> dict[str, Any]:
+    def _scored(self, exams: Sequence[Examination], parts: Sequence[Part]) -> dict[str, Any]:
         scores, results, reward = [], {}, self.config.reward
-        for label, exam in exams.items():
+        for exam in exams:
             source = exam.problem_set
-            rows = join_parts(self.folder, label + suffix, parts)
             graders = [source.verifier if name == "task" else name for name in reward.names]
             # Programs have no answers, so none of them can be the most frequent one.
-            found = score(rows, exam.samples, votes="code" not in graders)
+            found = score(join_parts(self.folder, exam, parts), exam.samples, votes="code" not in graders)
             asked = {problem.id for problem in exam.problems}
             by_draw = dict(zip(sorted(exam.numbers), found.pass_at_1_by_draw.values(), strict=True))
             first = source.problems.first(self.config.eval.problems)
-            results[label] = asdict(found) | {
+            results[source.label] = asdict(found) | {
                 "pass_at_1_by_draw": by_draw,
                 "source": source.source,
                 "prompt": source.template,

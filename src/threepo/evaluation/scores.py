@@ -182,13 +182,9 @@ def evaluation_table(summary: Mapping[str, Any]) -> Group:
     """A table of summary.json: a column for each set of problems, and their average."""
     sets: dict[str, Mapping[str, Any]] = dict(summary["benchmarks"])
     columns = sets | ({"average": summary["average"]} if len(sets) > 1 else {})
-    if mean := summary.get("mean"):
-        sets |= {f"{label}, mean": scores for label, scores in mean["benchmarks"].items()}
-        columns |= sets | ({"average, mean": mean["average"]} if "average" in columns else {})
     samples = int(summary["config"]["eval"]["samples"])
     ks = [str(k) for k in ks_up_to(samples)]
-
-    problems = {name: str(scores["problems"]) for name, scores in columns.items() if "problems" in scores}
+    problems = {name: str(scores["problems"]) for name, scores in sets.items()}
     shares = {"no answer": "no_answer_share", "verifier failed": "error_share", "cut": "cut_share"}
     if not any(scores["error_share"] for scores in sets.values()):
         del shares["verifier failed"]
