@@ -77,7 +77,7 @@ def when_evaluated(completions, **_):
 """A module whose reward fails, alone or on the second rank, once so many evaluations of `RLVR` are over: they have
 fewer completions than a step, or more. `evaluations-left` has the fault and the number."""
 
-SFT = (*TINY, 'demonstrations.tasks=["sorting", "stack"]', "demonstrations.batch_size=8")
+SFT = (*TINY, 'demonstrations.tasks=["sorting", "sums"]', "demonstrations.batch_size=8")
 
 
 def train_config(folder: Path, *settings: str) -> TrainConfig:

@@ -137,21 +137,21 @@ def test_a_folder_of_shards_is_a_source_and_its_split_can_be_named(tmp_path: Pat
 
 
 def test_names_are_resolved_or_refused_with_a_hint(tmp_path: Path) -> None:
-    assert open_training(DataConfig(train="stack")).verifier is not None
+    assert open_training(DataConfig(train="sums")).verifier is not None
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     assert open_training(settings(path)).verifier is None
     with pytest.raises(UserError, match="did you mean sorting"):
         open_training(DataConfig(train="sortin"))
     with pytest.raises(
         UserError,
-        match=r"name a task \(choices, choices_near, .*, stack, sums\)",
+        match=r"name a task \(choices, choices_near, .*, sorting, sums\)",
     ):
         open_training(DataConfig(train="zzz"))
     with pytest.raises(UserError, match="has no held-out problems of its own"):
         open_heldout(settings(path))
     heldout = open_heldout(settings(path, eval=str(path)))
     assert len(heldout.problems.first(4)) == 4
-    assert split_of(str(open_heldout(DataConfig(train="stack")).problems.first(1)[0].prompt)) == "heldout"
+    assert split_of(str(open_heldout(DataConfig(train="sums")).problems.first(1)[0].prompt)) == "heldout"
 
 
 @pytest.mark.parametrize("name", ["chain_sum(min_terms=2, max_terms=3)", "gsm_symbolic", "maze"])
@@ -192,10 +192,10 @@ def test_reasoning_gym_mistakes_are_refused() -> None:
 
 
 def test_demonstrations_follow_their_shares_and_stay_in_the_training_split() -> None:
-    config = DemonstrationConfig(tasks=("sorting", "stack"), behaviours={"worked": 0.25, "direct": 0.75}, batch_size=50)
+    config = DemonstrationConfig(tasks=("sorting", "sums"), behaviours={"worked": 0.25, "direct": 0.75}, batch_size=50)
     source = Demonstrations(config)
     shown = [d for step in range(20) for d in source.batch(step)]
-    assert Counter(problem.columns["task"] for problem, _ in shown) == {"sorting": 500, "stack": 500}
+    assert Counter(problem.columns["task"] for problem, _ in shown) == {"sorting": 500, "sums": 500}
     assert sum(completion.startswith("<think>") for _, completion in shown) / 1000 == pytest.approx(0.25, abs=0.05)
     assert {split_of(str(problem.prompt)) for problem, _ in shown} == {"train"}
     assert Demonstrations(config).demonstration(77) == source.demonstration(77)
@@ -215,5 +215,5 @@ def test_demonstrations_of_reasoning_gym_are_its_answers() -> None:
 def test_demonstrations_that_do_not_exist_are_refused() -> None:
     with pytest.raises(UserError, match="unknown task 'sort'"):
         Demonstrations(DemonstrationConfig(tasks=("sort",)))
-    with pytest.raises(UserError, match=r"behaviours.copied: stack has only worked, direct"):
-        Demonstrations(DemonstrationConfig(tasks=("sorting", "stack"), behaviours={"copied": 1.0}))
+    with pytest.raises(UserError, match=r"behaviours.copied: sums has only worked, direct"):
+        Demonstrations(DemonstrationConfig(tasks=("sorting", "sums"), behaviours={"copied": 1.0}))

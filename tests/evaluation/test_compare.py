@@ -95,12 +95,12 @@ def test_two_folders(evaluations: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (["eval.samples=1"], "have 2 and 1 completions a problem"),
         (["eval.problems=3"], "the problems or answers of sorting differ: 4 in .*a and 3 in .*c"),
-        (["data.train=stack"], "a has sorting, .*c has stack; none in both"),
+        (["data.train=sums"], "a has sorting, .*c has sums; none in both"),
     ],
 )
 def test_what_cannot_be_compared(evaluations: Path, settings: list[str], message: str) -> None:
     config = load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, *settings])
-    if "data.train=stack" in settings:
+    if "data.train=sums" in settings:
         config = load_evaluation("tiny-qwen2", "", [*TINY[1:], *SMALL, "data.levels=[3]", *settings])
     api.evaluate(config, evaluations / "c")
     with pytest.raises(UserError, match=message):

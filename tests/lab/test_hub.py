@@ -63,7 +63,7 @@ def test_adapters_and_a_warm_start(tmp_path: Path) -> None:
     warm = api.train(sft_config(tmp_path / "warm", "run.steps=1"))
     files = dict(contents(warm, "me/warm"))
     card = files["README.md"].decode()  # type: ignore[union-attr]
-    assert "supervised fine-tuning: 1 steps on `sorting`, `stack`" in card
+    assert "supervised fine-tuning: 1 steps on `sorting`, `sums`" in card
     assert "| loss of the last step |" in card
     settings = [f"model.path={warm}", "model.lora.rank=2", "method.preset=grpo", "run.steps=1"]
     adapted = api.train(train_config(tmp_path / "adapted", *settings))

@@ -105,7 +105,7 @@ def test_with_a_model_the_prompt_is_what_its_tokenizer_reads(capsys: pytest.Capt
     [
         (["sortin"], "did you mean sorting?"),
         (["sorting", "run.steps=1"], "run: `threepo data show` reads settings of [data] only"),
-        (["sorting", "data.train=stack"], "data.train = 'stack': `threepo data show` shows sorting"),
+        (["sorting", "data.train=sums"], "data.train = 'sums': `threepo data show` shows sorting"),
         (["sorting", "data.sed=1"], "did you mean data.seed?"),
         (["sorting", "--index", "-1"], "--index -1: must be 0 or more for sorting"),
         (["gsm8k:gsm8k.parquet", "--index", "3"], "--index 3: must be between 0 and 2 for gsm8k:/"),

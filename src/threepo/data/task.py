@@ -114,10 +114,3 @@ class ProceduralProblems(Endless):
         raise UserError(
             f"{self.task.name} at level {level}: too few different problems for a {self.split} split; raise data.levels"
         )
-
-
-def read_question(prompt: str) -> tuple[list[str], str, str]:
-    """Splits `ab bc; a to c` into the words before the semicolon, and the words around the middle one after it."""
-    listing, _, question = prompt.partition(";")
-    first, _, last = question.split()
-    return listing.split(), first, last

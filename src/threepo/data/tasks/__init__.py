@@ -10,17 +10,13 @@ from threepo.data.installed import InstalledSource, installed_kinds, installed_s
 from threepo.data.task import Endless, ProceduralProblems, Task
 from threepo.data.tasks.choices import Choices, ChoicesNear, ChoicesZoo
 from threepo.data.tasks.forks import Forks
-from threepo.data.tasks.paths import Paths
-from threepo.data.tasks.pointers import Pointers
 from threepo.data.tasks.sorting import Sorting
-from threepo.data.tasks.stack import Stack
 from threepo.data.tasks.sums import Sums
 from threepo.errors import UserError
 from threepo.types import Problem
 
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (Choices(), ChoicesNear(), ChoicesZoo(), Forks(), Paths(), Pointers(), Sorting(), Stack(), Sums())
+    task.name: task for task in (Choices(), ChoicesNear(), ChoicesZoo(), Forks(), Sorting(), Sums())
 }
 Demonstration = tuple[Problem, str]
 """A problem of the training split, and a completion of it."""

@@ -2,7 +2,7 @@ from random import Random
 from string import ascii_lowercase
 from typing import ClassVar
 
-from threepo.data.task import Task, read_question
+from threepo.data.task import Task
 from threepo.types import Problem
 
 
@@ -49,5 +49,6 @@ class Forks(Task):
 
     def read(self, prompt: str) -> tuple[dict[str, str], str, str]:
         """The arms of every fork, the start, and the goal."""
-        forks, start, goal = read_question(prompt)
-        return {fork[0]: fork[2:] for fork in forks}, start, goal
+        forks, _, question = prompt.partition(";")
+        start, _, goal = question.split()
+        return {fork[0]: fork[2:] for fork in forks.split()}, start, goal
