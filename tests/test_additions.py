@@ -224,13 +224,13 @@ class RowNoise(StructuredNoise):
 
     kind: Literal["halving"] = "halving"
 
-    def factor(self, now: Moment) -> float:
-        return 0.5 ** (now.progress * 2)
+    def factor(self, progress: float, last: float, value: float) -> float:
+        return 0.5 ** (progress * 2)
 
 
 ''',
             ),
-            after("AnyEssSchedule = Annotated[\n    ", "HalvingEss\n    | "),
+            after("AnyEssSchedule = Annotated[", "HalvingEss | "),
         ],
     },
     "a tracker": {

@@ -93,7 +93,6 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         (["eval", "--compare", "a", "b"], "--compare a: holds no evaluation"),
         (["eval", "m", "--compare", "a", "b"], "no other option but --output"),
         (["eval", "tiny-qwen2", "data.train=sorting", "eval.draws=2"], "holds no posterior"),
-        (["eval", "tiny-qwen2", "model.path=x", "data.train=sorting"], "does not read it"),
         (["eval", "tiny-qwen2", "--recipe", "demo/c3po", "eval.samples=no"], "eval.samples = 'no'"),
         (["train", "demo/c3po", "--resume", "nowhere", "run.steps=1"], "leave out the recipe"),
         (["train", "demo/c3po", "model.path=tiny-qwen"], "did you mean tiny-qwen2?"),

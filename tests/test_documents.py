@@ -146,7 +146,7 @@ def test_every_metric_is_explained_and_nothing_else_is(tmp_path: Path, monkeypat
     logged: set[str] = set()
     settings, compared = (
         ["run.steps=1", "eval.every=1"],
-        ["model.tiny.tied=false", "method.log_evolution=true"],
+        ["model.tiny.tied=false", "method.log_evolution=true", "ess_schedule.kind=kl_steps"],
     )
     compared += ["objective.loss=clip_cov", "objective.reference_kl=0.1", 'reward.function=["exact", "task"]']
     for name, config in (

@@ -24,15 +24,7 @@ from threepo.models.policy import load_policy
 from threepo.plugins.trackers import Trackers
 from threepo.posterior.gaussian import FILE_NAME, Posterior
 from threepo.ranks.world import ALONE, World
-from threepo.run_folder import (
-    CONFIG,
-    SUMMARY,
-    FollowedFolder,
-    RunFolder,
-    model_folder,
-    read_metrics,
-    refuse_taken,
-)
+from threepo.run_folder import CONFIG, SUMMARY, FollowedFolder, RunFolder, model_folder, read_metrics, refuse_taken
 from threepo.training import rlvr, sft
 from threepo.training.run import Follower
 

@@ -47,14 +47,7 @@ from threepo.types import Completion
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", "run.lock"
 COMPLETIONS, CHECKPOINTS, INPUTS = "completions", "checkpoints", "inputs"
 PROBLEMS, CONVERSATIONS = "problems.json", "conversations.json"
-_INPUT_SETTINGS = (
-    "model.path",
-    "model.tokenizer",
-    "data.train",
-    "data.eval",
-    "conversations.source",
-    "conversations.eval",
-)
+_INPUT_SETTINGS = {"model": ("path", "tokenizer"), "data": ("train", "eval"), "conversations": ("source", "eval")}
 """Settings that may name what `threepo.train` and `threepo.fine_tune` have written into the folder."""
 _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row.get("step")) is int, "has no step")]
 
@@ -62,11 +55,12 @@ _MetricsRow = Annotated[dict[str, int | float | None], must(lambda row: type(row
 def read_config(run: Path) -> dict[str, Any]:
     """The contents of config.json; objects in the folder are named where they are now, also if it has moved."""
     config: dict[str, Any] = read_json(run / CONFIG)
-    for table, key in (setting.split(".") for setting in _INPUT_SETTINGS):
+    for table, keys in _INPUT_SETTINGS.items():
         held = config.get(table)
-        then = Path(str(held.get(key, "") if isinstance(held, dict) else ""))
-        if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
-            config[table][key] = str(now)
+        for key in keys if isinstance(held, dict) else ():
+            then = Path(str(held.get(key, "")))
+            if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
+                held[key] = str(now)
     return config
 
 

@@ -188,7 +188,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("sampling.temperature=0", "method.preset = 'thompson'"),
         ("sampling.top_p=0.9", "importance ratios are wrong"),
         ("sampling.top_p=0", "sampling.top_p = 0: must be greater than 0"),
-        ("sampling.raised_temperature=1", "must exceed sampling.temperature = 1.0, or be 0"),
+        ("sampling.raised_temperature=1", "must exceed sampling.temperature = 1.0, and"),
         ("sampling.dynamic_rounds=1", "one round replaces nothing; set 2 or more, or set sampling.prompts_per_round"),
         ("sampling.prompts_per_round=64", "is read by dynamic sampling only; set sampling.dynamic_rounds = 10"),
         ("objective.mini_batches=33", "must not exceed data.prompts_per_step = 32"),
@@ -213,7 +213,7 @@ def test_an_optimizer_without_kind_is_the_fields_default() -> None:
         ("parallel.timeout_s=1e300", "parallel.timeout_s = 1e[+]300: must be less than or equal to 1000000"),
         ("optimizer.ess=inf", "optimizer.ess = inf: must be a finite number"),
         ("optimizer.clip_radius=nan", "optimizer.clip_radius = nan: must be greater than 0"),
-        ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'entropy_ratio' or 'controller' or"),
+        ("ess_schedule.lowest=2", "ess_schedule.lowest: is for ess_schedule.kind = 'kl_steps', and here"),
         ("objective.kl_cov_share=2", "objective.kl_cov_share: is for objective.loss = 'kl_cov', and here it is 'ppo'"),
         ("ess_schedule.kind=wavy", "ess_schedule.kind = 'wavy': must be one of 'constant', 'cosine'"),
         ("nonsense", "write section.key=value"),
@@ -265,11 +265,11 @@ def is_accepted(settings: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=linear"], "adamw has no noise"),
+        (["method.preset=grpo", "optimizer.kind=adamw", "ess_schedule.kind=cosine"], "adamw has no noise"),
         (["method.draws=2", "method.gradient_at=generator"], "method.draws = 2: needs noise to draw"),
         (["eval.draws=2"], "eval.draws = 2: needs noise to draw"),
         (["sampling.raise_below=0.5"], "sampling.raise_below = 0.5: is read only with a raised temperature; set"),
-        (["method.preset=es", "ess_schedule.kind=entropy_switch"], "scores no rollouts, so there is no entropy or KL"),
+        (["method.preset=es", "ess_schedule.kind=kl_steps"], "a gradient elsewhere"),
         (
             ["method.preset=es", "objective.entropy_coefficient=0.1"],
             "objective.entropy_coefficient = 0.1: an evolution",
@@ -293,10 +293,13 @@ def is_accepted(settings: list[str]) -> bool:
         (["method.preset=qerl", "method.cumulative=true"], "method.cumulative = true: only IVON"),
         (["method.preset=es", "optimizer.max_grad_norm=1"], "max_grad_norm = 1.0: an evolution strategy moves one"),
         (["method.preset=es", "method.normalize=part"], "is of no use with gradient_at = 'evolution'"),
-        (["method.preset=c3po_replay", "ess_schedule.kind=controller"], "needs draws, and a gradient elsewhere"),
-        (["optimizer.kind=ivon", "ess_schedule.kind=kl_steps"], "needs draws, and a gradient elsewhere"),
-        (["method.preset=c3po", "method.correction.kind=none", "ess_schedule.kind=controller"], "masks nothing"),
-        (["method.preset=c3po", "ess_schedule.kind=controller", "ess_schedule.target=1"], "must lie below 1"),
+        (["method.preset=c3po_replay", "ess_schedule.kind=kl_steps"], "a gradient elsewhere"),
+        (["optimizer.kind=ivon", "ess_schedule.kind=kl_steps"], "needs draws of the weights"),
+        (["method.preset=c3po", "ess_schedule.kind=kl_steps", "method.draws=1"], "a gradient elsewhere"),
+        (
+            ["method.preset=psn", "method.correction.kind=none", "sampling.top_k=5"],
+            "'kl_steps': .* sampling.top_k = 0",
+        ),
     ],
 )
 def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
@@ -312,8 +315,8 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
             ["engine.kind=vllm", "engine.memory_gib=2"],
             "engine.memory_gib: is for engine.kind = 'local', and here",
         ),
-        (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name a GPU"),
-        (["engine.kind=vllm", "engine.vllm.gpus=[0]", "engine.vllm.tensor_parallel=2"], "a GPU for each of .* times"),
+        (["engine.kind=vllm", "engine.vllm.gpus=[0, 1]"], r"engine.vllm.gpus = \[0, 1\]: must name 1 GPUs"),
+        (["engine.kind=vllm", "engine.vllm.gpus=[0]", "engine.vllm.tensor_parallel=2"], "must name 2 GPUs"),
         (["engine.kind=vllm", "engine.vllm.gpus=[-1]"], r"engine.vllm.gpus\[0\] = -1: must be greater"),
         (
             ["engine.kind=vllm", "engine.vllm.servers=['node7']"],
@@ -321,22 +324,12 @@ def test_schedules_of_ess_that_cannot_work_are_refused(overrides: list[str], mes
         ),
         (["engine.kind=vllm", "engine.vllm.servers=['http://a:1']"], "engine.vllm.weights_folder = '': must be named"),
         (["engine.kind=vllm", "engine.vllm.weights_folder=/x"], "engine.vllm.weights_folder = '/x': must be named"),
-        (
-            [*SERVERS, "engine.vllm.servers=['http://a:1', 'http://a:1']"],
-            "engine.vllm.servers = .* names a server twice",
-        ),
         ([*SERVERS, "engine.vllm.replicas=2"], "engine.vllm.replicas = 2: is an option of replicas, and with"),
-        (["engine.kind=vllm", "sampling.temperature=0.001"], "sampling.temperature = 0.001: engine.kind = 'vllm'"),
-        (["engine.kind=vllm", "sampling.raised_temperature=3"], "sampling.raised_temperature = 3.0: engine.kind = 'v"),
-        (["engine.kind=vllm", "eval.temperature=3"], "eval.temperature = 3.0: engine.kind = 'vllm' decodes at 0, or"),
     ],
 )
 def test_what_the_vllm_engine_cannot_do_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(TrainConfig, "", [*BASE, *overrides])
-    if overrides[-1].startswith("eval"):
-        with pytest.raises(UserError, match=message):
-            load_evaluation("some/model", "", ["data.train=sorting", *overrides])
 
 
 def test_a_system_prompt_that_nothing_would_read_is_refused() -> None:
@@ -450,15 +443,12 @@ def test_an_evaluation_takes_what_it_knows_from_a_training_recipe() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.path=x", "the model is the command's first argument"),
-        ("eval.every=2", "it belongs to training"),
-        ("data.prompts_per_step=2", "it belongs to training"),
-        ("run.steps=5", r"it reads only seed and threads of \[run\]"),
-        ("sampling.top_p=0.5", r"it reads only max_new_tokens of \[sampling\]"),
+        ("run.steps=5", r"reads only seed and threads of \[run\]"),
+        ("sampling.top_p=0.5", r"reads only max_new_tokens of \[sampling\]"),
     ],
 )
 def test_an_evaluation_refuses_what_it_would_not_read(override: str, reason: str) -> None:
-    with pytest.raises(UserError, match=f"`threepo eval` does not read it; {reason}"):
+    with pytest.raises(UserError, match=f"`threepo eval` {reason}"):
         load_evaluation("some/model", "demo/c3po", [override])
 
 

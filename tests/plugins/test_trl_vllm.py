@@ -16,7 +16,6 @@ from trl_models import NOISY, ROLLOUTS, VLLM, WIDE, Checked, make
 import threepo
 from ranks.launch import launch
 from threepo.errors import UserError
-from threepo.plugins.trl import ThreepoTrainer
 
 PROGRAM = str(Path(__file__).parents[1] / "ranks" / "trl_program.py")
 
@@ -49,8 +48,3 @@ def test_each_rank_has_a_replica_that_serves_two_draws(how: str, tmp_path: Path)
         assert len(found["own"]) == 2 * 4
         assert max(found["own"]) < 1e-4
         assert min(found["others"]) > 1e-2
-
-
-def test_trls_range_of_temperatures_is_vllms(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"temperature = 2\.5: engine\.kind = 'vllm' decodes at 0, or from"):
-        make(ThreepoTrainer, tmp_path, method=threepo.B3PO, ivon=NOISY, engine=VLLM, temperature=2.5)

@@ -5,36 +5,31 @@ Neither torch nor transformers is imported here, so that the command line answer
 """
 
 import os
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from threepo.config.engine import AnyEngine as AnyEngine
-from threepo.config.engine import EngineConfig as EngineConfig
-from threepo.config.engine import LocalEngineConfig as LocalEngineConfig
-from threepo.config.engine import SamplingConfig as SamplingConfig
-from threepo.config.engine import VLLMConfig as VLLMConfig
-from threepo.config.engine import VLLMEngineConfig as VLLMEngineConfig
-from threepo.config.method import Advantage as Advantage
-from threepo.config.method import Correction as Correction
-from threepo.config.method import Method as Method
-from threepo.config.method import NoiseConfig as NoiseConfig
-from threepo.config.model import LoRAConfig as LoRAConfig
-from threepo.config.model import ModelConfig as ModelConfig
-from threepo.config.model import TinyConfig as TinyConfig
-from threepo.config.objective import AnyObjective as AnyObjective
-from threepo.config.objective import CISPOConfig as CISPOConfig
-from threepo.config.objective import ClipCovConfig as ClipCovConfig
-from threepo.config.objective import GSPOConfig as GSPOConfig
-from threepo.config.objective import KLCovConfig as KLCovConfig
-from threepo.config.objective import ObjectiveConfig as ObjectiveConfig
-from threepo.config.objective import PPOConfig as PPOConfig
-from threepo.config.optimizers import AdamWConfig as AdamWConfig
-from threepo.config.optimizers import AnyOptimizer as AnyOptimizer
-from threepo.config.optimizers import IVONConfig as IVONConfig
-from threepo.config.optimizers import OptimizerConfig as OptimizerConfig
-from threepo.config.optimizers import SGDConfig as SGDConfig
+from threepo.config.engine import (
+    AnyEngine,
+    EngineConfig,
+    LocalEngineConfig,
+    SamplingConfig,
+    VLLMConfig,
+    VLLMEngineConfig,
+)
+from threepo.config.method import Advantage, Correction, Method, NoiseConfig
+from threepo.config.model import LoRAConfig, ModelConfig, TinyConfig
+from threepo.config.objective import (
+    AnyObjective,
+    CISPOConfig,
+    ClipCovConfig,
+    GSPOConfig,
+    KLCovConfig,
+    ObjectiveConfig,
+    PPOConfig,
+)
+from threepo.config.optimizers import AdamWConfig, AnyOptimizer, IVONConfig, OptimizerConfig, SGDConfig
 from threepo.config.records import (
     Count,
     CountOrZero,
@@ -47,17 +42,19 @@ from threepo.config.records import (
     Settings,
     without_nul,
 )
-from threepo.config.reward import RewardConfig as RewardConfig
-from threepo.config.reward import SandboxConfig as SandboxConfig
-from threepo.config.schedules import AnyEssSchedule as AnyEssSchedule
-from threepo.config.schedules import ConstantEss as ConstantEss
-from threepo.config.schedules import EssScheduleConfig as EssScheduleConfig
-from threepo.config.schedules import ScheduleConfig as ScheduleConfig
-from threepo.config.sources import BenchmarksConfig as BenchmarksConfig
-from threepo.config.sources import ConversationConfig as ConversationConfig
-from threepo.config.sources import DataConfig as DataConfig
-from threepo.config.sources import DemonstrationConfig as DemonstrationConfig
+from threepo.config.reward import RewardConfig, SandboxConfig
+from threepo.config.schedules import AnyEssSchedule, ConstantEss, ScheduleConfig
+from threepo.config.sources import BenchmarksConfig, ConversationConfig, DataConfig, DemonstrationConfig
 from threepo.errors import UserError
+
+__all__ = ["TRACKERS", "EvaluationConfig", "SFTConfig", "TrainConfig"]
+__all__ += ["BatchingConfig", "EvalConfig", "ParallelConfig", "RunConfig", "ScheduleConfig"]
+__all__ += ["BenchmarksConfig", "ConversationConfig", "DataConfig", "DemonstrationConfig"]
+__all__ += ["LoRAConfig", "ModelConfig", "RewardConfig", "SandboxConfig", "TinyConfig"]
+__all__ += ["Advantage", "Correction", "Method", "NoiseConfig"]
+__all__ += ["EngineConfig", "LocalEngineConfig", "SamplingConfig", "VLLMConfig", "VLLMEngineConfig"]
+__all__ += ["AdamWConfig", "AnyEngine", "IVONConfig", "OptimizerConfig", "SGDConfig"]
+__all__ += ["CISPOConfig", "ClipCovConfig", "GSPOConfig", "KLCovConfig", "ObjectiveConfig", "PPOConfig"]
 
 TRACKERS = {
     "tensorboard": Named("threepo.plugins.trackers:TensorBoard", "event files in the run folder", needs="tensorboard"),
@@ -95,7 +92,7 @@ class EvalConfig(Settings, table="eval"):
     problems: Count = 256
     """Number of held-out problems; all of them if there are fewer."""
     samples: Count = 8
-    """Completions per problem, K; pass@k is reported for k from 1 to K, and for 1, 2, 4, ..., K while training."""
+    """Completions per problem, K; pass@k is reported up to k = K."""
     temperature: NotNegative = 0.6
     """Divides the logits, as in [sampling]; 0 decodes greedily."""
     top_p: PositiveShare = 0.95
@@ -110,10 +107,9 @@ class EvalConfig(Settings, table="eval"):
     """`threepo eval`, RandOpt: only this many of the draws, B, write the completions, K/B each: those that solve the
     most `selection_problems` (docs/evaluation.md). 0: all draws write."""
     selection_problems: Count = 128
-    """best_draws: the number of training problems on which the draws are compared, from the first of data.train."""
+    """best_draws: number of training problems, from the first of data.train, on which the draws are compared."""
     part_size: Count = 256
-    """`threepo eval`: number of completions that are generated, graded and saved together; a problem is never split. An
-    interruption loses one part at most; large parts keep a large engine busier."""
+    """`threepo eval`: completions generated, graded and saved together; an interruption loses at most these."""
 
     def __post_init__(self) -> None:
         fix = f"must divide eval.samples = {self.samples} evenly"
@@ -135,13 +131,12 @@ class ParallelConfig(Settings, table="parallel"):
     """[parallel]: how the ranks that torchrun starts share a run (docs/scaling.md)."""
 
     replicate: Count = 1
-    """Copies of the weights; each is spread over (ranks / replicate) ranks. With the number of nodes, only sums of
-    gradients travel between nodes, and a node holds all of the weights. 1: all ranks share one copy."""
+    """Copies of the weights, each spread over (ranks / replicate) ranks. Set to the number of nodes, a node holds all
+    weights, and only sums of gradients travel between nodes."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the memory of the CPUs, which then also compute the updates."""
+    """Keep weights, gradients and optimizer state in the CPUs' memory, and compute the updates there."""
     timeout_s: Seconds = 3600.0
-    """Seconds that a rank waits for the others until the run ends; the slowest has a rollout, its grading or the start
-    of its engine ahead."""
+    """Seconds that a rank waits for the others, which may be starting an engine or rolling out, before the run ends."""
 
     def shards(self, ranks: int) -> int:
         """Among how many of `ranks` ranks a copy of the weights is spread; `UserError` if they cannot be divided so."""
@@ -180,13 +175,15 @@ class TrainConfig(Settings, table=""):
 
     @property
     def _noisy(self) -> bool:
-        """Whether there is noise to draw."""
         return self.optimizer.kind == "ivon" or self.noise.unit != "posterior"
 
     @property
     def _evolves(self) -> bool:
-        """Whether the gradient is estimated from the draws."""
         return self.method.gradient_at == "evolution"
+
+    @property
+    def _whole_rollouts(self) -> bool:
+        return self.sampling.top_p == 1 and self.sampling.top_k == 0
 
     def _check_draws(self) -> None:
         kind = self.optimizer.kind
@@ -207,9 +204,8 @@ class TrainConfig(Settings, table=""):
         if not self._evolves:
             return
         fix = "an evolution strategy has no loss; remove [objective], or set another method.gradient_at"
-        self.objective.only_if(False, fix, *(f.name for f in fields(self.objective)))
-        fix = "an evolution strategy scores no rollouts, so there is no entropy or KL to follow; set another kind, or 0"
-        self.check("ess_schedule.kind", not self.ess_schedule.metric_read, fix)
+        self.objective.only_if(False, fix)
+        fix = "an evolution strategy scores no rollouts, so there is no entropy to follow; set it to 0"
         self.check("sampling.raised_temperature", not self.sampling.raised_temperature, fix)
         if self.optimizer.kind == "sgd":
             fix = "an evolution strategy moves one parameter at a time, and clips no norm; set it to 0"
@@ -219,7 +215,7 @@ class TrainConfig(Settings, table=""):
         method, learned = self.method, self.optimizer.kind == "ivon"
         drawn = bool(method.draws or self.eval.draws)
         fix = "no draws are made, so nothing has noise; set method.draws, or remove [noise]"
-        self.check(f"noise.{self.noise.changed}", drawn or learned or self.noise == NoiseConfig(), fix)
+        self.noise.only_if(drawn or learned, fix)
         fix = "without noise every draw is the mean, which only IVON takes, as a check; set it above 0"
         needed = drawn and (not learned or self._evolves or method.log_evolution)
         self.check("noise.size", self.noise.size > 0 or not needed, fix)
@@ -236,31 +232,27 @@ class TrainConfig(Settings, table=""):
             "kind, or, with IVON, optimizer.learn_hessian = false"
         )
         self.check("ess_schedule.kind", not schedule.starts_without_noise or not (self._evolves or learns), fix)
-        fix = "needs draws, and a gradient elsewhere than at each draw, to measure anything; set method.preset = 'c3po'"
-        measured = method.draws > 0 and method.gradient_at in ("fresh", "mean")
-        self.check("ess_schedule.kind", measured or not schedule.metric_read.startswith("correction/"), fix)
-        if schedule.metric_read == "correction/kept_share":
-            kind = method.correction.kind
-            fix = f"method.correction.kind = {kind!r} masks nothing; set metric = 'kl', or a correction that masks"
-            self.check("ess_schedule.metric", kind.endswith("mis"), fix)
+        elsewhere = method.draws > 0 and method.gradient_at in ("fresh", "mean")
+        single = method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh"
+        fix = (
+            "follows the KL between rollouts and gradient, which needs draws of the weights, a gradient elsewhere, and "
+            "rollouts from all tokens; set method.preset = 'c3po', sampling.top_p = 1 and sampling.top_k = 0"
+        )
+        measured = elsewhere and not single and self._whole_rollouts
+        self.check("ess_schedule.kind", measured or not schedule.metric_read, fix)
 
     def _check_sampling(self) -> None:
         sampling, greedy, batch = self.sampling, self.method.greedy, self.data.prompts_per_step
-        for key in ("sampling.temperature", "sampling.raised_temperature", "eval.temperature"):
-            self.engine.check_temperature(self, key)
         fix = "greedy rollouts of one policy are all the same; set it above 0, or set method.preset = 'thompson'"
         self.check("sampling.temperature", sampling.temperature > 0 or greedy, fix)
         raised = sampling.raised_temperature
-        fix = f"must exceed sampling.temperature = {sampling.temperature}, or be 0, which never raises it"
-        self.check("sampling.raised_temperature", not raised or raised > sampling.temperature, fix)
-        fix = "greedy rollouts (method.greedy) have no temperature; set it to 0"
-        self.check("sampling.raised_temperature", not (raised and greedy), fix)
+        fix = f"must exceed sampling.temperature = {sampling.temperature}, and method.greedy has none; set it to 0"
+        self.check("sampling.raised_temperature", not raised or (raised > sampling.temperature and not greedy), fix)
         fix = f"must hold a batch, data.prompts_per_step = {batch}, or be 0"
         per_round = sampling.prompts_per_round
         self.check("sampling.prompts_per_round", not per_round or per_round >= batch, fix)
         fix = "importance ratios are wrong if rollouts are cut; set sampling.top_p = 1 and sampling.top_k = 0"
-        whole = sampling.top_p == 1 and sampling.top_k == 0
-        self.check("method.correction.kind", whole or self.method.correction.kind == "none", fix)
+        self.check("method.correction.kind", self._whole_rollouts or self.method.correction.kind == "none", fix)
 
     def _check_objective(self) -> None:
         scoring = self.reward.scoring
@@ -295,7 +287,7 @@ class SFTConfig(Settings, table=""):
         fix = f"conversations.epochs = {epochs} gives the length of the run too; set one of them to 0"
         self.check("run.steps", not (epochs and steps), fix)
         fix = "fine-tuning with AdamW has no noise; set optimizer.kind = 'ivon'"
-        self.check("noise.unit", self.optimizer.kind == "ivon" or self.noise == NoiseConfig(), fix)
+        self.noise.only_if(self.optimizer.kind == "ivon", fix)
         self.check("run.steps", bool(epochs or steps), "must be greater than 0")
 
 
@@ -319,8 +311,7 @@ class EvaluationConfig(Settings, table=""):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        self.engine.check_temperature(self, "eval.temperature")
         fix = "no draws are made, so nothing has noise; set eval.draws, or remove [noise]"
-        self.check(f"noise.{self.noise.changed}", self.eval.draws > 0 or self.noise == NoiseConfig(), fix)
+        self.noise.only_if(self.eval.draws > 0, fix)
         fix = "every draw would be the mean; set it above 0, or eval.draws = 0"
         self.check("noise.size", self.eval.draws == 0 or self.noise.size > 0, fix)

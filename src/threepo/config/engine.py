@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import field, fields
-from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -17,10 +16,10 @@ class SamplingConfig(Settings, table="sampling"):
     temperature: NotNegative = 1.0
     """Divides the logits, in the engine and in the trainer's log-probs alike; 0 decodes greedily."""
     raised_temperature: NotNegative = 0.0
-    """The temperature from the step after the policy's entropy fell below `raise_below`, for the rest of the run (the
-    paper's baseline Polaris: 1.4; method.md 3.7). 0: never raised."""
+    """The temperature once the policy's entropy has fallen (the paper's baseline Polaris: 1.4; method.md 3.7). 0: never
+    raised."""
     raise_below: PositiveShare = 0.85
-    """raised_temperature: the share of the first step's entropy below which entropy counts as fallen."""
+    """raised_temperature: entropy has fallen when it is below this share of the first step's."""
     top_p: PositiveShare = 1.0
     """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
     top_k: CountOrZero = 0
@@ -28,11 +27,10 @@ class SamplingConfig(Settings, table="sampling"):
     max_new_tokens: Count = 512
     """Longest completion in tokens; a longer one is cut and its finish reason is `length`."""
     dynamic_rounds: CountOrZero = 0
-    """Dynamic sampling (DAPO: 10; method.md 3.8): prompts whose rollouts all earn the same are replaced by new ones, in
-    at most this many rounds of generation a step. 0: off."""
+    """Dynamic sampling (DAPO: 10; method.md 3.8): the most rounds of generation a step in which prompts whose rollouts
+    all earn the same are replaced by new ones. 0: off."""
     prompts_per_round: CountOrZero = 0
-    """dynamic_rounds: prompts of each round (DAPO: three times data.prompts_per_step); groups beyond a full batch are
-    discarded. 0: as many as the batch still lacks."""
+    """dynamic_rounds: prompts of each round (DAPO: 3 times data.prompts_per_step); 0: as many as the batch lacks."""
 
     def __post_init__(self) -> None:
         fix = "is read only with a raised temperature; set sampling.raised_temperature, or remove it"
@@ -51,13 +49,13 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """[engine.vllm]: the vLLM engine (docs/engines.md)."""
 
     servers: tuple[Annotated[str, must(re.compile(r"http://[^/:]+:\d+").fullmatch, "write http://HOST:PORT")], ...] = ()
-    """vLLM servers on inference nodes, such as `http://node7:8000`, that share the draws of a step; empty: replicas,
-    which are started here. docs/engines.md has the command for a server."""
+    """vLLM servers on inference nodes (docs/engines.md), which share the draws of a step; empty: replicas, which are
+    started here."""
     weights_folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder for mean and Hessian, written once a step (8 bytes a weight), that all servers see under the same path:
-    on a disk that the nodes share, or in /dev/shm if all servers run on this machine. For one run at a time."""
+    """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
+    a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""
     replicas: Count = 1
-    """Processes with a vLLM engine, each on its own GPU if there are GPUs, that share the draws of a step."""
+    """Processes with a vLLM engine, each on GPUs of its own, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
     """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
     tensor_parallel: Count = 1
@@ -71,24 +69,21 @@ class VLLMConfig(Settings, table="engine.vllm"):
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     timeout_s: Annotated[Seconds, Field(ge=5)] = 1200.0
-    """Seconds without a report after which a replica counts as stuck and the run ends. A replica reports after every
-    decoding step and every push of weights, at most once per second, but not while it starts and compiles. With
-    servers: seconds that a completion, or a change of weights, may take."""
+    """Seconds without a report (of a decoding step, or a push of weights) after which a replica counts as stuck and the
+    run ends. With servers: seconds that a completion, or a change of weights, may take."""
     probe_tolerance: NotNegative = 0.0
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
-    """With [model.lora]: the most draws that a replica decodes in one batch, as adapters around one copy of the frozen
-    weights; further ones wait for their turn. 0: adapters are multiplied out, and a draw is pushed as all weights."""
+    """With [model.lora]: most draws that a replica decodes in one batch, as adapters around one copy of the frozen
+    weights. 0: each draw is pushed as all weights, with its adapters multiplied out."""
 
     def __post_init__(self) -> None:
         count = self.replicas * self.tensor_parallel
-        each = f" times engine.vllm.tensor_parallel = {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        fix = f"must name a GPU for each of engine.vllm.replicas = {self.replicas}{each}, or be empty"
+        fix = f"must name {count} GPUs, engine.vllm.replicas times engine.vllm.tensor_parallel, or be empty"
         self.check("gpus", len(self.gpus) in (0, count), fix)
         fix = "must be named exactly if engine.vllm.servers are"
         self.check("weights_folder", bool(self.weights_folder) == bool(self.servers), fix)
-        self.check("servers", len(set(self.servers)) == len(self.servers), "names a server twice; remove one")
         fix = "is an option of replicas, and with engine.vllm.servers there are none; remove one of the two"
         self.only_if(not self.servers, fix, *(f.name for f in fields(self) if f.name not in _WITH_SERVERS))
 
@@ -100,7 +95,7 @@ class EngineConfig(Settings, table="engine", by="kind"):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the engine's weights and arithmetic."""
     max_batch_rows: Count = 512
-    """Largest number of rows decoded together, over all draws; further rows wait. With vLLM: per replica."""
+    """Most rows decoded together, over all draws; with vLLM, per replica."""
 
     code: ClassVar[str] = ""
     """The engine, made from a policy and these settings, as module:name; imported when it is used."""
@@ -130,18 +125,14 @@ class EngineConfig(Settings, table="engine", by="kind"):
         for."""
         raise NotImplementedError
 
-    def check_temperature(self, config: Settings, key: str) -> None:
-        """`UserError` for a temperature at which the engine cannot decode."""
-
 
 class LocalEngineConfig(EngineConfig):
     """The PyTorch engine in the process that trains."""
 
     kind: Literal["local"] = "local"
     memory_gib: NotNegative = 0.0
-    """GiB of memory that the engine may use for the weights of all draws, the key-value cache and the logits; it
-    decodes fewer rows at a time to stay within it. 0: the memory that is free then. If not all rows fit, a run repeats
-    bitwise only with a number here, because the batch size changes the last bits of log-probs."""
+    """GiB for the weights of all draws, the key-value cache and the logits; 0: the memory that is free. If not all rows
+    fit, fewer are decoded at a time, and a run repeats bitwise only with a number here."""
 
     code = "threepo.rollout.local:LocalEngine"
 
@@ -175,12 +166,6 @@ class VLLMEngineConfig(EngineConfig):
 
     def copies(self, draws: int) -> tuple[int, str]:
         return 1, "server" if self.vllm.servers else "replica"
-
-    def check_temperature(self, config: Settings, key: str) -> None:
-        """vLLM raises temperatures up to 0.01 and refuses those above 2 (sampling_params.py of 0.32)."""
-        low, high, value = 0.01, 2.0, attrgetter(key)(config)
-        fix = f"engine.kind = 'vllm' decodes at 0, or from {low} to {high}; set one of these, or engine.kind = 'local'"
-        config.check(key, value == 0 or low <= value <= high, fix)
 
 
 AnyEngine = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

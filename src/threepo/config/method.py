@@ -1,6 +1,6 @@
 """[method] and [noise]: the lattice of methods, and the noise of draws. Named points are in presets.py."""
 
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -46,11 +46,11 @@ class Advantage(Settings, table="method.advantage"):
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
     unlikeliness: Share = 0.0
-    """The reward of a right completion is cut by up to this share: the more probable it is in its group, the
-    more (method.md 2.2; 0.25 in the paper); 0: off."""
+    """Cuts the reward of a right completion by up to this share, more the more probable it is in its group (method.md
+    2.2; 0.25 in the paper). 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups in which all advantages are 0: the policy loss is a mean over the tokens of all rows (`keep`), or `drop`s
-    these groups from its mean, as DAPO does. Other terms keep them (method.md 2.6)."""
+    """Whether the policy loss, a mean over tokens, counts groups whose advantages are all 0, or `drop`s them, as DAPO
+    does (method.md 2.6)."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
@@ -106,17 +106,15 @@ class Method(Settings, table="method"):
     antithetic: bool = False
     """Draws come in pairs, with the same noise of opposite sign."""
     gradient_at: Literal["mean", "generator", "fresh", "evolution"] = "mean"
-    """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw. With a single
-    draw, the first `fresh` one is that draw (method.md 3.2). `evolution`: no backward
-    pass; the gradient is estimated from the draws and their mean rewards (method.md 3.9)."""
+    """Weights at which the gradient is taken: the mean, the draw that generated the row, or a fresh draw (with a single
+    draw, that one; method.md 3.2). `evolution`: no backward pass; the gradient is estimated from the draws and their
+    mean rewards (3.9)."""
     log_evolution: bool = False
-    """Compare the gradient with the gradient of an evolution strategy on the same rollouts, in the log (method.md
-    3.9)."""
+    """Log how the gradient compares with an evolution strategy's on the same rollouts (method.md 3.9)."""
     gradient_draws: Count = 1
-    """With gradient_at = "fresh": the number of gradient draws, averaged (decoupled Monte Carlo, method.md 3.2)."""
+    """With gradient_at = "fresh": the number of gradient draws, which are averaged (method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
-    """Divide by the token count of the update, or by the token count of each draw, and average over draws (M3PO,
-    method.md 3.3)."""
+    """Divide by the tokens of the update, or by those of each draw and average over draws (M3PO, method.md 3.3)."""
     greedy: bool = False
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False
@@ -130,8 +128,7 @@ class Method(Settings, table="method"):
         g, n = self.rollouts_per_prompt, self.draws
         if n and g % n:
             divisors = ", ".join(str(d) for d in range(1, g + 1) if g % d == 0)
-            fix = f"must divide method.rollouts_per_prompt = {g} evenly; set draws to one of {divisors}"
-            self.check("draws", False, fix)
+            self.check("draws", False, f"must divide method.rollouts_per_prompt = {g}; set one of {divisors}")
         fix = "needs draws of the weights; set method.draws to 1 or more"
         self.only_if(n > 0, fix, "gradient_at", "advantages", "cumulative")
         fix = (
@@ -139,10 +136,7 @@ class Method(Settings, table="method"):
             f"nothing to compare it to; set at least {2 * g}"
         )
         self.check("rollouts_per_prompt", self.group_size > 1, fix)
-        fix = (
-            f"with the {self.group_size} completions of an advantage group, there is only one set of k to compare; set "
-            f"it lower"
-        )
+        fix = f"must be below the {self.group_size} completions of an advantage group"
         self.check("advantage.k", self.advantage.rule != "pass_at_k" or self.advantage.k < self.group_size, fix)
         fix = "only gradient_at = 'fresh' takes several; set gradient_draws = 1 or gradient_at = 'fresh'"
         self.only_if(self.gradient_at == "fresh", fix, "gradient_draws")
@@ -151,16 +145,16 @@ class Method(Settings, table="method"):
             f"(now {n} and {g}) and correction.kind = 'none' (now {self.correction.kind!r})"
         )
         self.check("greedy", not self.greedy or (n == g and self.correction.kind == "none"), fix)
-        self.check(
-            "antithetic", not self.antithetic or (n > 0 and n % 2 == 0), f"needs an even number of draws, not {n}"
-        )
+        even = n > 0 and n % 2 == 0
+        self.check("antithetic", even or not self.antithetic, f"needs an even number of draws, not {n}")
         evolves = self.gradient_at == "evolution"
         fix = f"compares draws with each other; set method.draws to 2 or more (now {n})"
         self.check("gradient_at", not evolves or n > 1, fix)
         self.check("log_evolution", not self.log_evolution or n > 1, fix)
         fix = "is of no use with gradient_at = 'evolution', which takes no gradient of a policy; remove it"
-        self.only_if(not evolves, fix, "correction.kind", "advantages", "normalize", "cumulative", "log_evolution")
-        self.only_if(not evolves, fix, "advantage.unlikeliness", "advantage.zero_variance")
+        self.only_if(not evolves, fix, "advantages", "normalize", "cumulative", "log_evolution")
+        self.correction.only_if(not evolves, fix, "kind")
+        self.advantage.only_if(not evolves, fix, "unlikeliness", "zero_variance")
         fix = "only gradient_at = 'generator' has parts with tokens of their own; set normalize = 'step'"
         self.only_if(self.gradient_at == "generator", fix, "normalize")
         fix = "is for rewards of 0 and 1, and an evolution strategy credits the mean reward of a draw; set another rule"
@@ -205,28 +199,21 @@ class NoiseConfig(Settings, table="noise"):
     """[noise]: how large the noise of draws is, and which parameters it touches (method.md 1.9)."""
 
     unit: Literal["posterior", "absolute", "rms"] = "posterior"
-    """The unit of `size`: sigma of the posterior that IVON learns; 1; or the root mean square of each parameter when
-    the run begins. With AdamW, which learns no posterior, one of the last two."""
+    """The unit of `size`: sigma of the posterior that IVON learns; 1 (`absolute`); or the root mean square of each
+    parameter when the run begins. AdamW learns no posterior."""
     size: NotNegative = 1.0
-    """Sigma in that unit, at the beginning: [ess_schedule] changes it with 1 / sqrt(ess). 0 switches noise off; with
-    IVON this freezes the Hessian, as a check."""
+    """Sigma in that unit, until [ess_schedule] changes it; 0 switches noise off, and with IVON freezes the Hessian."""
     rank: Annotated[int, must(lambda rank: rank >= 0, "must be 0 or more")] = 0
     """Matrices have noise of this rank, U V^T / sqrt(rank), as in EGGROLL; 0: full. Vectors have full noise."""
     where: Annotated[
         dict[str, NotNegative],
         must(lambda where: any(where.values()), "must name some parameters, with factors above 0"),
     ] = field(default_factory=lambda: {"all": 1.0})
-    """Factors of sigma: `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), and patterns
-    of names such as "model.layers.2.*". A pattern counts more than a kind, a kind more than `all`; what is not named
-    has no noise. Keys are added to the keys of a preset or an extended recipe; 0 takes one away."""
+    """Factors of sigma for `all`, kinds of layers (`embedding`, `head`, `norm`, `attention`, `mlp`, `other`), patterns
+    of names such as "model.layers.2.*"; the more specific counts, and what none names has no noise. Keys add to those
+    of a preset or an extended recipe; 0 takes one away."""
 
     @property
     def structure(self) -> str:
         """The setting that gives the noise of matrices a structure, with its value; empty: independent numbers."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in NOISE_STRUCTURES if getattr(self, name))
-
-    @property
-    def changed(self) -> str:
-        """The name of the first setting that is not the default; `unit` if there is none."""
-        default = NoiseConfig()
-        return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)), "unit")

@@ -25,8 +25,8 @@ class TinyConfig(Settings, table="model.tiny"):
     tied: bool = True
     """Share the input embedding and the output head."""
     deviation: Positive = 0.02
-    """Standard deviation of the initial weights. Narrow models learn to copy much sooner from larger ones, such as 0.08
-    at width 64."""
+    """Standard deviation of the initial weights; narrow models learn to copy sooner from a larger one (0.08 at width
+    64)."""
 
     def __post_init__(self) -> None:
         fix = f"must be a multiple of 2 * model.tiny.heads = {2 * self.heads} (rotary positions need an even head size)"
@@ -52,14 +52,12 @@ class LoRAConfig(Settings, table="model.lora"):
     )
     """Linear layers that get an adapter, by the last part of their names."""
     init: Literal["unit", "usual"] = "unit"
-    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), and B is trained, so that noise of sigma on B is
-    noise of sigma on every element of W. `usual`: both are trained, A begins with peft's variance of 1 / (3 inputs),
-    and noise goes to both."""
+    """`unit`: A is random and frozen, with variance 1 / (s^2 rank), so that noise of sigma on B is noise of sigma on
+    every element of W. `usual`: A is trained and noisy too, and begins as in peft."""
     base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Precision of the frozen weights of linear layers. `bfloat16` takes half of the memory, and with
-    model.compute_dtype and engine.dtype = 'bfloat16' a run keeps its bits, since they are rounded for every product
-    anyway (`noise.unit = 'rms'` is an exception: it measures them). `nf4`: four bits (QLoRA's, by bitsandbytes) for all
-    but the head; the policy then has the rounded weights, in engines and other commands too."""
+    """Precision of the frozen weights of linear layers. `bfloat16` halves their memory; if model.compute_dtype and
+    engine.dtype are bfloat16 too, it changes no bit of a run without noise.unit = 'rms'. `nf4`: four bits (QLoRA's, by
+    bitsandbytes) for all but the head; the policy then has the rounded weights everywhere."""
 
     @property
     def scale(self) -> float:
@@ -85,9 +83,6 @@ class ModelConfig(Settings, table="model"):
 
     def __post_init__(self) -> None:
         rounded = self.lora.base_dtype == "bfloat16"
-        fix = "without adapters there is no frozen base; set model.lora.rank, or remove it"
-        self.lora.only_if(self.lora.rank > 0, fix, "base_dtype")
-        fix = "without adapters nothing reads it; set model.lora.rank, or remove it"
-        self.lora.only_if(self.lora.rank > 0, fix, "alpha", "targets", "init")
+        self.lora.only_if(self.lora.rank > 0, "without adapters nothing reads it; set model.lora.rank, or remove it")
         fix = "needs model.compute_dtype = 'bfloat16'; set that too, or remove it"
         self.lora.check("base_dtype", not rounded or self.compute_dtype == "bfloat16", fix)

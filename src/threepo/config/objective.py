@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from threepo.config.records import Count, CountOrZero, NotNegative, Positive, PositiveShare, Settings, Share, must
+from threepo.config.records import Count, NotNegative, Positive, PositiveShare, Settings, Share, must
 
 Bounds = Annotated[tuple[float, float], must(lambda pair: pair[0] < pair[1], "the first must be below the second")]
 
 WIDEST_GSPO = 0.05
 """A clip range of the ratio of a sequence, a geometric mean over its tokens, beyond which nothing is ever clipped."""
-_ONE_STEP = "with one optimizer step per batch the ratio to the old policy is 1, so"
 
 
 class ObjectiveConfig(Settings, table="objective", by="loss"):
@@ -23,14 +22,12 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Only this share of the tokens, the ones of the highest entropy, has a policy gradient; all are counted (0.2 in
-    the 80/20 paper; method.md 2.4)."""
+    """Share of the tokens, those of the highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md
+    2.4)."""
     entropy_coefficient: NotNegative = 0.0
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
     reference_kl: NotNegative = 0.0
     """The loss grows by this times the KL to a reference model, the one that the run began with (method.md 2.5)."""
-    reference_reset_every: CountOrZero = 0
-    """The reference becomes the present mean after every so many steps; 0: never."""
     aggregation: Literal["token", "group", "sequence", "constant"] = "token"
     """Mean over all tokens; over each prompt's tokens, then prompts; or over each completion's, then completions.
     `constant`: the sum over tokens, divided by completions * sampling.max_new_tokens (Dr. GRPO)."""
@@ -39,10 +36,15 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     code: ClassVar[str] = ""
     """The loss of a token, a `TokenLoss`, as module:name; imported when it is used."""
+    needs_ratio: ClassVar[bool] = False
+    """Whether the loss is the loss of ppo wherever the ratio to the old policy is 1."""
 
     def __post_init__(self) -> None:
-        fix = "there is no reference to reset; set objective.reference_kl above 0"
-        self.only_if(self.reference_kl > 0, fix, "reference_reset_every")
+        fix = (
+            "with one optimizer step per batch the ratio to the old policy is 1, so its gradient is that of loss = "
+            "'ppo'; set that, or objective.mini_batches = 4"
+        )
+        self.check("loss", self.mini_batches > 1 or not self.needs_ratio, fix)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -77,21 +79,18 @@ class GSPOConfig(_Clipped):
     """The clipped ratio of a token's whole sequence, the geometric mean over its tokens."""
 
     loss: Literal["gspo"] = "gspo"
-    aggregation: Literal["token", "group", "sequence", "constant"] = "sequence"
-    """`sequence`, which is the mean over completions; GSPO has no other."""
+    aggregation: Literal["sequence"] = "sequence"
+    """The mean over completions; GSPO has no other."""
     clip_low: Share = 3e-4
     """The ratio of a sequence is clipped from below at 1 - clip_low."""
     clip_high: NotNegative = 4e-4
     """The ratio of a sequence is clipped from above at 1 + clip_high."""
 
     code = "threepo.objectives.token_losses:GSPO"
+    needs_ratio = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = f"{_ONE_STEP} its gradient is that of loss = 'ppo'; set that, or objective.mini_batches = 4"
-        self.check("loss", self.mini_batches > 1, fix)
-        fix = "the objective of gspo is a mean over completions; set objective.aggregation = 'sequence'"
-        self.check("aggregation", self.aggregation == "sequence", fix)
         for key in ("clip_low", "clip_high"):
             default = getattr(GSPOConfig, key)
             fix = f"the ratio of a sequence, a geometric mean, would never be clipped; set {default:g}, as in the paper"
@@ -108,11 +107,7 @@ class CISPOConfig(_Clipped):
     """The ratio is clipped from above at 1 + clip_high."""
 
     code = "threepo.objectives.token_losses:CISPO"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fix = f"{_ONE_STEP} its gradient is that of loss = 'ppo'; set that, or objective.mini_batches = 4"
-        self.check("loss", self.mini_batches > 1, fix)
+    needs_ratio = True
 
 
 class KLCovConfig(ObjectiveConfig):
@@ -125,11 +120,7 @@ class KLCovConfig(ObjectiveConfig):
     """The penalty is this times |log ratio to the old policy|."""
 
     code = "threepo.objectives.token_losses:KL_COV"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fix = f"{_ONE_STEP} its penalty is 0 and has no gradient; set objective.mini_batches = 4"
-        self.check("loss", self.mini_batches > 1, fix)
+    needs_ratio = True
 
 
 class ClipCovConfig(_Clipped):

@@ -106,10 +106,9 @@ class SGDConfig(OptimizerConfig):
 
     kind: Literal["sgd"] = "sgd"
     lr: Positive = 5e-7
-    """Learning rate. An evolution strategy that adds alpha * mean(fitness * z) has lr = alpha * sigma (default: sigma =
-    1e-3 and alpha = sigma / 2)."""
+    """Learning rate: alpha * sigma of an evolution strategy that adds alpha * mean(fitness * z)."""
     max_grad_norm: NotNegative = 0.0
-    """Gradients are scaled down to this total norm; 0: never, as with an evolution strategy."""
+    """Gradients are scaled down to this total norm; 0: never."""
 
     code = "threepo.training.optimizers:SGD"
 

@@ -36,15 +36,6 @@ def _grpo(name: str, source: str, tables: Tables | None = None, **advantage: Any
     return Preset(replace(GRPO, name=name, advantage=Advantage(**advantage)), _arxiv(source), tables or {})
 
 
-def _psn(name: str, source: str, **schedule: Any) -> Preset:
-    """Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5]."""
-    correction = Correction(kind="token_tis", high=10.0)
-    bounds = {"lowest": 6.4e-5, "highest": 1.6e7}  # (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
-    noise = {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}}
-    method = Method(name=name, draws=1, correction=correction)
-    return Preset(method, source, {"noise": noise, "ess_schedule": {**schedule, **bounds}})
-
-
 _ROWS = (
     # The paper's own, and what it compares with.
     Preset(GRPO, _arxiv("2402.03300")),
@@ -58,7 +49,16 @@ _ROWS = (
         replace(C3PO_REPLAY, name="fixed_replay", optimizer="adamw"), OURS, {"noise": {"unit": "rms", "size": 0.05}}
     ),
     # Others that explore in weight space.
-    _psn("psn", _arxiv("2602.02555"), kind="kl_steps", target=0.003, ratio=1.01),
+    Preset(
+        # Noise on the MLPs generates, the mean is updated; with its own size, sigma stays within [1e-6, 0.5].
+        Method(name="psn", draws=1, correction=Correction(kind="token_tis", high=10.0)),
+        _arxiv("2602.02555"),
+        {
+            "noise": {"unit": "absolute", "size": 4e-3, "where": {"mlp": 1.0}},
+            # Bounds: (4e-3 / 0.5)^2 and (4e-3 / 1e-6)^2
+            "ess_schedule": {"kind": "kl_steps", "target": 0.003, "ratio": 1.01, "lowest": 6.4e-5, "highest": 1.6e7},
+        },
+    ),
     Preset(
         Method(name="qerl", draws=1),
         _arxiv("2510.11696"),
@@ -84,17 +84,11 @@ _ROWS = (
     _grpo("entreg", "2608.09805", {"objective": {"entropy_coefficient": 1e-3}}),
     _grpo("polaris", "2608.09805", {"sampling": {"raised_temperature": 1.4, "raise_below": 0.85}}),
     _grpo("kl_cov", "2505.22617", {"objective": {"loss": "kl_cov", **_FOUR_UPDATES}}),
-    _grpo(
-        "clip_cov",
-        "2505.22617",
-        {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}},
-    ),
+    _grpo("clip_cov", "2505.22617", {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}}),
     _grpo("high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
     _grpo("clip_higher", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}}),
     _grpo(
-        "dapo",
-        "2503.14476",
-        {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}, "sampling": {"dynamic_rounds": 10}},
+        "dapo", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}, "sampling": {"dynamic_rounds": 10}}
     ),
     # Ratios, and credit.
     _grpo("gspo", "2507.18071", {"objective": {"loss": "gspo", **_FOUR_UPDATES}}),

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
-from threepo.config.records import BASES, build, field_names, require, shown, to_dict
+from threepo.config.records import BASES, build, field_names, flat, require, to_dict
 from threepo.errors import UserError
 from threepo.run_folder import CHECKPOINTS, CONFIG, read_config, refuse_no_run
 
@@ -28,15 +28,9 @@ RUNS = Path("runs")
 """Folder of the runs whose recipes name no folder."""
 STUDIES = "studies"
 """The folder of the studies, among the recipes and among the runs."""
-_NOT_FOR_EVALUATION = {
-    "model.path": "the model is the command's first argument",
-    "eval.every": "it belongs to training",
-    "data.prompts_per_step": "it belongs to training; eval.problems says how many problems there are",
-    "data.max_prompt_tokens": "it belongs to training; a score leaves no problem out",
-}
 _BENCHMARKS = "benchmarks"
 """Stands in data.train for problems that nothing reads."""
-_ONLY_FOR_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
+_READ_BY_EVALUATION = {"run": ("seed", "threads"), "sampling": ("max_new_tokens",)}
 _WHERE = ("parallel.", "engine.vllm.servers", "engine.vllm.weights_folder")
 """Beginnings of the settings that say where a run runs; a resumed run may run elsewhere."""
 
@@ -129,9 +123,8 @@ def find_recipe(name: str) -> Path:
             return path
     if (Path(name) / CONFIG).is_file():
         raise UserError(f"recipe {name}: is a run folder; continue the run with --resume {name}")
-    path = Path(name).with_suffix("")
-    files = difflib.get_close_matches(str(path), [str(file.with_suffix("")) for file in path.parent.glob("*.toml")], 1)
-    near = [f"{file}.toml" for file in files] or difflib.get_close_matches(name, shipped_recipes(), 1)
+    files = map(str, Path(name).parent.glob("*.toml"))
+    near = difflib.get_close_matches(str(Path(name)), [*files, *shipped_recipes()], 1)
     hint = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped_recipes())}"
     raise UserError(f"recipe {name}: no such file and no shipped recipe of that name; {hint}")
 
@@ -194,16 +187,9 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
     return model_to_come(build(ModelConfig, read_toml(find_recipe(name))["model"], "model"))
 
 
-def can_change(changes: Mapping[str, Any], table: str = "") -> bool:
+def can_change(changes: Mapping[str, Any]) -> bool:
     """Whether a resumed run may get other values of all these settings: its length, and where it runs."""
-    for key, value in changes.items():
-        name = f"{table}{key}"
-        if isinstance(value, Mapping):
-            if not can_change(value, f"{name}."):
-                return False
-        elif name not in ("run.steps", "model.path") and not name.startswith(_WHERE):
-            return False
-    return True
+    return all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name, _ in flat(changes))
 
 
 def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:
@@ -250,7 +236,7 @@ def load_evaluation(
     _refuse_unread(given)
     if given.get("benchmarks", {}).get("names") and "benchmarks" not in table:
         table = {name: table[name] for name in ("model", "engine") if name in table}
-    table = merge(merge(table, given), {"model": {"path": model}})
+    table = merge(merge(table, {"model": {"path": model}}), given)
     if table.get("benchmarks", {}).get("names"):
         table = _as_in_the_paper(table)
     data = table.get("data", {})
@@ -280,10 +266,7 @@ def _as_in_the_paper(table: Table) -> Table:
 
 def _refuse_unread(given: Mapping[str, Mapping[str, Any]]) -> None:
     """`UserError` for an override that an evaluation would ignore."""
-    for table, keys in given.items():
-        for key, value in keys.items():
-            reason = _NOT_FOR_EVALUATION.get(f"{table}.{key}", "")
-            if key not in _ONLY_FOR_EVALUATION.get(table, (key,)):
-                reason = f"it reads only {' and '.join(_ONLY_FOR_EVALUATION[table])} of [{table}]"
-            if reason:
-                raise UserError(f"{table}.{key} = {shown(value)}: `threepo eval` does not read it; {reason}")
+    for table, read in _READ_BY_EVALUATION.items():
+        for key, value in given.get(table, {}).items():
+            fix = f"`threepo eval` reads only {' and '.join(read)} of [{table}]"
+            require(key in read, f"{table}.{key}", value, fix)

@@ -95,8 +95,8 @@ _adapter: Any = cache(TypeAdapter)
 class Settings:
     """A record of one table of a recipe, or of a whole recipe (table ""). `UserError` for invalid values.
 
-    The text under a field is its help; `docs/configuration.md` is generated from it. A table whose keys depend on one
-    of them, such as `kind`, has a base (`by="kind"`) and a subclass for each value of that key.
+    The text under a field is its help, from which docs/configuration.md is made. A table whose keys depend on one of
+    them, such as `kind`, has a base (`by="kind"`) and a subclass for each value of that key.
     """
 
     _table: ClassVar[str] = ""
@@ -128,11 +128,11 @@ class Settings:
         require(holds, f"{self._table}.{key}".lstrip("."), attrgetter(key)(self), fix)
 
     def only_if(self, read: bool, fix: str, *keys: str) -> None:
-        """Refuse values other than the defaults of fields, as in `check`, unless something reads them."""
-        for key in keys:
-            *records, name = key.split(".")
-            record = attrgetter(*records)(self) if records else self
-            self.check(key, read or getattr(record, name) == getattr(type(record), name), fix)
+        """Refuse values of these fields, or without `keys` of all, that are not the default, unless something reads
+        them."""
+        for f in () if read else dataclasses.fields(self):  # type: ignore[arg-type]
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            self.check(f.name, (keys and f.name not in keys) or getattr(self, f.name) == default, fix)
 
 
 def build(record: type[Record], table: Mapping[str, Any], name: str = "") -> Record:
@@ -221,6 +221,15 @@ def require(condition: bool, name: str, value: Any, fix: str) -> None:
     """Raise `UserError` about the field `name` unless `condition` holds."""
     if not condition:
         raise UserError(f"{name} = {shown(value)}: {fix}")
+
+
+def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested tables by dotted keys."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{name}{key}.")
+        else:
+            yield f"{name}{key}", value
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

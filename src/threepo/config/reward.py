@@ -32,8 +32,8 @@ class SandboxConfig(Settings, table="reward.sandbox"):
     workers: ParallelOrZero = 0
     """Programs that run at the same time; 0: one per processor core (ranks share the cores), or 32 on a server."""
     packages: str = ""
-    """Folder of packages that programs may import besides the standard library, made by `pip install --target FOLDER
-    NAME ...` with the Python that runs threepo. Empty: none. A server offers those that are installed there."""
+    """Folder of packages that programs may import, made by `pip install --target FOLDER NAME ...`; empty: the standard
+    library alone. A server has packages of its own."""
 
     def __post_init__(self) -> None:
         server = self.backend == "sandbox_fusion"
@@ -47,16 +47,15 @@ class RewardConfig(Settings, table="reward"):
 
     function: str | tuple[str, ...] = "task"
     """`task`: the problems' own verifier; `exact`: the answer must equal the reference; `math`: as mathematics; `code`:
-    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL with
-    the arguments that it accepts of prompts=, completions=, completion_ids= and columns; a number per completion. A
-    list of these pays the sum of their rewards, times `weights`."""
+    the program must pass the problem's tests; or your own `module:function`, called like a reward function of TRL. A
+    list pays the sum of its rewards, times `weights`."""
     weights: tuple[float, ...] = ()
     """Factor of each function in a list; empty: 1 for all."""
     correct_from: float = 1.0
     """A completion counts as correct if your own function, a list, or an environment of verifiers pays this or more."""
     scoring: Literal["binary", "format_penalty", "passed_share"] = "binary"
-    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics): 1 less if the completion is not laid out as
-    <think>...</think> \\boxed{...}, as in the paper's code. `passed_share` (code): the share of tests passed."""
+    """`binary`: 1 if correct, else 0. `format_penalty` (mathematics, as in the paper's code): 1 less unless laid out as
+    <think>...</think> \\boxed{...}. `passed_share` (code): the share of tests passed."""
     timeout_s: Seconds = 10.0
     """Seconds that the mathematics verifier may take for one completion; a longer one is an error."""
     memory_mib: Mebibytes = 1024

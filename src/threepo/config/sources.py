@@ -97,13 +97,11 @@ class DataConfig(Settings, table="data"):
     """[data]: the problems, and how prompts are made of them."""
 
     train: Annotated[Source, must(bool, "name the problems; `threepo data list` shows what there is")]
-    """A procedural task (`sorting`, ...), `reasoning-gym:NAME`, an environment (`verifiers:NAME`), a published data set
-    (`gsm8k`, ..., `gsm8k:COPY`), or a source of your own: a .jsonl, .json, .csv or .parquet file, a folder of such
-    files, or `org/name`, perhaps with `:CONFIGURATION:SPLIT`, on the Hugging Face hub. `threepo data list` lists all.
-    `threepo eval` needs only `eval`."""
+    """A procedural task, `reasoning-gym:NAME`, `verifiers:NAME`, a published data set (`gsm8k`, `gsm8k:COPY`), or your
+    own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name:CONFIGURATION:SPLIT` on the hub.
+    `threepo data list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """Held-out problems, named as in `train`; empty: the held-out problems of the task, or the test split of the
-    published set, in `train`."""
+    """Held-out problems, named as in `train`; empty: those of the task, or the test split of the published set."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
@@ -113,8 +111,7 @@ class DataConfig(Settings, table="data"):
     prompt_column: str = "prompt"
     """Column of your own source that holds the prompt: text, or a list of chat messages."""
     answer_column: str = "answer"
-    """Column of your own source that holds the reference answer; only your own reward function can do without it, and
-    gets it as `answer` too, unless another column has that name."""
+    """Column of your own source that holds the reference answer; only your own reward function can do without it."""
     tests_column: str = "tests"
     """Column of your own source with the tests for reward.function = 'code'; your own function gets it as `tests`."""
     prompt_template: Template = ""
@@ -124,14 +121,13 @@ class DataConfig(Settings, table="data"):
     chat_template: Literal["auto", "never"] = "auto"
     """`auto`: a prompt that is text becomes a user message if the tokenizer has a chat template."""
     too_long: Literal["error", "drop"] = "error"
-    """Problems of a finite data set whose prompt and longest completion exceed the model's context: `error` refuses
-    the data before anything runs; `drop` leaves them out and says how many."""
+    """Problems whose prompt and longest completion exceed the model's context: `error` refuses the data before anything
+    runs; `drop` leaves them out and says how many."""
     max_prompt_tokens: CountOrZero = 0
-    """Training problems of a data set with longer prompts, in tokens with the chat template, are left out and counted;
-    0: no limit. Held-out problems are not limited."""
+    """Training problems with longer prompts (tokens, with the chat template) are left out and counted; 0: no limit."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are malformed or lack what the reward needs: `error` refuses the data and names
-    the first; `skip` leaves them out, says how many, and names the first three."""
+    """Rows that are malformed or lack what the reward needs: `error` refuses the data and names the first; `skip`
+    leaves them out and counts them."""
 
     def __post_init__(self) -> None:
         fix = "needs a chat template; set data.chat_template = 'auto', or put the text into data.prompt_template"
@@ -157,8 +153,8 @@ class ConversationConfig(Settings, table="conversations"):
     """[conversations]: chats for supervised fine-tuning; the loss counts the assistant's turns (sft.md)."""
 
     source: Annotated[Source, must(bool, "name a file, a folder, org/name on the Hugging Face hub, or llama-nemotron")]
-    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron`, answers of
-    DeepSeek-R1 as in the paper; or `llama-nemotron-any`, answers of all generators; both also with `:COPY`."""
+    """A source as in `data.train`, with a column `messages`, or `prompt` and `completion`; `llama-nemotron` (answers of
+    DeepSeek-R1, as in the paper) or `llama-nemotron-any`, also with `:COPY`."""
     batch_size: Count = 128
     """Conversations per optimizer step."""
     epochs: CountOrZero = 0
@@ -170,15 +166,13 @@ class ConversationConfig(Settings, table="conversations"):
     too_long: Literal["error", "drop"] = "error"
     """Longer ones: `error` refuses the source, `drop` leaves them out and counts them."""
     broken_rows: Literal["error", "skip"] = "error"
-    """Rows that are no conversation, or that the chat template refuses: `error` refuses the source, `skip` leaves them
-    out and counts them."""
+    """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` drops them."""
     loss_on: Literal["all", "last"] = "all"
     """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""
     """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
     cache: LocalPath = ""
-    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`
-    (HF_DATASETS_CACHE)."""
+    """Folder for the tokenised conversations, which later runs share; empty: the cache of `datasets`."""
     eval: Source = ""
     """Held-out conversations, named as in `source`; empty: none."""
     eval_rows: CountOrZero = 512

@@ -29,7 +29,7 @@ from threepo.training.checkpoint import CONTENTS, OPTIMIZER_FILE
 
 CARD, CURVES = "README.md", "curves.png"
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
-NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "reference.safetensors", "train_state.json")
+NOT_THE_MODEL = (CONTENTS, OPTIMIZER_FILE, "train_state.json")
 OF_THE_MACHINE = ("engine", "parallel")
 """Tables of the configuration that the card does not show."""
 INTERVAL = 1.96

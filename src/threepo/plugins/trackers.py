@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from threepo.config import TRACKERS
+from threepo.config.records import flat
 from threepo.errors import ThreepoWarning
 from threepo.files import finite, read_json_as, write_json
 
@@ -90,15 +91,6 @@ class Trackers:
             warnings.warn(message, ThreepoWarning, stacklevel=3)
 
 
-def _flat(values: Values, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings by their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}{key}.")
-        else:
-            yield f"{name}{key}", value
-
-
 class TensorBoard:
     """Event files in the run folder."""
 
@@ -110,7 +102,7 @@ class TensorBoard:
         # purge_step hides rows of a killed run from the step that is made again.
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         if not first_step:
-            rows = (f"| {key} | {value} |" for key, value in _flat(config))
+            rows = (f"| {key} | {value} |" for key, value in flat(config))
             self._writer.add_text("config", "\n".join(["| setting | value |", "| --- | --- |", *rows]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -120,7 +112,7 @@ class TensorBoard:
 
     def finish(self, summary: Values | None) -> None:
         if summary:
-            self._writer.add_text("summary", "\n".join(f"    {key}: {value}" for key, value in _flat(summary)))
+            self._writer.add_text("summary", "\n".join(f"    {key}: {value}" for key, value in flat(summary)))
         self._writer.close()
 
 
@@ -147,7 +139,7 @@ class WeightsAndBiases:
         self._run.log({**metrics, "step": step})
 
     def finish(self, summary: Values | None) -> None:
-        self._run.summary.update({f"summary/{key}": value for key, value in _flat(summary or {})})
+        self._run.summary.update({f"summary/{key}": value for key, value in flat(summary or {})})
         self._run.finish(exit_code=0 if summary else 1)
 
 
@@ -167,7 +159,7 @@ class Trackio:
 
     def finish(self, summary: Values | None) -> None:
         if summary:
-            self._run.log({f"summary/{key}": value for key, value in _flat(summary)})
+            self._run.log({f"summary/{key}": value for key, value in flat(summary)})
         self._end()
 
 
@@ -190,7 +182,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self.id = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        settings = [Param(key, str(value)) for key, value in _flat(config)]
+        settings = [Param(key, str(value)) for key, value in flat(config)]
         for first in range(0, len(settings), 100):  # MLflow takes at most 100 at a time
             self._client.log_batch(self.id, params=settings[first : first + 100])
 
@@ -201,6 +193,6 @@ class MLflow:
         self._client.log_batch(self.id, [self._metric(names[key], v, now, step) for key, v in metrics.items()])
 
     def finish(self, summary: Values | None) -> None:
-        for key, value in _flat(summary or {}):
+        for key, value in flat(summary or {}):
             self._client.set_tag(self.id, f"summary.{key}", str(value))
         self._client.set_terminated(self.id, "FINISHED" if summary else "KILLED")

@@ -115,7 +115,6 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._engine_settings = build(kinds, {"kind": "local", **engine}, "engine")
                 decoding = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 self._sampling = SamplingConfig(max_new_tokens=args.max_completion_length, **decoding)
-                self._engine_settings.check_temperature(self._sampling, "temperature")
         elif engine is not None:
             fix = "this method around AdamW is TRL's own trainer, which has use_vllm; leave it out"
             raise UserError(f"ThreepoTrainer engine = {engine!r}: {fix}")

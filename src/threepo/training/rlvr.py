@@ -25,7 +25,7 @@ from threepo.rewards.grading import Grader, attach_verdicts
 from threepo.rollout.engines import RolloutEngine
 from threepo.run_folder import PROBLEMS, RunFolder, completion_row, refuse_changed
 from threepo.training.alarms import watch
-from threepo.training.checkpoint import Files, TrainState
+from threepo.training.checkpoint import TrainState
 from threepo.training.metrics import (
     Clock,
     Metrics,
@@ -37,7 +37,7 @@ from threepo.training.metrics import (
 from threepo.training.reference import Reference, open_reference
 from threepo.training.rollouts import Rollouts, until_full
 from threepo.training.run import TrainingRun, build_or_restore, open_folder, refuse_early
-from threepo.training.schedules import next_state, refuse_unmeasured, step_sampling
+from threepo.training.schedules import next_state, step_sampling
 from threepo.training.update import update_policy
 from threepo.training.update_record import UpdateRecord
 from threepo.types import Completion, Group, Problem
@@ -52,10 +52,6 @@ class Run(TrainingRun[TrainConfig]):
     grader: Grader
     examination: Examination | None
     reference: Reference | None
-
-    def more_tensors(self) -> Files:
-        """The tensors of the reference, if it changes."""
-        return self.reference.saved() if self.reference else {}
 
     def evaluate(self) -> None:
         """Score the held-out problems if due: before the first step (row -1), every so many steps and at the end."""
@@ -112,8 +108,6 @@ def rollout(run: Run, step: int, clock: Clock) -> Rollouts:
 def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateRecord:
     """Update the policy from the step's groups."""
     config, sampling = run.config, step_sampling(run.config, run.state.schedules)
-    if run.reference:
-        run.reference.begin(step)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
     run.check.agree(run.state, lambda: batch_facts(batch), run.reference.weights if run.reference else None)
     record = update_policy(
@@ -165,7 +159,6 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
     """
     refuse_early(config, folder, world)
     refuse_engine(config.engine, world)
-    refuse_unmeasured(config)
     data, longest = config.data, config.sampling.max_new_tokens
     with world.together():
         training, grader = with_grader(open_training(data), config.reward, data)

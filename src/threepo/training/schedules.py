@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from threepo.config import SamplingConfig, TrainConfig
-from threepo.config.schedules import Moment
-from threepo.errors import UserError
-from threepo.methods.method import rollouts_are_filtered
 
 
 @dataclass(frozen=True)
@@ -22,9 +19,7 @@ class ScheduleState:
     temperature_raised: bool = False
     """Whether the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
-    """Entropy (nats per token) of the first step that measured it; 0 before, and where no schedule follows entropy."""
-    highest_entropy: float = 0.0
-    """Highest entropy of all steps."""
+    """Entropy (nats per token) of the first step that measured it; 0 before, and where nothing follows entropy."""
 
 
 def first_state(config: TrainConfig) -> ScheduleState:
@@ -38,10 +33,8 @@ def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Ma
     A step without an update, or with an entropy or correction that is not finite, changes nothing.
     """
     entropy, raised = metrics.get("policy/entropy", math.nan), config.sampling.raised_temperature
-    followed = config.ess_schedule.metric_read
-    if math.isfinite(entropy) and (raised or followed == "policy/entropy"):
-        first, highest = state.first_entropy or entropy, max(entropy, state.highest_entropy)
-        state = replace(state, first_entropy=first, highest_entropy=highest)
+    if math.isfinite(entropy) and raised:
+        state = replace(state, first_entropy=state.first_entropy or entropy)
     fallen = raised > 0 and entropy < config.sampling.raise_below * state.first_entropy
     return replace(
         state,
@@ -64,33 +57,4 @@ def _ess_factor(config: TrainConfig, state: ScheduleState, done: int, metrics: M
     value = metrics.get(schedule.metric_read, math.nan)
     if schedule.metric_read and not math.isfinite(value):
         return state.ess_factor
-    now = Moment(
-        progress=min(done / config.run.steps, 1.0),
-        factor=state.ess_factor,
-        value=value,
-        first_entropy=state.first_entropy,
-        highest_entropy=state.highest_entropy,
-        correction=config.method.correction,
-    )
-    return schedule.factor(now)
-
-
-def refuse_unmeasured(config: TrainConfig) -> None:
-    """Raise `UserError` if the controller would steer by a metric that this run does not have."""
-    method, sampling, why = config.method, config.sampling, ""
-    if rollouts_are_filtered(method, sampling):
-        why = (
-            f"is not computed for rollouts that are cut by sampling.top_p = {sampling.top_p:g} or sampling.top_k = "
-            f"{sampling.top_k}; set sampling.top_p = 1 and sampling.top_k = 0"
-        )
-    elif method.draws == method.gradient_draws == 1 and method.gradient_at == "fresh":
-        why = (
-            "is constant with method.draws = 1, where the gradient is taken at the draw that generated the rollouts; "
-            "set method.draws = 2 or more"
-        )
-    schedule = config.ess_schedule
-    if why and schedule.metric_read.startswith("correction/"):
-        raise UserError(
-            f"ess_schedule.kind = {schedule.kind!r}: steers by {schedule.metric_read}, which {why}, or another "
-            f"ess_schedule.kind"
-        )
+    return schedule.factor(min(done / config.run.steps, 1.0), state.ess_factor, value)
