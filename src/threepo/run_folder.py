@@ -57,7 +57,8 @@ def read_config(run: Path) -> dict[str, Any]:
     config: dict[str, Any] = read_json(run / CONFIG)
     for table, keys in _INPUT_SETTINGS.items():
         held = config.get(table)
-        for key in keys if isinstance(held, dict) else ():
+        held = held if isinstance(held, dict) else {}
+        for key in keys:
             then = Path(str(held.get(key, "")))
             if then.parent.name == INPUTS and (now := run.absolute() / INPUTS / then.name).exists():
                 held[key] = str(now)
