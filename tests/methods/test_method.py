@@ -183,7 +183,7 @@ def test_mini_batches_keep_prompts_together_and_lose_nothing(method: Method, pie
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draws": 3}, r"method.draws = 3: must divide method.rollouts_per_prompt = 16 .* 1, 2, 4, 8, 16"),
+        ({"draws": 3}, r"method.draws = 3: must divide method.rollouts_per_prompt = 16; set one of 1, 2, 4, 8, 16"),
         ({"draws": 32}, r"method.draws = 32: must divide"),
         ({"gradient_at": "fresh"}, r"method.gradient_at = 'fresh': needs draws"),
         ({"advantages": "draw"}, r"method.advantages = 'draw': needs draws"),
