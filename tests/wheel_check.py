@@ -22,7 +22,7 @@ def check() -> None:
     assert "site-packages" in Path(threepo.__file__).parts, f"not the installed package: {threepo.__file__}"
     if status := main(["doctor"]):
         sys.exit(status)
-    slow = [finding for finding in examine() if finding.state in ("slow", "broken")]
+    slow = [(name, found) for name, state, found in examine() if state in ("slow", "broken")]
     assert not slow, slow
     with tempfile.TemporaryDirectory() as folder:
         settings = ["run.steps=1", f"run.folder={folder}/run", "model.path=tiny-qwen2"]

@@ -33,14 +33,13 @@ def test_every_part_is_tried_and_named(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
     output = capsys.readouterr().out
-    for check in doctor.CHECKS:
-        state = line(output, check.name).split()[0]
-        assert state == "works" or not check.needed or state == "slow", output
+    for name in doctor.CHECKS:
+        state = line(output, name).split()[0]
+        assert state == "works" or name not in doctor.NEEDED or state == "slow", output
     assert "torch" in line(output, "packages")
     assert "bfloat16" in line(output, "devices")
-    assert line(output, "kernel: noise and IVON").startswith("works" if native.LIBRARY.loaded else "slow")
+    assert line(output, "kernels").startswith("works" if native.LIBRARY.loaded else "slow")
     assert line(output, "grader: code, sandbox").startswith("absent" if REASON else "works")
-    assert line(output, "several ranks").startswith("works")
     assert line(output, "extra: trainer").startswith("works")
     extras = [one for one in output.splitlines() if one.startswith("extra: ")]
     assert len({one.partition("  ")[0] for one in extras}) == len(extras), "each extra is listed once"
@@ -51,7 +50,7 @@ def test_without_bubblewrap_the_sandbox_is_absent_and_the_rest_works(tmp_path: P
     ended = run(PATH=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert line(ended.stdout, "grader: code, sandbox").startswith("absent")
-    assert "grader: code, sandbox: install it (apt-get install bubblewrap)" in ended.stdout
+    assert "install it (apt-get install bubblewrap)" in ended.stdout
     assert line(ended.stdout, "grader: mathematics").startswith("works")
 
 
@@ -61,7 +60,7 @@ def test_an_installation_that_does_not_work_is_said_in_one_line_with_status_2(tm
     ended = run(PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     assert ended.returncode == 2
     assert line(ended.stdout, "packages").startswith("broken  ImportError: libtorch.so: cannot open")
-    assert line(ended.stdout, "Python").startswith("works")
+    assert line(ended.stdout, "extra: trainer").startswith("works")
     (said,) = ended.stderr.splitlines()
     assert said.startswith("threepo: doctor: training needs what does not work here: packages, devices")
 
@@ -83,5 +82,5 @@ def test_an_extra_that_is_missing_is_installed_by_its_name(monkeypatch: pytest.M
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=2.7", "numpy>=900", wanted])
     with pytest.raises(doctor.Trouble, match=r"^nowhere-to-be-found is missing: pip install '.\[tracker\]' in"):
         doctor.extra("tracker")
-    with pytest.raises(doctor.Trouble, match="is not >=900$"):
+    with pytest.raises(doctor.Trouble, match="is not >=900; install threepo again"):
         doctor.packages()

