@@ -1,8 +1,8 @@
-"""Write what comes from the source: configuration.md, command_line.md, the presets in README.md and method.md.
+"""Write the generated pages: configuration.md, command_line.md, and the presets in README.md and method.md.
 
     make docs
 
-A test fails when a page is not what this would write.
+A test fails when a page differs from what this writes.
 """
 
 import argparse
@@ -30,10 +30,11 @@ INTRODUCTION = """# Configuration
 
 Generated from `src/threepo/config` by `make docs`; do not edit.
 
-A recipe is a TOML file with the tables below; every key has a default except where it says *required*. A recipe may
-begin with `extends = "other.toml"` and then holds only what differs. On the command line, `table.key=value` overrides
-a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and what is no TOML value is taken as text. The resolved
-configuration is written to `config.json` in the run folder.
+A recipe is a TOML file with the tables below; every key has a default except where the table says *required*. A recipe
+may begin with `extends = "other.toml"` and then holds only the keys that differ. On the command line, `table.key=value`
+overrides a key: the value is TOML (`1e9`, `[1, 2]`, `true`), and anything else is taken as text. The resolved
+configuration is written to `config.json` in the run folder. [The posterior](explanation/the_posterior.md) and
+[IVON](explanation/ivon.md) explain the methods and the noise.
 
 Where a default differs between commands, both are given.
 
@@ -43,19 +44,19 @@ COMMANDS_INTRODUCTION = """# Command line
 Generated from the commands by `make docs`; do not edit.
 
 `section.key=value` overrides a setting of the recipe ([configuration.md](configuration.md)). Words and options go in
-any order. The exit status is 0 when done, 2 when something in the input has to be fixed (said in one line), and 128 + n
-when stopped by signal n, with the state saved. A command also runs as `python -m threepo`, as torchrun needs it.
+any order. The exit status is 0 for success, 2 for an error in the input (one line says how to fix it), and 128 + n
+after signal n, with the state saved. A command also runs as `python -m threepo`, which torchrun needs.
 
 """
 COMMANDS = {"train": config.TrainConfig, "sft": config.SFTConfig, "eval": config.EvaluationConfig}
 NAMED = ("variants", "methods")
-"""Tables of which a study has several."""
+"""Tables that a study can have several times."""
 BAR = "\\|"
 TYPES = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}
 
 
 def table_of(hint: Any) -> Mapping[str, Any]:
-    """The names of which a field takes one; empty if it takes others."""
+    """The names that a field can take; empty if it takes other values."""
     tables = [each.table for each in getattr(hint, "__metadata__", ()) if isinstance(each, OneOf)]
     return tables[0] if tables else {}
 
@@ -108,7 +109,7 @@ def default_of_union(table: str) -> str:
 
 
 def render_table(table: str) -> list[str]:
-    """One table of a recipe: its keys, and for a table with kinds the keys of each kind after those that all share."""
+    """One table of a recipe: its keys; for a table with kinds, the shared keys and then the keys of each kind."""
     name = f"{table}.NAME" if table in NAMED else table
     if table not in BASES:
         return render_keys(table, RECORDS[table][""], f"[{name}]")
@@ -120,7 +121,7 @@ def render_table(table: str) -> list[str]:
 
 
 def help_of(record: Any, key: str) -> str:
-    """The text under a field, in the record or in the one that it inherits the field from."""
+    """The text under a field, in the record or in its base."""
     texts = (
         each.__pydantic_fields__[key].description for each in record.__mro__ if hasattr(each, "__pydantic_fields__")
     )
@@ -128,7 +129,7 @@ def help_of(record: Any, key: str) -> str:
 
 
 def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[str]:
-    """A section with the keys of a record; with a `base`, only the keys in which it differs from that."""
+    """A section with the keys of a record; with a `base`, only the keys in which the record differs from it."""
     lines = [f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     hints, shared = typing.get_type_hints(record, include_extras=True), fields(base) if base else ()
     same = {f.name for f in shared if default_of(f) == getattr(record, f.name)} | {base._by if base else ""}
@@ -149,7 +150,7 @@ def render_keys(table: str, record: Any, title: str, base: Any = None) -> list[s
     return [*lines, ""] if listed else []
 
 
-HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | besides | source |"
+HEADER = "| preset | noise | draws | credit | gradient at | correction | optimizer | also sets | source |"
 CREDIT = {"prompt": "", "draw": ", each draw on its own"}
 GRADIENT = {
     "mean": "the mean",
@@ -169,7 +170,7 @@ def render_presets(names: Iterable[str]) -> list[str]:
 
 
 def shown_plainly(value: Any) -> str:
-    """A value without quotes, and without digits that say nothing."""
+    """A value without quotes and trailing digits."""
     return f"{value:g}" if isinstance(value, float) else shown(value).strip("'")
 
 
@@ -202,7 +203,7 @@ def cells_of(name: str) -> list[str]:
 
 
 def with_presets(page: Path) -> str:
-    """A page with the present rows between its two marks."""
+    """A page with the current rows between its two marks."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     return "\n".join([before + BEGIN, "", *render_presets(WITH_PRESETS[page]), "", END]) + rest.split(END)[1]
 
@@ -218,7 +219,7 @@ def render() -> str:
         rows.append(f"| `threepo {command}` | {', '.join(f'[{name}]' for name in names)} | {unless_set} |")
         for name in names:
             order |= dict.fromkeys(table for table in sorted(RECORDS) if table.partition(".")[0] == name)
-    rows.append("| `threepo probe` | those of `threepo train`, [probe] | as there |")
+    rows.append("| `threepo probe` | all of `threepo train`, [probe] | as in `threepo train` |")
     order[ProbeConfig._table] = None
     study = {f.name: f"{f.name}.NAME" if f.name in NAMED else f.name for f in fields(StudyTables)}
     rows.append(f"| `threepo study` | {', '.join(f'[{name}]' for name in study.values())} | |")
@@ -228,7 +229,7 @@ def render() -> str:
 
 
 def render_command(parser: argparse.ArgumentParser, says: str) -> list[str]:
-    """A command, with those below it."""
+    """A command, with its subcommands."""
     lines = [f"## {parser.prog}", "", f"{says[:1].upper()}{says[1:]}.", ""]
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for action in parser._actions if action not in below and action.dest != "help"]
@@ -253,7 +254,7 @@ def render_command_line() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What every page that has a generated part should hold."""
+    """The text of every page that has a generated part."""
     return {PAGE: render(), COMMAND_LINE: render_command_line(), **{page: with_presets(page) for page in WITH_PRESETS}}
 
 
