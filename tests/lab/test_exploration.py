@@ -143,21 +143,6 @@ def test_bigger_groups_count_as_the_mean_over_their_subsets() -> None:
     assert found["size"] == 4
 
 
-def test_groups_by_draw_are_the_mean_over_draws() -> None:
-    """As M3PO's: each of two draws wrote two; the baseline's group of four is compared at two."""
-    texts = PairMeans(0.5, 0.25, 0.75)
-    found = terms_of(group("aaab"), group("RRab", "0011", texts), by_draw=True)
-    assert found["text_distance/run"] == 0.25
-    assert (found["size"], found["rescued"], found["all_right/run"], found["distinct_answers/run"]) == (
-        2,
-        0.5,
-        0.5,
-        1.5,
-    )
-    pooled = terms_of(group("aaab"), group("RRab", "0011"))
-    assert (pooled["size"], pooled["rescued"], pooled["all_right/run"]) == (4, 1, 0)
-
-
 def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_path: Path) -> None:
     def read(name: str, **columns: list[Any]) -> PromptGroup:
         made = [{"step": "3", "problem_id": "p", "completion": "a", "correct": i == 0} for i in range(3)]
@@ -193,7 +178,7 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert "won/lost/tied 2/1/1 2/0/0 0/1/1" in lines
     assert "b.jsonl against" in lines[0]
     assert any(line.startswith("pass@1 0.312 0.188 -0.125 ") for line in lines)
-    assert [line.split()[0] for line in lines if line.startswith("pass@")] == ["pass@1", "pass@4"]
+    assert [line.split()[0] for line in lines if line.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
 
 
 def drawn(generator: np.random.Generator, chances: np.ndarray) -> list[PromptGroup]:
@@ -345,52 +330,17 @@ def test_runs_that_cannot_be_paired_are_refused(tmp_path: Path) -> None:
         explore(first, [written(tmp_path / "c.jsonl", rows(STEPS, first=7))])
     longer = written(tmp_path / "d.jsonl", rows([*STEPS, *STEPS]))
     assert explore(first, [longer])["runs"]["d.jsonl"]["steps_in_one_only"] == {"baseline": 0, "run": 2}
-    with pytest.raises(UserError, match="--heldout names 1 evaluations; name 2"):
-        explore(first, [first], heldout=[first])
-
-
-def test_heldout_problems_gained_and_lost(tmp_path: Path) -> None:
-    first = written(tmp_path / "a.jsonl", rows([["Raaa", "aaaa", "RRaa"]]))
-    second = written(tmp_path / "b.jsonl", rows([["aaaa", "RRRR", "RRaa"]]))
-    found = explore(first, [first], heldout=[first, second])["runs"]["a.jsonl"]["heldout"]
-    assert [found[name]["value"] for name in ("gained", "lost", "gained_minus_lost")] == [1, 1, 0]
-    assert found["pass_at_1/difference"]["value"] == pytest.approx((-0.25 + 1) / 3)
-    assert found["pass_at_4/run"]["value"] == pytest.approx(2 / 3)
-
-
-def test_evaluations_of_several_sets(tmp_path: Path) -> None:
-    """Problems of two sets may have the same ids."""
-    evaluation = tmp_path / "evaluation"
-    (evaluation / "completions").mkdir(parents=True)
-    (evaluation / "evaluation.json").write_text("{}")
-    with pytest.raises(UserError, match="this evaluation is not finished"):
-        read_completions(evaluation, heldout=True)
-    (evaluation / "summary.json").write_text('{"benchmarks": {"one": {}, "two": {}}}')
-    for name, letters in (("one", "Ra"), ("two", "RR"), ("one.mean", "aa")):
-        written(evaluation / "completions" / f"{name}.parquet", rows([[letters]]))
-    found = read_completions(evaluation, heldout=True)
-    assert {key: one.right for key, one in found.items()} == {
-        (0, "one: p0"): (True, False),
-        (0, "two: p0"): (True, True),
-    }
 
 
 def test_the_command_on_runs_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("run.steps=2", "eval.every=0")
     api.train(train_config(tmp_path / "grpo", *settings))
     api.train(train_config(tmp_path / "c3po", *settings, "method.preset=c3po"))
-    problems = ("data.train=sorting", "data.levels=[2]", "eval.problems=4", "eval.samples=4", "eval.max_new_tokens=2")
-    examined = str(tmp_path / "examined")
-    assert main(["eval", str(tmp_path / "grpo"), *problems, "--output", examined]) == 0
     arguments = ["explore", str(tmp_path / "grpo"), str(tmp_path / "c3po"), "--output", str(tmp_path / "out")]
-    assert main([*arguments, "--heldout", examined, examined]) == 0
+    assert main(arguments) == 0
     assert "rescued - lost" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "exploration.json").read_text())["runs"]["c3po"]
     assert (found["pairs"], found["steps"], found["group_sizes"]["compared"]) == (8, 2, [8])
-    scores = json.loads((tmp_path / "examined" / "summary.json").read_text())["benchmarks"]["sorting"]["pass_at"]
-    for k in ("1", "2", "4"):
-        assert found["heldout"][f"pass_at_{k}/run"]["value"] == pytest.approx(scores[k])
-    assert found["heldout"]["gained"]["value"] == 0
     phases = found["phases"]["all"]
     assert phases["second/text_distance/other_draw"]["value"] > 0
     for name in ("incorrect", "no_answer"):
@@ -431,13 +381,10 @@ def test_the_baseline_has_a_line_for_each_size_and_number_of_steps(tmp_path: Pat
 def test_only_panels_with_data_are_drawn(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", rows(STEPS))
     second = written(tmp_path / "b.jsonl", rows(list(reversed(STEPS)), "0011"))
-    comparison = explore(first, [second], heldout=(first, second))
-    less, everything = exploration_panels(explore(first, [first])), exploration_panels(comparison)
+    less, everything = (exploration_panels(explore(first, [run])) for run in (first, second))
     palette = {str(first): "#000000", "a.jsonl": "#ff0000", "b.jsonl": "#0000ff"}
     unknown = ["win_rates", "second_draw"]
     assert [panel.name for panel in less if panel not in with_data(less)] == unknown
-    assert less[4].title == "pass@k, training rollouts, last third"
-    assert everything[4].title == "pass@k, held-out problems"
     for panel in everything:
         axis = Figure().subplots()
         draw_panel(panel, axis, palette)

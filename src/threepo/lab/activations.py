@@ -53,15 +53,10 @@ def activation_bytes(
 ) -> int:
     """Most bytes at a time of what comes and goes with a micro-batch of `rows` rows of `length` tokens.
 
-    Args:
-        model: a Hugging Face model on the meta device, which is used up; what requires a gradient is trained.
-        rows: rows of the micro-batch.
-        length: tokens of each row, which all count in the loss.
-        dtype: the dtype of matrix products.
-        recomputed: whether gradient checkpointing is on.
-        sharded: whether the weights are gathered in `dtype`, and each gradient is cut as soon as it is there, as FSDP2
-            does; otherwise weights are cast by autocast, and gradients are added to those of an earlier micro-batch.
-        base_dtype: `base_dtype` of [model.lora].
+    `model`, on the meta device, is used up; its parameters that require a gradient are trained. `dtype` is the dtype
+    of matrix products, `base_dtype` the setting of [model.lora], and `recomputed` says whether gradient checkpointing
+    is on. `sharded`: as with FSDP2, weights are gathered in `dtype`, and each gradient is cut as soon as it is there;
+    otherwise weights are cast by autocast, and gradients are added to those of an earlier micro-batch.
     """
     if sharded:
         model.to(dtype)

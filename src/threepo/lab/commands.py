@@ -105,8 +105,6 @@ def report(options: argparse.Namespace) -> None:
     "explore",
     "did runs explore more than a baseline, from saved completions",
     argument("runs", nargs="+", metavar="RUN", help="the baseline, then the runs: folders or files"),
-    argument("--heldout", nargs="+", type=path_argument, metavar="EVAL", help="an evaluation of each, in order"),
-    argument("--by-draw", action="store_true", help="a group is what one draw wrote, as M3PO credits it"),
     argument("--verdict", default="", metavar="COLUMN", help="column that says what is right, as a reward"),
     argument("--right-above", type=float, metavar="X", help="right is a verdict above this (default: is 1)"),
     argument("--output", type=path_argument, metavar="FOLDER", help="write exploration.json and .png there"),
@@ -121,14 +119,7 @@ def explore(options: argparse.Namespace) -> None:
     from threepo.lab.exploration import explore
     from threepo.lab.exploration_view import exploration_tables, plot_exploration
 
-    comparison = explore(
-        baseline,
-        runs,
-        heldout=options.heldout or (),
-        verdict=options.verdict,
-        above=options.right_above,
-        by_draw=options.by_draw,
-    )
+    comparison = explore(baseline, runs, verdict=options.verdict, above=options.right_above)
     for table in exploration_tables(comparison):
         Console().print(table)
     for name, run in comparison["runs"].items():

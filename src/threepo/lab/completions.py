@@ -6,7 +6,7 @@ docs/analysis.md lists the columns. Files are read one after the other, and only
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,8 @@ import pyarrow.parquet
 import scipy
 
 from threepo.errors import UserError
-from threepo.evaluation.records import EVALUATION, completions_file
 from threepo.evaluation.scores import normalised
-from threepo.files import read_json
-from threepo.run_folder import COMPLETIONS, SUMMARY
+from threepo.run_folder import COMPLETIONS
 
 NAMES = {
     "step": ("step",),
@@ -75,25 +73,28 @@ Groups = dict[tuple[int, str], PromptGroup]
 """Groups by step and problem."""
 
 
-def read_completions(path: Path, verdict: str = "", above: float | None = None, *, heldout: bool = False) -> Groups:
-    """The groups of a run, from its folder or a file; `heldout`: of an evaluation, without steps and texts.
+def read_completions(path: Path, verdict: str = "", above: float | None = None) -> Groups:
+    """The groups of a run, from its folder, a folder of files, or a file.
 
     The column `verdict` says what is right, or else `correct`, or else the reward. Right is a value above `above`; if
     that is None, 1 is right, and 0 and -1 are wrong. `UserError` names the file, what is wrong with it, and the fix.
     """
+    folder = path / COMPLETIONS if (path / COMPLETIONS).is_dir() else path
+    files = [path] if path.is_file() else sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{path}: holds no completions (no .parquet or .jsonl file); check the path")
     groups: Groups = {}
     last: Any = None
-    for file, label in _files(path):
-        table = _table(file, verdict, above, texts=not heldout)
-        logged = not heldout and not any(name in table for name in DRAW)  # by another tool
-        texts = (table["problem"], table["completion"]) if logged else None
+    for file in files:
+        table = _table(file, verdict, above)
+        by_another_tool = not any(name in table for name in DRAW)
+        texts = (table["problem"], table["completion"]) if by_another_tool else None
         if texts is not None and texts == last:
             continue  # TRL writes its last batch at every logging step, also if no other was generated since
         last = texts
         rows = defaultdict(list)
         for i, problem in enumerate(table["problem"]):
-            step = 0 if heldout else _step(file, table, i)
-            rows[step, f"{label}{problem}"].append(i)
+            rows[_step(file, table, i), str(problem)].append(i)
         if twice := rows.keys() & groups.keys():
             step, problem = min(twice)
             raise UserError(f"{file}: problem {problem[:60]!r} of step {step} is in another file too; keep it in one")
@@ -103,22 +104,7 @@ def read_completions(path: Path, verdict: str = "", above: float | None = None, 
     return groups
 
 
-def _files(path: Path) -> Iterator[tuple[Path, str]]:
-    """The files of a run or an evaluation, with what comes before the ids of their problems."""
-    if (path / EVALUATION).is_file():
-        if not (path / SUMMARY).is_file():
-            raise UserError(f"{path}: this evaluation is not finished; repeat the command that began it")
-        for name in read_json(path / SUMMARY)["benchmarks"]:
-            yield completions_file(path, name), f"{name}: "
-        return
-    folder = path / COMPLETIONS if (path / COMPLETIONS).is_dir() else path
-    files = [path] if path.is_file() else sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise UserError(f"{path}: holds no completions (no .parquet or .jsonl file); check the path")
-    yield from ((file, "") for file in files)
-
-
-def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Table:
+def _table(file: Path, verdict: str, above: float | None) -> Table:
     """Returns the columns of a file by our names; `right` is always among them."""
     columns = _columns(file)
     if not columns:
@@ -127,12 +113,11 @@ def _table(file: Path, verdict: str, above: float | None, *, texts: bool) -> Tab
     wanted |= {name: name for name in DRAW if name in columns}
     if verdict or not wanted["correct"]:
         wanted["correct"] = verdict or wanted["reward"] or _only_reward(file, columns)
-    for name in ("step", "problem", "completion", "correct") if texts else ("problem", "correct"):
+    for name in ("step", "problem", "completion", "correct"):
         if wanted[name] not in columns:
             names = " or ".join([verdict] if verdict and name == "correct" else NAMES[name])
             raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
-    unread = {"reward"} if texts else {"reward", "step", "completion", "tokens"}
-    table = {name: columns[column] for name, column in wanted.items() if column and name not in unread}
+    table = {name: columns[column] for name, column in wanted.items() if column and name != "reward"}
     read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
     read["right"] = _right(file, wanted["correct"], read["correct"], above)
     return read | _answers(read)
@@ -210,7 +195,7 @@ def _group(table: Table, rows: Sequence[int]) -> PromptGroup:
     numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     draws = tuple(numbers[label] for label in labels)
     means = PairMeans()
-    if "completion" in table and len(rows) > 1:
+    if len(rows) > 1:
         means = pair_means(text_distances([_tokens(table, i) for i in rows]), draws)
     return PromptGroup(column("right") or (), column("no_answer"), column("answer"), draws, means)
 

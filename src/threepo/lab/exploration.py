@@ -1,6 +1,6 @@
 """Did a run explore more than its baseline? From saved completions, paired by step and problem (docs/analysis.md).
 
-    threepo explore BASELINE RUN... [--heldout EVAL EVAL...] [--output FOLDER]
+    threepo explore BASELINE RUN... [--output FOLDER]
 
 A group is rescued if the run has a right completion where the baseline has none, and lost if it is the other way round
 (the paper's "Does 3PO really explore more?"). Groups of unequal size are compared at the smaller size: each figure of
@@ -24,7 +24,6 @@ from threepo.lab.completions import Groups, PromptGroup, pair_means, read_comple
 MOST_K = 256
 SUMS = ("rescued", "lost", "rescued_minus_lost")
 """Figures that are sums over pairs; most others are means over the pairs that have them."""
-HELDOUT_NAMES = {"rescued": "gained", "rescued_minus_lost": "gained_minus_lost"}
 BAD = ("no_answer", "incorrect", "wrong_answer")
 """Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
 right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
@@ -35,44 +34,27 @@ Terms = dict[str, float]
 """Figures of one pair of groups; NaN where they are not known."""
 
 
-def explore(
-    baseline: Path,
-    runs: Sequence[Path],
-    *,
-    heldout: Sequence[Path] = (),
-    verdict: str = "",
-    above: float | None = None,
-    by_draw: bool = False,
-) -> dict[str, Any]:
+def explore(baseline: Path, runs: Sequence[Path], *, verdict: str = "", above: float | None = None) -> dict[str, Any]:
     """Compare each run with the baseline, ready for JSON; docs/analysis.md explains the figures.
 
-    `heldout` names an evaluation for the baseline and for each run, in this order. `by_draw`: each draw of a run has
-    its own groups, as M3PO credits them. `UserError` if the runs cannot be paired.
+    `verdict` and `above` say what is right (`read_completions`). `UserError` if the runs cannot be paired.
     """
-    if heldout and len(heldout) != 1 + len(runs):
-        raise UserError(f"--heldout names {len(heldout)} evaluations; name {1 + len(runs)}: the baseline's, each run's")
     names = [path.name for path in runs] if len({path.name for path in runs}) == len(runs) else list(map(str, runs))
     first = read_completions(baseline, verdict, above)
-    examined = read_completions(heldout[0], verdict, above, heldout=True) if heldout else {}
-    found = {}
-    for i, (name, path) in enumerate(zip(names, runs, strict=True)):
-        second = read_completions(path, verdict, above)
-        found[name] = analyse(baseline, path, first, second, by_draw=by_draw)
-        if heldout:
-            evaluated = read_completions(heldout[1 + i], verdict, above, heldout=True)
-            pairs = _pairs(heldout[0], heldout[1 + i], examined, evaluated)
-            results = figures([terms_of(a, b) for _, a, b in pairs])
-            found[name]["heldout"] = {HELDOUT_NAMES.get(figure, figure): value for figure, value in results.items()}
-    return {"baseline": str(baseline), "by_draw": by_draw, "runs": found}
+    found = {
+        name: analyse(baseline, path, first, read_completions(path, verdict, above))
+        for name, path in zip(names, runs, strict=True)
+    }
+    return {"baseline": str(baseline), "runs": found}
 
 
-def analyse(baseline: Path, run: Path, first: Groups, second: Groups, *, by_draw: bool = False) -> dict[str, Any]:
+def analyse(baseline: Path, run: Path, first: Groups, second: Groups) -> dict[str, Any]:
     """All figures of a run compared with the baseline; `UserError` if they cannot be paired."""
     steps = [{step for step, _ in groups} for groups in (first, second)]
     common = sorted(steps[0] & steps[1])
     shared = [{key: g for key, g in groups.items() if key[0] in steps[0] & steps[1]} for groups in (first, second)]
     pairs = _pairs(baseline, run, *shared)
-    terms = [terms_of(a, b, by_draw=by_draw) for _, a, b in pairs]
+    terms = [terms_of(a, b) for _, a, b in pairs]
     third = max(1, round(len(common) / 3))
     phases = dict(zip(PHASES, (common, common[:third], common[-third:]), strict=True))
     sizes = [sorted({len(group.right) for group in side}) for side in ([p[1] for p in pairs], [p[2] for p in pairs])]
@@ -103,38 +85,28 @@ def _pairs(baseline: Path, run: Path, first: Groups, second: Groups) -> list[tup
     return [(key[0], first[key], second[key]) for key in sorted(first)]
 
 
-def _parts(group: PromptGroup, values: Sequence[Any], by_draw: bool) -> list[Sequence[Any]]:
-    """The values of a group's completions, or of each of its draws."""
-    if not by_draw:
-        return [values]
-    return [[v for v, d in zip(values, group.draws, strict=True) if d == draw] for draw in sorted(set(group.draws))]
-
-
-def terms_of(base: PromptGroup, run: PromptGroup, *, by_draw: bool = False) -> Terms:
+def terms_of(base: PromptGroup, run: PromptGroup) -> Terms:
     """All figures of a pair of groups."""
     groups = {"baseline": base, "run": run}
-    right = {name: _parts(group, group.right, by_draw) for name, group in groups.items()}
-    size = min(len(part) for parts in right.values() for part in parts)
-    chances = {name: _chances(parts, size) for name, parts in right.items()}
+    size = min(len(base.right), len(run.right))
+    chances = {name: count_chances(len(group.right), sum(group.right), size) for name, group in groups.items()}
     none = {name: float(found[0]) for name, found in chances.items()}
     terms: Terms = {"size": size, "rescued": none["baseline"] * (1 - none["run"])}
     terms["lost"] = (1 - none["baseline"]) * none["run"]
     terms["rescued_minus_lost"] = terms["rescued"] - terms["lost"]
     for name, group in groups.items():
         terms[f"all_wrong/{name}"], terms[f"all_right/{name}"] = none[name], float(chances[name][-1])
-        answers = _parts(group, group.answers, by_draw) if group.answers else []
-        terms[f"distinct_answers/{name}"] = _mean([distinct_answers(part, size) for part in answers])
-        distance = group.text_distance
-        terms[f"text_distance/{name}"] = distance.same_draw if by_draw else distance.all
+        terms[f"distinct_answers/{name}"] = distinct_answers(group.answers, size) if group.answers else math.nan
+        terms[f"text_distance/{name}"] = group.text_distance.all
         for k in ks_up_to(min(size, MOST_K)):
-            terms[f"pass_at_{k}/{name}"] = _mean([pass_at_k(len(part), sum(part), k) for part in right[name]])
+            terms[f"pass_at_{k}/{name}"] = pass_at_k(len(group.right), sum(group.right), k)
     for kind in BAD:
         marked = {name: _bad(group, kind) for name, group in groups.items()}
-        counts = []
         for name, bad in marked.items():
-            terms[f"{kind}/{name}"] = _mean(bad)
-            counts += [_chances(_parts(groups[name], bad, by_draw), size)] if bad else []
-        outcome = win_loss_tie(*counts) if len(counts) == 2 else (math.nan,) * 3
+            terms[f"{kind}/{name}"] = sum(bad) / len(bad) if bad else math.nan
+        outcome = (math.nan,) * 3
+        if all(marked.values()):
+            outcome = win_loss_tie(*(count_chances(len(bad), sum(bad), size) for bad in marked.values()))
         terms |= dict(zip((f"{kind}/wins", f"{kind}/losses", f"{kind}/ties"), outcome, strict=True))
     return terms | _second_draw(run)
 
@@ -143,15 +115,6 @@ def distinct_answers(answers: Sequence[str | None], k: int) -> float:
     """Mean number of distinct answers over all subsets of k completions; None is no answer, and not counted."""
     known = [answer for answer in answers if answer is not None]
     return sum(pass_at_k(len(answers), known.count(answer), k) for answer in set(known))
-
-
-def _chances(parts: Sequence[Sequence[bool]], size: int) -> np.ndarray:
-    """Chances of each count of marked completions in a subset of `size` of a part that is drawn at random."""
-    return np.asarray(np.mean([count_chances(len(part), sum(part), size) for part in parts], axis=0))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 def _bad(group: PromptGroup, kind: str) -> list[bool]:

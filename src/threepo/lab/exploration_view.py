@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
+from threepo.evaluation.scores import ks_up_to
 from threepo.evaluation.statistics import running_means
 from threepo.evaluation.tables import number, table, with_interval
 from threepo.lab.curves import SMOOTHED, SMOOTHING
-from threepo.lab.exploration import BAD, PHASES, SECOND
+from threepo.lab.exploration import BAD, MOST_K, PHASES, SECOND
 from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
 
 STEP = "training step"
@@ -23,7 +24,7 @@ Figures = Mapping[str, Any]
 
 
 def exploration_tables(comparison: Comparison) -> list[Table]:
-    """Tables of each run: groups and win rates by phase, means, pairs of one draw and of two, and held-out means."""
+    """Tables of each run: groups and win rates by phase, means, and pairs of one draw and of two."""
     tables = []
     for name, run in comparison["runs"].items():
         phases, everything = run["phases"], run["phases"]["all"]
@@ -32,8 +33,6 @@ def exploration_tables(comparison: Comparison) -> list[Table]:
         if any(figure["value"] is not None for key, figure in second.items() if key.endswith("other_draw")):
             title = f"{name}: pairs of completions of the same draw, and of two draws"
             tables.append(_means(title, second, ("same_draw", "other_draw")))
-        if "heldout" in run:
-            tables.append(_means(f"{name}: held-out problems", run["heldout"]))
     return tables
 
 
@@ -66,13 +65,12 @@ def _outcomes(title: str, phases: Mapping[str, Figures]) -> Table:
 
 
 def _means(title: str, figures: Figures, sides: tuple[str, str] = ("baseline", "run")) -> Table:
-    """The means of both sides and their difference; of pass@k, only the first and the last."""
+    """The means of both sides and their difference."""
     first, second = (side.replace("_", " ") for side in sides)
-    rows = [{"": name, "difference": _count(figures[name])} for name in ("gained", "lost") if "gained" in figures]
-    passes = [f"pass_at_{k}" for k, _ in _pass_at_k(figures, sides[1])]
+    rows = []
     for figure, found in figures.items():
         stem, _, last = figure.partition("/")
-        if last == "difference" and found["value"] is not None and stem not in passes[1:-1]:
+        if last == "difference" and found["value"] is not None:
             means = [number(figures[f"{stem}/{side}"]["value"], ".3f") for side in sides]
             label = stem.replace("_at_", "@").replace("_", " ")
             rows.append({"": label, first: means[0], second: means[1], "difference": _estimate(found, "+.3f")})
@@ -87,33 +85,23 @@ def _estimate(figure: Mapping[str, Any], form: str, scale: float = 1) -> str:
     return with_interval(figure["value"], figure["interval"], form, scale)
 
 
-def _pass_at_k(figures: Figures, side: str) -> list[tuple[int, Any]]:
-    """The figures pass_at_K/SIDE with their K, in its order."""
-    found = [(name.removeprefix("pass_at_").partition("/"), figure) for name, figure in figures.items()]
-    return sorted((int(k), figure) for (k, _, end), figure in found if k.isdecimal() and end == side)
-
-
 def exploration_panels(comparison: Comparison) -> list[Panel]:
     """The panels of an exploration analysis; each run and the baseline have a colour."""
-    heldout = all("heldout" in run for run in comparison["runs"].values())
-    of = "held-out problems" if heldout else "training rollouts, last third"
     rescued = "Dashed: rescued; dotted: lost; solid: the difference."
     fewer = "Groups won, of those that are not ties: fewer such completions than the baseline. Bars: 95 % intervals."
     second = "What a completion of another draw adds to one of the same draw; above zero: the draws differ."
-    silent = f"Solid: all wrong; dashed: all right. {SMOOTHED}"
-    if not comparison.get("by_draw"):
-        silent += " A group is all that a prompt got; M3PO credits each draw alone, which explore --by-draw shows."
+    silent = f"Solid: all wrong; dashed: all right. {SMOOTHED} A group is all that a prompt got, also with M3PO."
     wins = {(phase, f"{kind}/win_rate"): f"{kind}_{phase}".replace("_", "\n") for kind in BAD for phase in PHASES[1:]}
     pairs = {("all", f"second/{name}/difference"): name.replace("_", " ") for name in SECOND}
     passes = _pass_curves(comparison)
     ks = {k: f"{k:g}" for curve in passes for k in curve.x}
-    by_k = {"xscale": "log", **SHARE}
+    title, by_k = "pass@k, training rollouts, last third", {"xscale": "log", **SHARE}
     return [
         Panel("rescued", "Groups rescued so far", rescued, _rescued(comparison), STEP, level=0),
         _dots("win_rates", "Win rate: fewer bad rollouts", fewer, comparison, wins, level=0.5, axes=SHARE),
         Panel("no_signal", "Groups without a signal", silent, _without_signal(comparison), STEP, axes=SHARE),
         _dots("second_draw", "Pairs of two draws minus pairs of one draw", second, comparison, pairs, level=0),
-        Panel("pass_at_k", f"pass@k, {of}", "Bands: 95 % intervals.", passes, "k", ticks=ks, axes=by_k),
+        Panel("pass_at_k", title, "Bands: 95 % intervals.", passes, "k", ticks=ks, axes=by_k),
     ]
 
 
@@ -165,10 +153,12 @@ def _without_signal(comparison: Comparison) -> list[Curve]:
 def _pass_curves(comparison: Comparison) -> list[Curve]:
     found = []
     for side, run, name, label in _sides(comparison):
-        estimates = _pass_at_k(run.get("heldout", run["phases"]["late"]), side)
-        low, high = zip(*(estimate["interval"] for _, estimate in estimates), strict=True)
-        values = [estimate["value"] for _, estimate in estimates]
-        found.append(Curve(name, [k for k, _ in estimates], values, low, high, label=label, style={"marker": "o"}))
+        figures = run["phases"]["late"]
+        ks = [k for k in ks_up_to(MOST_K) if f"pass_at_{k}/{side}" in figures]
+        estimates = [figures[f"pass_at_{k}/{side}"] for k in ks]
+        low, high = zip(*(estimate["interval"] for estimate in estimates), strict=True)
+        values = [estimate["value"] for estimate in estimates]
+        found.append(Curve(name, ks, values, low, high, label=label, style={"marker": "o"}))
     return found
 
 
