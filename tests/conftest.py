@@ -1,4 +1,4 @@
-"""What all tests share: one thread where they ask for no more, no hub, and a tiny policy."""
+"""Fixtures of all tests: one thread unless a test asks for more, no hub, and a tiny policy."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def _same_threads() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What a shell starts behind itself ignores SIGINT."""
+    """Background processes of a shell ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -9,7 +9,7 @@ from threepo.posterior.operations import Perturb, Region, Scalars
 from threepo.types import Draw
 
 UNIT = Scalars(weight_decay=0.0, ess=1.0, fixed_root=0.0, noise_scale=1.0)
-"""With a Hessian of 1, sigma is 1."""
+"""Scalars with which sigma is 1 where the Hessian is 1."""
 
 
 def normal(draw: Draw, name: str, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the processes of test_workers do, well and badly."""
+"""Functions for the processes of test_workers, good and bad."""
 
 import ctypes
 import os

@@ -248,7 +248,7 @@ class RowNoise(StructuredNoise):
         ],
     },
 }
-"""By what is added: the files that it touches, and their edits; a new file has none."""
+"""The files that each addition touches, with their edits; a new file has none."""
 ENVIRONMENT = """
 from threepo.data.finite import FiniteProblems
 from threepo.data.installed import InstalledSource

@@ -158,7 +158,7 @@ def test_a_run_is_resumed_by_the_command_that_made_it(tmp_path: Path, capsys: py
 
 
 def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a constant learning rate and no warm-up, it ends like one that was that long from the start."""
+    """With a constant learning rate and no warm-up, it ends like a run of that length."""
     settings = [*RLVR, "schedule.warmup_share=0", "run.checkpoint_every=0"]
     assert main(["train", *settings, f"run.folder={tmp_path / 'whole'}", "run.steps=4"]) == 0
     parts = tmp_path / "parts"
@@ -174,7 +174,7 @@ def test_a_run_is_extended_when_it_is_resumed(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("most_bytes", [1024, 65536])
 def test_a_file_size_limit_is_one_line(most_bytes: int, tmp_path: Path) -> None:
-    """At once, in config.json, and later, in a checkpoint."""
+    """The limit is hit at once, in config.json, and later, in a checkpoint."""
     said, run = tmp_path / "said", f"run.folder={tmp_path / 'run'}"
     process = forked("train", *RLVR, "run.steps=1", run, said=str(said), most_bytes=most_bytes)
     process.join()

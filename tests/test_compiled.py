@@ -1,4 +1,4 @@
-"""Compiled libraries: they work after a fork, and a missing one is said, not hidden."""
+"""Compiled libraries work after a fork, and a missing one is reported."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ needs_native = pytest.mark.skipif(native.LIBRARY.loaded is None, reason="no comp
 def test_a_missing_library_is_said_once_with_what_it_costs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """At its first use, whoever asks for it; the numbers are the same without it."""
+    """The message comes at its first use; the numbers are the same without it."""
     expected = normal(DRAW, "weight", 0, 5000)
     monkeypatch.setattr(native, "LIBRARY", Library(tmp_path / "_native.so", 4, "everything takes twice as long"))
     assert capsys.readouterr().err == ""

@@ -48,7 +48,7 @@ NOTEBOOKS = sorted(EXAMPLES[0].parent.glob("*.ipynb"))
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
-    """Its cells in their order, in a process of their own; nothing of what they show is kept in the file."""
+    """Its cells run in order, in a separate process; the file keeps none of their output."""
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     program = "\n".join("".join(cell["source"]) for cell in cells)

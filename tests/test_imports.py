@@ -55,7 +55,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def allowed(room: str, imported: str) -> bool:
-    """Whether a file of `room` may import from the room `imported`."""
+    """True if a file of `room` may import from the room `imported`."""
     if imported == room or imported in GROUND or room in DOORS:
         return True
     if room == "plugins":
@@ -155,7 +155,7 @@ def test_a_training_run_does_not_import_its_plan() -> None:
 
 
 def imported(statement: str, *modules: str) -> list[str]:
-    """Those of the modules that a fresh process has imported after the statement."""
+    """The modules among these that a fresh process has imported after the statement."""
     program = f"{statement}\nimport sys; print(*(m for m in {modules} if m in sys.modules))"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
 

@@ -63,7 +63,7 @@ def words(text: str) -> Iterator[list[str]]:
 
 
 study = cache(load_study)
-"""Each of them is resolved in a second, and named on several pages."""
+"""Resolving a study takes a second, and several pages name the same one."""
 
 
 def check_command(command: list[str]) -> None:
@@ -245,7 +245,7 @@ def test_a_digest_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 def warning_texts() -> Iterator[str]:
-    """What every `warnings.warn(..., ThreepoWarning)` of the source says, without the values in it.
+    """The text of every `warnings.warn(..., ThreepoWarning)` in the source, without its values.
 
     Where a message is chosen among a module's constants, these are what it says.
     """

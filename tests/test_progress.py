@@ -1,4 +1,4 @@
-"""What a run shows while it goes, and how it stops."""
+"""The terminal output of a run, and the ways to stop it."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from threepo.run_folder import checkpoints
 
 
 def shown_at(width: int) -> str:
-    """What a terminal of this width shows of a loop at its tenth step."""
+    """The output of a loop at its tenth step on a terminal of this width."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width)
     with progress("c3po", 100, console=console) as reporter:

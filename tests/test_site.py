@@ -91,7 +91,7 @@ def test_formulas_say_what_their_source_says(source: Path) -> None:
     }.items(),
 )
 def test_search(browser: Browser, size: str, wanted: str, found: str) -> None:
-    """What people search for leads to a page or a section about it, among the first three pages."""
+    """Common searches lead to a page or section about them, among the first three pages."""
     width, height = SIZES[size]
     page: Page = browser.new_page(viewport={"width": width, "height": height})
     page.goto((SITE / "index.html").as_uri())

@@ -36,7 +36,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_running(process: int) -> bool:
-    """Whether there is such a process; a zombie does not count."""
+    """True if there is such a process; a zombie does not count."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def is_running(process: int) -> bool:
 
 
 def ends(process: int) -> bool:
-    """Whether a process ends soon."""
+    """True if a process ends soon."""
     until = time.monotonic() + PATIENCE
     while is_running(process) and time.monotonic() < until:
         time.sleep(0.01)

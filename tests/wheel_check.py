@@ -1,4 +1,4 @@
-"""What a wheel that was built for others must do here: its kernels are compiled, its recipes are inside, it trains.
+"""Checks of a wheel built for others: its kernels are compiled, its recipes are inside, it trains.
 
     python tests/wheel_check.py
 

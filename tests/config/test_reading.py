@@ -1,4 +1,4 @@
-"""Reading recipes: strict, and helpful when it refuses."""
+"""Recipes are read strictly, and refusals help."""
 
 import json
 from dataclasses import fields, replace
@@ -253,7 +253,7 @@ def test_every_number_is_finite_or_written_as_json_and_read_back() -> None:
 
 
 def is_accepted(settings: list[str]) -> bool:
-    """Whether an infinite setting is not refused; if so, it survives being written and read."""
+    """True if an infinite setting is accepted; it then survives being written and read."""
     try:
         config = load(TrainConfig, "", settings)
     except UserError:

@@ -116,7 +116,7 @@ def test_the_paper_keeps_one_question_and_one_answer() -> None:
     ],
 )
 def test_the_paper_keeps_answers_of_deepseek_r1_and_its_released_code_those_of_all(generator: str, kept: bool) -> None:
-    """The names of generators are those of the published set."""
+    """Generators have the published set's names."""
     row = {"input": "hi", "output": "<think>a</think>b", "generator": generator}
     messages = (HI, {"role": "assistant", "content": "<think>a</think>b"})
     assert deepseek_r1(row) == (messages if kept else "other_generator")

@@ -186,7 +186,7 @@ def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
 
 
 def test_splits_and_configurations_of_a_folder(tmp_path: Path) -> None:
-    """As the hub lays a data set out."""
+    """The folder has the hub's layout."""
     write(tmp_path / "README.md", README.encode())
     write(tmp_path / "main" / "train-0.jsonl", lines(ROWS[:1]))
     write(tmp_path / "main" / "train-1.jsonl", lines(ROWS[1:2]))
@@ -213,7 +213,7 @@ def test_a_changed_file_gives_its_new_rows_and_nothing_is_written_next_to_it(suf
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".csv", ".parquet"])
 def test_a_replaced_file_is_read_even_with_the_old_time_of_modification(suffix: str, tmp_path: Path) -> None:
-    """As tar -x, rsync -t and cp -p leave it. The tokenised conversations are cached under the fingerprint."""
+    """tar -x, rsync -t and cp -p leave such a file. The tokenised conversations are cached under the fingerprint."""
     path, fingerprints = tmp_path / f"p{suffix}", set()
     for value in ("1", "2", "333"):
         rows = [{"a": value}]
@@ -238,7 +238,7 @@ print([len(list(open_rows(source))) for source in sys.argv[1:]], attempts)
 
 
 def test_local_sources_never_use_the_network(tmp_path: Path) -> None:
-    """With the hub allowed: `load_dataset("json", ...)` would report to it that a file is read."""
+    """The hub is allowed here: `load_dataset("json", ...)` would report to it that a file is read."""
     sources = [write(tmp_path / name, lines(ROWS)) for name in ("p.jsonl", "p.json.gz", "folder/0.jsonl")]
     sources += [write_parquet(tmp_path / "p.parquet", ROWS), write(tmp_path / "p.csv", b"a\n1\n2\n3\n")]
     sources[2] = sources[2].parent

@@ -121,7 +121,7 @@ def test_templates_around_chat_messages_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_shards_is_a_source_and_its_split_can_be_named(tmp_path: Path) -> None:
-    """As is any data set on the hub, which is read in the same way."""
+    """Data sets on the hub are read in the same way."""
     for split, rows in (("train", ROWS[:4]), ("test", ROWS[4:])):
         (tmp_path / "sums").mkdir(exist_ok=True)
         write_jsonl(tmp_path / "sums" / f"{split}.jsonl", rows)

@@ -21,7 +21,7 @@ FUNCTIONAL = [{"input": '[1, 2]\n"a"', "output": "3", "testtype": "functional"}]
 
 
 def packed(value: object) -> str:
-    """As the private test cases are published."""
+    """The published form of private test cases."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 

@@ -64,7 +64,7 @@ def test_the_best_are_chosen_and_of_equals_the_first() -> None:
 
 
 def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path: Path) -> None:
-    """Solved by each draw, counted with the engine itself; it decodes greedily, so there is one answer."""
+    """The engine itself counts the problems that each draw solves; it decodes greedily, so there is one answer."""
     config = load_evaluation(str(model), "", RANDOPT)
     summary = api.evaluate(config, tmp_path / "out")
     policy = load_policy(config.model)
@@ -99,7 +99,7 @@ def test_the_draws_that_solve_most_training_problems_vote(model: Path, tmp_path:
 def test_an_interrupted_search_ends_like_one_that_was_not(
     stop: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the selection, and among the chosen draws."""
+    """It is interrupted in the selection, and among the chosen draws."""
     config = load_evaluation(str(model), "", RANDOPT)
     expected = api.evaluate(config, tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -85,7 +85,7 @@ def evaluated(folder: str, *settings: str) -> int:
 
 
 def calls() -> int:
-    """How often the judge was called: once a part."""
+    """Number of calls of the judge: one a part."""
     return len(Path("calls").read_text().splitlines())
 
 

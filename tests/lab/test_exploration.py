@@ -162,7 +162,7 @@ def test_answers_in_other_spellings_are_one_and_unreported_ones_are_unknown(tmp_
 
 
 def test_no_answer_is_not_a_different_answer() -> None:
-    """Of two draws that wrote R, none and none, a: only R and a are two answers, one of the four pairs across."""
+    """Two draws wrote R, none and none, a: only R and a are two answers, one of the four pairs across."""
     found = terms_of(group("aaaa"), group("R--a", "0011"))
     assert (found["second/two_answers/same_draw"], found["second/two_answers/other_draw"]) == (0, 0.25)
 

@@ -147,7 +147,7 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_one_line(capsys: pytest.Captur
 
 
 def test_a_hub_that_is_out_of_reach_is_asked_once() -> None:
-    """Not as often as its library asks again, which takes more than a minute."""
+    """The library's own retries would take more than a minute."""
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     program = "import threepo.models.loading as loading; loading.load_tokenizer('org/model')"
     command = [sys.executable, "-c", program]

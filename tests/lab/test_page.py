@@ -277,7 +277,7 @@ def test_a_right_completion_that_the_correction_masked_says_so(report: Path, ope
 
 
 def test_words_are_marked_where_draws_disagree(report: Path, opened: Any) -> None:
-    """Of the other draw's two completions, both have "sum is 7" less than both; the context is two words."""
+    """The fewer of the other draw's completions have a word after the same two words, the stronger its mark."""
     page = ready(opened(report, "#rollouts&run=%3Cb%3E%24x_%7B%24&step=0&problem=p1"))
     found = page.evaluate(
         "[...document.querySelectorAll('.completion pre')].map((pre) => [...pre.childNodes].map((node) => "
@@ -312,7 +312,7 @@ def test_it_fits_the_screen_and_follows_the_theme(width: int, height: int, repor
 
 
 def test_values_of_curves_are_read_off_under_the_pointer(report: Path, opened: Any) -> None:
-    """The reward of grpo is 1/8 at every step; that of the other run 3/8, 3/8 and 7/8, in the mean 0.542."""
+    """grpo's reward is 1/8 at every step; the other run's is 3/8, 3/8 and 7/8, in the mean 0.542."""
     page = ready(opened(report))
     place = page.locator("#learning figure >> nth=0 >> path[style*=line-0]").last.bounding_box()
     page.mouse.move(place["x"] + 1, place["y"] + place["height"] / 2)

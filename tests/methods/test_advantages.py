@@ -120,7 +120,7 @@ def test_a_reward_that_a_rule_is_not_defined_for_is_refused(rule: str, reward: f
 
 
 def test_the_unlikely_of_the_right_ones_keep_most_of_their_reward() -> None:
-    """Of four: ranks 1 (wrong), 0, 3, 2, so the factors of the right ones are 1 - 0.25 * 4 / 4, * 1 / 4 and * 2 / 4."""
+    """With ranks 1 (wrong), 0, 3, 2, the factors of the right ones are 1 - 0.25 * 4 / 4, * 1 / 4 and * 2 / 4."""
     found = unlikely_first(
         torch.tensor([0.0, 1.0, 1.0, 1.0]),
         torch.tensor([False, True, True, True]),
@@ -156,7 +156,7 @@ def of_one_prompt(rewards: list[float]) -> list[Completion]:
 def test_a_group_is_silent_where_all_advantages_are_0(
     settings: dict[str, Any], rewards: list[float], silent: bool
 ) -> None:
-    """In the advantages, in the rows that are dropped, and in what is logged."""
+    """This holds for advantages, dropped rows and metrics."""
     method = replace(GRPO, rollouts_per_prompt=4, advantage=Advantage(zero_variance="drop", **settings))
     (group,) = credit(method, of_one_prompt(rewards))
     assert flat_groups(method, group) == [silent]

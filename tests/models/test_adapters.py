@@ -39,7 +39,7 @@ def adapted(base: Path, lora: LoRAConfig = LORA, seed: int = 0) -> Policy:
 
 
 def moved(policy: Policy) -> Policy:
-    """With a B that is not 0."""
+    """The policy, with a B that is not 0."""
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
             if "lora_B" in name:
@@ -295,7 +295,7 @@ def test_an_adapted_head_is_saved_without_its_weights(tmp_path: Path) -> None:
 
 
 def test_adapters_of_another_program_with_its_own_a_and_no_tokenizer(base: Path, tmp_path: Path) -> None:
-    """Sigma of B would not be that of W, so they are not trained as if A were ours."""
+    """B's sigma would differ from W's, so they are not trained as if A were ours."""
     model = AutoModelForCausalLM.from_pretrained(base)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets))
     theirs = peft.get_peft_model(model, settings)
@@ -329,7 +329,7 @@ def test_noise_goes_to_what_is_trained(base: Path) -> None:
 
 
 def test_an_optimizer_may_have_the_adapters_alone(base: Path) -> None:
-    """As in the Hugging Face Trainer, which gives its optimizer nothing that is frozen."""
+    """The Hugging Face Trainer gives its optimizer no frozen parameters."""
     policy = adapted(base)
     trained = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
     assert posterior_metrics(IVON(trained, ess=1e4))["posterior/sigma_to_rms"] > 0

@@ -60,7 +60,7 @@ def test_short_attention_is_in_float32_under_autocast(
 
 
 def test_outside_autocast_it_is_sdpa_in_the_models_own_dtype(half: Policy, dtypes: list[torch.dtype]) -> None:
-    """As in a rollout engine in bfloat16, whose cached keys must not be converted at every token."""
+    """A rollout engine in bfloat16 must not convert its cached keys at every token."""
     ids, mask = torch.randint(2, 200, (2, 20)), torch.ones(2, 20, dtype=torch.int64)
     mask[0, :5] = 0
     model = half.model.to(torch.bfloat16)
@@ -170,7 +170,7 @@ def test_models_whose_tokens_meet_outside_attention_are_found_out() -> None:
 
 
 def test_models_whose_windows_are_in_their_masks_alone_are_found_out() -> None:
-    """Packed rows have no mask; past the window, tokens would see what they should not."""
+    """Packed rows have no mask; past the window, tokens would attend to tokens outside it."""
     config = PhimoeConfig(**FAMILY_SHAPE, num_key_value_heads=2, sliding_window=8, num_local_experts=2)
     policy = policy_of(config)
     assert not attention.takes_packed_rows(policy.model)

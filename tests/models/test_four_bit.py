@@ -42,7 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def moved(settings: ModelConfig) -> Policy:
-    """With a B that is not 0."""
+    """The policy, with a B that is not 0."""
     policy = load_policy(settings)
     with torch.no_grad():
         for name, p in policy.model.named_parameters():

@@ -113,7 +113,7 @@ def test_prompts_with_and_without_a_chat_template(policy: Policy) -> None:
     ],
 )
 def test_a_prompt_may_open_the_thought(ending: str, opening: str, policy: Policy) -> None:
-    """Also where the tokenizer has no token for the tag."""
+    """This works even if the tokenizer has no token for the tag."""
     template = "{{ messages[0].content }}{{ '" + ending + "' }}"
     problem = Problem(id="p", prompt=({"role": "user", "content": "Is <think> a tag?"},))
     for tokenizer in (policy.tokenizer, chat_tokenizer(template)):

@@ -79,7 +79,7 @@ def test_the_geometric_kind_uses_the_mean_and_not_the_sum() -> None:
 
 
 def test_none_changes_nothing() -> None:
-    """Its bounds are those of the other kinds and have no meaning."""
+    """Its bounds belong to the other kinds and have no meaning."""
     result = apply("none", high=0.6)
     assert result.weights.eq(1).all()
     assert result.untouched.all()

@@ -145,7 +145,7 @@ def test_gspo_by_hand() -> None:
 
 
 def test_the_gradient_of_gspo_is_that_of_its_sequences() -> None:
-    """As the paper writes it: the mean over sequences of A s, with s = exp(mean of log-ratios) differentiated."""
+    """The paper's form: the mean over sequences of A s, with s = exp(mean of log-ratios) differentiated."""
     old, row_of = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0, 0, 1])
     logprobs = (old + torch.tensor([0.01, -0.02, 0.015])).requires_grad_()
     inputs = inputs_of([1, 1, 1], 1.0, logprobs=logprobs, old_logprobs=old, row_of=row_of, rows=2)
@@ -228,7 +228,7 @@ TERMS = {**POLICY_LOSSES, "entropy bonus": ENTROPY_BONUS, "reference penalty": R
 
 @pytest.mark.parametrize("name", list(TERMS))
 def test_a_term_has_no_gradient_for_the_rows_that_it_leaves_out(name: str) -> None:
-    """What a term says of a row is held against the gradient that it really has, with advantages of either kind."""
+    """A term's claim about a row is compared with its actual gradient, with advantages of either kind."""
     terms = {"entropy_coefficient": 0.1, "reference_kl": 0.1}
     settings = objective(name if name in RECORDS["objective"] else "ppo", mini_batches=2, **terms)
     if isinstance(settings, GSPOConfig):

@@ -28,7 +28,7 @@ def scores(count: int, **fields: list[float]) -> ChoiceInputs:
 
 
 def test_the_covariance_is_centred_on_the_tokens_that_are_kept() -> None:
-    """Kept: advantages 1, -1, 3 of mean 1, log-probs -1, -2, -6 of mean -3."""
+    """The kept tokens have advantages 1, -1, 3 of mean 1, log-probs -1, -2, -6 of mean -3."""
     found = scores(4, advantages=[1, -1, 3, 99], logprobs=[-1, -2, -6, -99], kept=[1, 1, 1, 0]).covariance()
     assert found[:3].tolist() == [0.0, -2.0, -6.0]
 

@@ -64,7 +64,7 @@ def wandb_records(file: Path) -> Iterator[bytes]:
 
 
 def from_wandb(folder: Path) -> tuple[Points, Any, Any]:
-    """Of all files of the run, in their order: `wandb sync` joins them by their id."""
+    """Records of all files of the run, in order: `wandb sync` joins them by id."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -86,7 +86,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """What a callback of a user sees."""
+    """Records what a user's callback sees."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []

@@ -59,7 +59,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 class AtTheMean(TrainerCallback):  # type: ignore[misc]
-    """What lets TRL's own trainer have IVON: the gradient is that of the mean."""
+    """Lets TRL's own trainer use IVON: the gradient is taken at the mean."""
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
         optimizer.optimizer.observe(None)
@@ -231,7 +231,7 @@ class Places:
 
 
 def weights_of(*draws: Draw | None) -> list[float]:
-    """What `Places` should note for these draws."""
+    """The weights that `Places` should note for these draws."""
     optimizer = IVON(new_policy().model.named_parameters(), **STRAIGHT)
     name = "model.layers.0.mlp.up_proj.weight"
     return [dict(optimizer.weights(draw))[name].double().sum().item() for draw in draws]
@@ -266,7 +266,7 @@ def test_where_rollouts_and_gradients_are_made(
 def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
     cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 rows TRL leaves out those that are cut off; all that the correction sees, it keeps."""
+    """TRL leaves out the truncated rows of 16; the correction keeps all rows that it sees."""
 
     def told(self: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         ids = [[65] * 7 + [self.processing_class.eos_token_id] for _ in prompt_ids]
@@ -287,7 +287,7 @@ def test_rows_that_trl_leaves_out_are_not_those_of_the_correction(
 def test_rollouts_and_ratios_are_without_dropout_and_neftune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noisy: str, engine: dict[str, str] | None
 ) -> None:
-    """With noise 0, weights that write and weights that learn are the same, so that nothing is masked."""
+    """With noise 0, rollouts and gradients have the same weights, so nothing is masked."""
     policy = new_policy()
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5 if noisy == "dropout" else 0.0
@@ -344,7 +344,7 @@ def test_evaluation_is_of_the_mean(tmp_path: Path) -> None:
 
 
 def written(policy: Policy, weights: Any, step: int, prompts: list[str], draws: Sequence[Draw | None]) -> list[str]:
-    """What the local engine writes, a row for each prompt and draw."""
+    """The local engine's completions, a row for each prompt and draw."""
     engine = LocalEngine(policy, LocalEngineConfig())
     engine.load(weights, draws, step)
     ids = [tuple(policy.tokenizer(prompt).input_ids) for prompt in prompts]
@@ -572,7 +572,7 @@ def test_an_engine_wants_all_weights_to_be_trained(tmp_path: Path, monkeypatch: 
 
 
 def test_a_process_must_hold_whole_groups(tmp_path: Path) -> None:
-    """On one rank TRL sees to it; on two, a group could lie across them."""
+    """On one rank TRL ensures it; on two, a group could be split between them."""
     rows = PROMPTS * ROLLOUTS
     with pytest.raises(UserError, match=f"whole groups of num_generations = {2 * rows}"):
         check(replace(threepo.C3PO, rollouts_per_prompt=2 * rows), GRPOConfig(str(tmp_path), **PLAIN), NoiseConfig())

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What the program found, by number of ranks; for each rank."""
+    """The program's findings, by number of ranks; one for each rank."""
     for ranks in (1, 2):
         (folder / str(ranks)).mkdir()
         (folder / str(ranks) / "model").symlink_to(folder / "model")
@@ -237,7 +237,7 @@ STEPS = {"c3po": 2, "m3po": 1}
 
 
 class Run(NamedTuple):
-    """What is left of a run."""
+    """A run's log and files."""
 
     method: str
     folder: Path
@@ -273,7 +273,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 
 def settings(folder: Path, method: str) -> list[str]:
-    """What a user of verl types, and what makes it small enough for CPUs."""
+    """Settings that a user of verl types, and settings that make the run small enough for CPUs."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ivon = ", ".join(f"{name}: {value}" for name, value in verl_program.IVON.items())
     typed = [
@@ -331,12 +331,12 @@ from AFTER_STEP on."""
 
 
 def weights_sent(run: Run, load: int) -> list[dict[str, torch.Tensor]]:
-    """What each of the two servers got at their `load`-th update."""
+    """The weights that each of the two servers got at its `load`-th update."""
     return [torch.load(run.folder / "records" / f"load_{replica}_{load}.pt") for replica in range(2)]
 
 
 def written(run: Run, load: int) -> list[list[dict[str, Any]]]:
-    """What each server wrote under these weights."""
+    """The completions that each server wrote under these weights."""
     files = [(run.folder / "records" / f"requests_{replica}.jsonl").read_text().splitlines() for replica in range(2)]
     return [[row for row in map(json.loads, lines) if row["load"] == load] for lines in files]
 

@@ -15,7 +15,7 @@ from threepo.plugins.trl import ThreepoTrainer
 
 SHAPE = TinyConfig(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, context=64)
 WIDE = replace(SHAPE, hidden_size=64)
-"""Of vLLM on a CPU: it has no heads of 16."""
+"""Shape for vLLM on a CPU, which has no heads of width 16."""
 VLLM = {"kind": "vllm", "vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}}
 PROMPTS, ROLLOUTS, MICRO_BATCHES = 2, 8, 4
 """A step has two prompts with eight completions each."""
@@ -55,7 +55,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 
 def make(kind: type[GRPOTrainer], folder: Path, prompts: list[str] | None = None, **settings: Any) -> Any:
-    """A trainer of that kind; settings are those of GRPOConfig, or arguments of the trainer."""
+    """A trainer of that kind; settings are GRPOConfig's, or arguments of the trainer."""
     names = ("method", "ivon", "noise", "engine", "optimizers", "callbacks", "reward_funcs", "tools", "eval_dataset")
     own = {name: settings.pop(name) for name in names if name in settings}
     policy = new_policy()
@@ -66,7 +66,7 @@ def make(kind: type[GRPOTrainer], folder: Path, prompts: list[str] | None = None
 
 
 class Told:
-    """Completions come from a table: those of a step's rows, by their place among the rows of all ranks."""
+    """Completions come from a table, by step and by a row's position among the rows of all ranks."""
 
     uneven = True
 

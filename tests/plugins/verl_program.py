@@ -1,4 +1,4 @@
-"""What torchrun runs for test_verl.py: verl's engines on the same batches; what came out goes into FOLDER.
+"""The program of test_verl.py, run by torchrun: verl's engines on the same batches; results go into FOLDER.
 
 verl_program.py FOLDER: FOLDER/model has a model.
 """
@@ -104,7 +104,7 @@ def step(engine: Any) -> dict[str, Any]:
 
 
 def pushed(engine: Any) -> dict[str, torch.Tensor]:
-    """What this rank would send to its rollout replica."""
+    """The weights that this rank would send to its rollout replica."""
     return {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
 
 

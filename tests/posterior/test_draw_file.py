@@ -26,7 +26,7 @@ DRAW = Draw(9, 2, 1)
 
 @pytest.fixture
 def model() -> torch.nn.Module:
-    """With a tied head, and a tensor that is not trained."""
+    """A model with a tied head, and a tensor that is not trained."""
     tiny = TinyConfig(hidden_size=16, intermediate_size=24, layers=1, heads=2, kv_heads=1, tied=True)
     made = load_policy(ModelConfig(path="tiny-qwen2", tiny=tiny), seed=2).model
     made.model.norm.weight.requires_grad_(False)

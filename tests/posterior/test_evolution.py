@@ -24,7 +24,7 @@ FITNESS = {DRAWS[0]: 1.2, DRAWS[1]: -0.7, DRAWS[2]: -0.5}
 
 
 def expected(entry: NoisyParameter, fitness: dict[Draw, float], sigma: float | torch.Tensor) -> torch.Tensor:
-    """From the definition, in float64."""
+    """The gradient by definition, in float64."""
     total = torch.zeros(entry.p.shape, dtype=torch.float64)
     for draw, value in fitness.items():
         total -= value * draw.sign * normals(draw, entry.name, entry.p).double() / len(fitness)

@@ -29,7 +29,7 @@ def curvature(size: int) -> torch.Tensor:
 
 
 def quadratic_grad(weights: torch.Tensor) -> torch.Tensor:
-    """Of 0.5 * sum(c * (w - 1)^2)."""
+    """Gradient of 0.5 * sum(c * (w - 1)^2)."""
     return curvature(weights.numel()).to(weights.dtype) * (weights - 1)
 
 

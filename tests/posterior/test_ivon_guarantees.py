@@ -1,4 +1,4 @@
-"""What IVON promises whatever it is given: the mean, the user's tensors and the state survive."""
+"""IVON's guarantees for any input: the mean, the user's tensors and the state survive."""
 
 import copy
 import io
@@ -80,7 +80,7 @@ def test_gradients_that_somebody_holds_on_to_stay_as_they_are(cumulative: bool) 
 
 @pytest.mark.parametrize("size", [20, 5], ids=["of several parameters", "of this one alone"])
 def test_a_gradient_in_a_reused_buffer_is_copied(size: int) -> None:
-    """As DDP's with gradient_as_bucket_view: the next backward writes into the same memory."""
+    """DDP with gradient_as_bucket_view has such buffers: the next backward pass writes into the same memory."""
     bucket = torch.ones(size)
     p = nn.Parameter(torch.zeros(5))
     optimizer = IVON([("w", p)], betas=(0.0, 0.9), debias=False)
@@ -94,7 +94,7 @@ def test_a_gradient_in_a_reused_buffer_is_copied(size: int) -> None:
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_a_parameter_may_have_no_gradient_at_some_of_the_draws(missing: int) -> None:
-    """It counts as 0 there; what the others left is added up in float32, in memory of our own."""
+    """It counts as 0 there; the other gradients are summed in float32, in separate memory."""
     held = [torch.full((5,), 2049.0, dtype=torch.float16) for _ in range(3)]  # and 4098 + 2049 is none of float16's
     p, q = nn.Parameter(torch.zeros(5, dtype=torch.float16)), nn.Parameter(torch.zeros(2))
     optimizer = IVON([("p", p), ("q", q)], betas=(0.0, 0.9), debias=False)
@@ -224,7 +224,7 @@ def test_a_draw_read_within_a_perturbed_block_is_refused_also_half_way() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 8])
 def test_weights_made_in_given_tensors_are_those_made_in_new_ones(dtype: torch.dtype, threads: int) -> None:
-    """In any memory order; a value without noise is yielded as it is, and its tensor in `into` is not written."""
+    """This holds in any memory order; a value without noise is yielded unchanged, and `into` has no copy of it."""
     torch.set_num_threads(threads)
     shapes = {"a": (300, 700), "none": (0,), "large": (1100, 1000), "frozen": (5,), "b": (7,)}
     model = {name: nn.Parameter(torch.randn(shape), requires_grad=name != "frozen") for name, shape in shapes.items()}

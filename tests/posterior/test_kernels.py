@@ -24,7 +24,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def regions(starts: st.SearchStrategy[int]) -> st.SearchStrategy[Region]:
-    """In one row, and in rows narrower and wider than a block and than what torch_kernels computes at once."""
+    """Regions in one row, and in rows narrower and wider than a block of the kernels and of torch_kernels."""
     rows = st.one_of(st.integers(1, 40), st.integers(400, 1100), st.just(8 * BLOCK + 5))
     gaps = st.one_of(st.integers(0, 40), st.integers(400, 1100), st.just(3 * BLOCK))
     in_rows = st.builds(lambda start, row, gap: Region(start, row, row + gap), starts, rows, gaps)
@@ -53,13 +53,13 @@ def test_the_kernels_were_compiled_where_there_is_a_compiler() -> None:
 
 
 def sigma(ess: float, weight_decay: float, noise_scale: float, isotropic: float | None = None) -> Scalars:
-    """What makes a sigma out of a Hessian, or out of `isotropic` instead."""
+    """Sigma of a Hessian, or of `isotropic` instead."""
     root = 0.0 if isotropic is None else math.sqrt(ess * (isotropic + weight_decay))
     return Scalars(weight_decay, ess, root, noise_scale)
 
 
 def noise(kernels: ModuleType, size: int, made: Noise = NOISE, region: Region = WHOLE) -> torch.Tensor:
-    """What these kernels add to a mean of 0 with a sigma of 1."""
+    """The noise that these kernels add to a mean of 0 with a sigma of 1."""
     z = torch.zeros(size)
     kernels.run([Perturb(z, z, torch.ones(size), made, sigma(1.0, 0.0, 1.0), region)])
     return z

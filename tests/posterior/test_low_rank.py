@@ -27,7 +27,7 @@ UNIT = Scalars(weight_decay=0.0, ess=1.0, fixed_root=1.0, noise_scale=1.0)
 
 
 def noise(rows: int, columns: int, rank: int, draw: Draw = DRAW) -> torch.Tensor:
-    """What a draw adds to a matrix "w" at a sigma of 1."""
+    """A draw's noise on a matrix "w" at a sigma of 1."""
     z = torch.zeros(rows, columns)
     kernels.run([Perturb(z, z, z, noise_of(draw, "w", z.shape, f"rank={rank}"), UNIT)])
     return z
@@ -72,7 +72,7 @@ def test_shards_by_rows_and_by_columns_have_the_noise_of_the_whole() -> None:
 
 
 def test_entries_have_unit_variance_and_are_uncorrelated() -> None:
-    """What makes the price estimate of the diagonal right. Of 4000 draws; bounds are five standard errors."""
+    """The price estimate of the diagonal needs this. There are 4000 draws; bounds are five standard errors."""
     z = torch.stack([noise(3, 4, 2, Draw(0, 0, i)).view(-1) for i in range(4000)]).double()
     products = z[:, :, None] * z[:, None, :]
     errors = products.std(dim=0) / math.sqrt(len(z))
@@ -131,7 +131,7 @@ def model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_all_makers_of_a_draw_agree_bitwise(tmp_path: Path, sign: Literal[1, -1]) -> None:
-    """In the model, beside it, from a file and around any model; the mean comes back."""
+    """They agree in the model, in separate tensors, from a file and around any model; the mean comes back."""
     draw, net = Draw(0, 0, 2, sign=sign), model()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     optimizer = IVON(net.named_parameters(), ess=1e3, hess_init=1.0, noise_structure="rank=2")

@@ -28,7 +28,7 @@ def test_steps_are_those_of_torch_with_clipping() -> None:
 
 
 def test_every_gradient_of_a_step_is_divided_by_its_own_divisor() -> None:
-    """Of the sums 6 over 2 tokens and 20 over 5, the mean of 3 and 4."""
+    """The sums 6 over 2 tokens and 20 over 5 give the mean of 3 and 4."""
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = PointSGD([("w", p)], max_grad_norm=0.0, lr=1.0)
     for total, count in ((6.0, 2.0), (20.0, 5.0)):

@@ -55,7 +55,7 @@ SIGNATURES: dict[str, tuple[dict[str, Any], dict[tuple[int, ...], Any]]] = {
 
 
 def compiled(name: str, arch: int, **options: bool) -> dict[str, Any]:
-    """What Triton makes of a kernel, from its intermediate representation down to the machine code."""
+    """A kernel compiled by Triton, from its intermediate representation down to the machine code."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""What torchrun runs for test_agreement.py: runs in which rank 1 does something else than rank 0.
+"""The program of test_agreement.py, run by torchrun: runs in which rank 1 differs from rank 0.
 
 agreement_program.py FOLDER SETTINGS.json: writes FOLDER/ended-RANK.json, what each run ended with, by its fault.
 """
@@ -116,11 +116,11 @@ ON_BOTH = {
     "data": ["data.train=problems.jsonl", "data.levels=[]"],
     "the last update": [f"run.steps={STEP + 1}"],
 }
-"""What both ranks set for a fault; with the word replica, each has a whole copy."""
+"""Settings of both ranks for a fault; with the word replica, each has a whole copy."""
 
 
 def outcome(fault: str, folder: Path, common: list[str], world: World) -> dict[str, Any]:
-    """How a run with this fault on rank 1 ended."""
+    """The end of a run with this fault on rank 1."""
     settings = [*common, f"run.folder={folder / fault.replace(' ', '-')}", *ON_BOTH.get(fault, [])]
     if fault in SETTINGS and world.rank == 1:
         settings.append(SETTINGS[fault])

@@ -1,4 +1,4 @@
-"""What test_pretended_world.py runs: a micro-batch of a big model on rank 0 of a world that is pretended.
+"""The program of test_pretended_world.py: a micro-batch of a big model on rank 0 of a simulated world.
 
     pretended_program.py OUT.json CONFIG.json RANKS ROWS ROW_LENGTH LOSS_TOKENS
 
@@ -44,13 +44,13 @@ def micro_batch(rows: int, length: int, loss_tokens: int) -> MicroBatch:
 
 
 def bytes_by_kind(tracker: FSDPMemTracker, which: str = "current") -> dict[str, int]:
-    """What is held now, or was at the peak."""
+    """Bytes held now, or at the peak."""
     (found,) = tracker.get_tracker_snapshot(which).values()
     return {getattr(kind, "value", kind): size for kind, size in found.items()}
 
 
 def measure(model: Any, recomputed: bool, world: World, packed: MicroBatch) -> dict[str, dict[str, int]]:
-    """What rank 0 holds before, under a draw, and at the peak."""
+    """Bytes that rank 0 holds before, under a draw, and at the peak."""
     model.set_attn_implementation(NAME)
     if recomputed:
         recompute_activations(model)
@@ -72,7 +72,7 @@ def measure(model: Any, recomputed: bool, world: World, packed: MicroBatch) -> d
 
 
 def main() -> None:
-    """With gradient checkpointing and without."""
+    """Measures with and without gradient checkpointing."""
     out, config, *numbers = sys.argv[1:]
     ranks, *rows = map(int, numbers)
     shape = AutoConfig.for_model(**json.loads(Path(config).read_text()))

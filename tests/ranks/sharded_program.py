@@ -1,4 +1,4 @@
-"""What torchrun runs for test_sharding.py: a few IVON steps on a model that is whole, sharded or replicated.
+"""The program of test_sharding.py, run by torchrun: IVON steps on a model that is whole, sharded or replicated.
 
     sharded_program.py OUT.pt --layout plain|fsdp|hsdp|ddp --steps 0:6 [--load DIR] [--save DIR] [--checks NAME...]
 

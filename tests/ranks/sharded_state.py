@@ -1,4 +1,4 @@
-"""What sharded_program.py can check on its ranks besides: tensors that are given instead of computed."""
+"""Further checks of sharded_program.py on its ranks, with given tensors instead of computed ones."""
 
 import tempfile
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def given(step: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def spread(tensor: torch.Tensor, *placements: Placement) -> torch.Tensor:
-    """Over all ranks, in as many dimensions as there are placements."""
+    """The tensor on a mesh of all ranks, with as many dimensions as placements."""
     world = dist.get_world_size()
     shape = (world,) if len(placements) == 1 else (1, world)
     return distribute_tensor(tensor, init_device_mesh("cpu", shape), placements)
@@ -100,7 +100,7 @@ def not_finite() -> None:
 
 
 def metrics() -> None:
-    """What is said of a posterior is the same on every rank, and what one process says of the whole."""
+    """A posterior's metrics are the same on every rank and in one process."""
     shapes = {"mlp.weight": (301, 47), "lm_head.weight": (60, 700), "norm": (5,), "attn.bias": (1,)}
     named = {name: nn.Parameter(given(0, shape)) for name, shape in shapes.items()}
     expected = IVON(named.items(), hess_init=0.5)
@@ -116,7 +116,7 @@ def metrics() -> None:
 
 
 def loading() -> None:
-    """What ranks hold of a model are the bits of from_pretrained, and they compute with it what one process does.
+    """Ranks hold the bits of from_pretrained, and compute the same as one process.
 
     A tied model, and one in bfloat16 whose weights lie in several files; two families with different norms and windows.
     """

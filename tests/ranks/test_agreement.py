@@ -43,12 +43,12 @@ EXPECTED = {
     "the last update": ("the sum of the bits of hessian in shard 0: ", 1),
     "another run": ("the checkpoint to resume: ", 0),
 }
-"""What the message must say of each fault, and how many steps were saved before."""
+"""The message for each fault, and the number of steps saved before it."""
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, dict[str, str]]]]]:
-    """What both ranks say of each run."""
+    """Both ranks' messages about each run."""
     with working_folder(tmp_path_factory.mktemp("agreement"), REWARD) as folder:
         rows = [{"prompt": f"say {i}: ", "answer": str(i)} for i in range(8)]
         (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Which engines ranks have, without any: `test_vllm_on_ranks.py` starts them."""
+"""The engines that ranks would have; `test_vllm_on_ranks.py` starts them."""
 
 from pathlib import Path
 

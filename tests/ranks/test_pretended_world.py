@@ -1,4 +1,4 @@
-"""What --dry-run says of each GPU, against torch's own count of a pretended run of the same (pretended_program.py)."""
+"""The memory of --dry-run for each GPU, against torch's count of a simulated run (pretended_program.py)."""
 
 import json
 from pathlib import Path

@@ -40,7 +40,7 @@ def before_the_last_evaluation(completions, **_):
         os.kill(int(open("replica-of-1").read()), signal.SIGKILL)
     return reward(completions)
 """
-"""At first every fourth completion begins so."""
+"""Rewards; at first every fourth completion begins with a digit that `reward` likes."""
 COMMON = (
     "train",
     *VLLM,
@@ -98,7 +98,7 @@ def completions(run: Path) -> list[dict[str, Any]]:
 
 
 def served(path: Path) -> list[list[Counter[int]]]:
-    """For each rank and generation: the number of its requests for each draw."""
+    """The number of requests for each draw, by rank and generation."""
     files = [path / f"served-by-{rank}.jsonl" for rank in (0, 1) if (path / f"served-by-{rank}.jsonl").exists()]
     found = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [[Counter({int(draw): n for draw, n in counts.items()}) for counts in rank] for rank in found]

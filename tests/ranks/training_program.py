@@ -1,4 +1,4 @@
-"""What torchrun runs for test_training.py: several runs, one after another, since ranks take long to start.
+"""The program of test_training.py, run by torchrun: several runs in turn, since ranks take long to start.
 
 training_program.py COMMANDS.json [what rank 1 cannot do]: a list of the arguments of commands; each must succeed.
 """

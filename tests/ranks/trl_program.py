@@ -1,4 +1,4 @@
-"""What torchrun runs for test_trl_on_ranks.py: two steps of some methods, most with completions from a table.
+"""The program of test_trl_on_ranks.py, run by torchrun: two steps of some methods, most with a table of completions.
 
 trl_program.py FOLDER [ddp | fsdp2]: writes what each run ended with.
 trl_program.py FOLDER (ddp | fsdp2) vllm: with a vLLM for each rank, whose log-probs each rank compares with its own.
@@ -57,12 +57,12 @@ def ended(kind: type[ThreepoTrainer], folder: Path, method: Method, resume: Path
 
 
 def sharded(trainer: Any) -> bool:
-    """Whether FSDP2 has the parameters."""
+    """True if FSDP2 has the parameters."""
     return isinstance(next(trainer.model.parameters()), DTensor)
 
 
 def trained(folder: Path, method: Method, resume: Path | None = None, told: bool = True, **more: Any) -> dict[str, Any]:
-    """What a trainer ends with: weights and IVON's state, whole, and the log."""
+    """A trainer's final weights and IVON state, whole, and its log."""
     trainer = ended(ToldThreepo if told else ThreepoTrainer, folder, method, resume, **more)
     optimizer = trainer.policy_optimizer
     tensors = {

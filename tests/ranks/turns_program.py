@@ -1,4 +1,4 @@
-"""What torchrun runs for test_dealing.py: ranks prepare their engines, which note when.
+"""The program of test_dealing.py, run by torchrun: ranks prepare their engines, which note the time.
 
 turns_program.py NOTES
 """

@@ -1,4 +1,4 @@
-"""What torchrun runs for test_vllm_on_ranks.py.
+"""The program of test_vllm_on_ranks.py, run by torchrun.
 
 vllm_program.py COMMANDS.json: commands one after another, since ranks take long to start: [[folder, fault, status, the
 arguments of a command], ...]. A rank writes into the folder which draws its engine has served.

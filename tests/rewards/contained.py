@@ -28,7 +28,7 @@ class Contained:
         self._process = process
 
     def abandon(self, program: str) -> list[str]:
-        """What is left of a program whose caller is killed while it runs."""
+        """The processes left of a program whose caller is killed while it runs."""
         return list(self._ask({"abandoned": {"kind": "stdin", "program": program, "cases": [""]}})["left"])
 
     def run(self, kind: str, program: str, cases: list[str], **submission: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _apart() -> list[str]:
 
 
 def _left() -> list[str]:
-    """What the kernel says of the processes besides this one, once they have had time to go."""
+    """The kernel's list of other processes, once they have had time to end."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         others = _others()

@@ -129,7 +129,7 @@ def number(name: str) -> int:
 CALLS = [(number(name), (-1, 1)) for name in REFUSED.split() if number(name) >= 0]
 CALLS += [(number(name), (0, 0)) for name in IDLE.split() if number(name) >= 0]
 CALLS += [(number, (-1, 38)) for number in (424, 425, 434, 435, 438, 442, 443, 448, 451, 463, 467, 599)]
-"""With nonsense for arguments, what each returns, and its errno."""
+"""The return value and errno of each call, with nonsense for arguments."""
 
 SEES = {
     "files": (
@@ -257,7 +257,7 @@ def test_what_a_program_finds(name: str, inside: Contained) -> None:
 
 
 def by_outputs(kind: str, program: str, inside: Contained) -> str:
-    """How a program is judged whose output, or whose function's result, is compared with 71990."""
+    """The verdict on a program whose output, or whose function's result, is compared with 71990."""
     if kind == "stdin":
         tests, program = {"inputs": ["3"], "outputs": ["71990"]}, f"{program}\nprint(f(int(input())))"
     else:
@@ -271,7 +271,7 @@ def by_outputs(kind: str, program: str, inside: Contained) -> str:
 @pytest.mark.parametrize("kind", ["stdin", "call"])
 @pytest.mark.parametrize("name", [*CHEATS, *FROM_WITHIN])
 def test_cheating_is_not_rewarded(name: str, kind: str, inside: Contained) -> None:
-    """What is expected is not in the sandbox; so nothing inside can compare with it, or find it."""
+    """The expected output is not in the sandbox; so nothing inside can compare with it, or find it."""
     assert by_outputs(kind, (CHEATS | FROM_WITHIN)[name], inside) != "passed"
 
 
@@ -315,7 +315,7 @@ def test_an_honest_program_passes_the_same_tests(inside: Contained) -> None:
 
 @pytest.mark.parametrize("kind", ["call", "script"])
 def test_before_its_own_code_has_run_a_program_cannot_find_its_tests(kind: str, inside: Contained) -> None:
-    """Not among its objects, and not in its files; and it has no way to the world outside."""
+    """They are neither among its objects nor in its files; and it cannot reach the outside."""
     program = (
         "import gc, os, stat\nfound = [o for o in gc.get_objects() if 'se' + 'cret' in str(o)[:10**5]]\n"
         "for i in range(1024):\n    try:\n        if stat.S_ISSOCK(os.fstat(i).st_mode): found.append(i)\n"

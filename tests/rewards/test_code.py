@@ -436,7 +436,7 @@ def test_programs_and_tests_share_the_classes_of_a_problem(grader: CodeGrader) -
 
 
 def test_what_comes_before_programs_of_every_kind(grader: CodeGrader) -> None:
-    """Solutions to LiveCodeBench use names that its grader imports; one of them is that of the function here."""
+    """Solutions to LiveCodeBench use names that its grader imports; the function here has one of them."""
     called = {"fn_name": "add", "inputs": [[[1, 2]]], "outputs": [3], "prefix": PRELUDE}
     method = "class Solution:\n    def add(self, xs: List[int]) -> int:\n        return reduce(lambda a, b: a + b, xs)"
     assert verdict(grader, method, called).detail == "passed"

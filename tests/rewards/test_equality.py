@@ -1,4 +1,4 @@
-"""What counts as equal: labelled answers (border_cases.toml), and properties of spelling."""
+"""Equality of answers: labelled cases (border_cases.toml), and properties of spelling."""
 
 import subprocess
 import sys

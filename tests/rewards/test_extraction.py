@@ -1,4 +1,4 @@
-"""Which part of a completion is its answer."""
+"""The part of a completion that is its answer."""
 
 import pytest
 from hypothesis import given

@@ -155,7 +155,7 @@ PLACES += [(r"<think></think>\boxed{", "} x"), (r"<think></think>\boxed{", "}")]
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_megabyte_costs_the_trainer_little(piece: str, grader: MathGrader) -> None:
-    """What runs in the trainer's own process has no time limit, so it must be quick whatever a policy writes.
+    """Grading in the trainer's own process has no time limit, so it must be quick for any completion.
 
     The processor time of this process alone counts, the best of three. A busy or slow machine may exceed 0.2 s without
     a fault; there the cost must at least grow in proportion to the length, where a quadratic one grows sixteenfold.

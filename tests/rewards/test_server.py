@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """What SandboxFusion answers for Python, which it does not compile."""
+    """SandboxFusion's answer for Python, which it does not compile."""
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run_command(request, Path(folder)))
         files = {
@@ -78,7 +78,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def run_command(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """As `run_command_bare` of SandboxFusion does it: output is read when the process has ended, what a pipe holds."""
+    """SandboxFusion's `run_command_bare`: output is read when the process has ended, as much as a pipe holds."""
     (folder / "program.py").write_text(request["code"])
     process = await asyncio.create_subprocess_shell(
         f"ulimit -v {request['memory_limit_MB'] << 10}; exec {sys.executable} program.py",

@@ -1,4 +1,4 @@
-"""What the tests of every engine share: the same questions, and what the trainer says of the answers."""
+"""Shared by the tests of every engine: the same requests, and the trainer's log-probs of the answers."""
 
 import torch
 

@@ -110,7 +110,7 @@ def test_what_the_kernel_does_not_serve_is_done_in_torch(
 
 
 def test_layers_may_have_heads_of_different_widths() -> None:
-    """Whether the kernel serves a layer is that layer's own matter."""
+    """Each layer decides for itself whether the kernel serves it."""
     rows = RowCache(2, 20)
     first, second = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 12)
     for layer, x in enumerate((first, second)):

@@ -1,4 +1,4 @@
-"""What an import of engines costs."""
+"""The cost of importing engines."""
 
 import subprocess
 import sys

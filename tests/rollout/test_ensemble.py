@@ -35,7 +35,7 @@ def requests_for(policy: Policy, draws: list[Draw | None], rollouts: int = 3) ->
 
 
 def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
-    """What the weights of a draw take, the tied embedding once; matrices in whole panels if products are compiled."""
+    """Numbers in a draw's weights, the tied embedding once; matrices in whole panels if products are compiled."""
     packed = stacked_linear.serves(64, dtype, torch.device("cpu"))
     return sum(
         stacked_linear.padded(p.shape[0]) * p.shape[1] if packed and p.dim() == 2 else p.numel()
@@ -45,7 +45,7 @@ def numbers_of(policy: Policy, dtype: torch.dtype = torch.float32) -> int:
 
 @pytest.fixture(params=["compiled", "attention compiled", "products compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is compiled, where there are a compiler and kernels for the processor."""
+    """The compiled kernels, where there are a compiler and kernels for the processor."""
     if request.param in ("torch", "products compiled"):
         monkeypatch.setattr(decode_attention, "serves", lambda k, v: False)
     elif decode_attention.LIBRARY.loaded is None:
@@ -141,7 +141,7 @@ def test_a_row_does_not_depend_on_its_company(family: str) -> None:
 
 @pytest.mark.parametrize("inner", [96, 88])
 def test_draws_may_have_different_numbers_of_rows(kernels: str, inner: int) -> None:
-    """Also where some layers have too odd a width for the compiled products."""
+    """This includes layers whose width the compiled products do not take."""
     policy = policy_of(Qwen2Config(**SHAPE | {"intermediate_size": inner}, num_key_value_heads=2))
     optimizer = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, LocalEngineConfig(max_batch_rows=6))
@@ -197,7 +197,7 @@ def test_weights_are_made_in_the_engines_dtype_and_take_nothing_else() -> None:
 
 @pytest.mark.parametrize("left_out", ["a part of the model", "a name of the tied head"])
 def test_the_optimizer_need_not_name_every_parameter(left_out: str) -> None:
-    """What it leaves out is as in the model; a tied parameter may go by either of its names."""
+    """Parameters that it leaves out are the model's; a tied parameter may have either of its names."""
     policy = policy_of(FAMILIES["qwen2"])
     everything = IVON(policy.model.named_parameters(), ess=1e6, seed=1)
     engine = LocalEngine(policy, LocalEngineConfig())
@@ -393,7 +393,7 @@ class OwnRMSNorm(torch.nn.LayerNorm):
     """A norm that inherits from torch's, and computes something else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Without the mean taken off, as RMSNorm is."""
+        """A norm that, like RMSNorm, does not subtract the mean."""
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 

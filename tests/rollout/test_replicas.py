@@ -55,7 +55,7 @@ serve_requests(Server)
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, or is a zombie that nobody has waited for; it may still be on its way."""
+    """True if a process has ended or is an unreaped zombie, within five seconds."""
     for _ in range(100):
         try:
             if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
@@ -161,7 +161,7 @@ def test_a_start_that_is_stuck_is_an_error(replicas: list[Replica]) -> None:
 
 
 def test_a_job_that_is_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """As batch systems do: nobody could report, and nobody waited."""
+    """Batch systems stop jobs like this: the replica could not report, and the trainer did not wait."""
     program = f"""
 import os
 from pathlib import Path
@@ -301,7 +301,7 @@ def test_memory_that_a_tensor_has_freed_on_a_gpu_is_available() -> None:
     ],
 )
 def test_each_replica_sees_its_own_gpus(settings: VLLMConfig, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not who torchrun says that its owner is: vLLM would take itself for that rank."""
+    """It does not see torchrun's variables of its owner: vLLM would take itself for that rank."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     for name in ("RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):

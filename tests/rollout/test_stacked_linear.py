@@ -19,7 +19,7 @@ BEST = {dtype: stacked_linear.level(dtype) for dtype in (torch.float32, torch.bf
 DTYPES = [dtype for dtype, level in BEST.items() if level]
 """Processors with matrix units have no compiled products of bfloat16."""
 LEVELS = {dtype: range(1, level + 1) for dtype, level in BEST.items()}
-"""As in stacked_linear.c: a processor that runs one of them runs those before it."""
+"""The levels of stacked_linear.c: a processor that runs one of them runs the lower ones."""
 
 pytestmark = pytest.mark.skipif(
     not stacked_linear.serves(64, torch.float32, CPU), reason="no compiled products for this processor"
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 levels = dict(BEST)
-"""In force, for a test to change."""
+"""The levels in force, for a test to change."""
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_callers_in_several_threads_do_not_disturb_each_other(monkeypatch: pytes
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says how much memory a process has")
 def test_threads_that_end_leave_no_memory_behind() -> None:
-    """What they keep for the next product goes with them."""
+    """The memory that they keep for the next product is freed with them."""
     torch.set_num_threads(1)
     x, weights = torch.ones(1, 1 << 18), torch.ones(1, 16, 1 << 18)
 
@@ -212,7 +212,7 @@ def test_threads_that_end_leave_no_memory_behind() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_packed_can_be_read_back(dtype: torch.dtype) -> None:
-    """As the embedding of a tied head does, word by word."""
+    """The embedding of a tied head reads its packed weights word by word."""
     weights = random(2, 50, 96, dtype=dtype, seed=0)
     words = stacked_linear.panels(packed(weights))
     ids = torch.arange(50)

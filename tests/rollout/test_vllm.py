@@ -78,7 +78,7 @@ def differences(
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; it may still be on its way."""
+    """True if a process has ended within five seconds."""
     for _ in range(100):
         try:
             os.kill(pid, 0)

@@ -60,7 +60,7 @@ OPTIONS = {
     "--dtype": "float32",
     "--max-num-seqs": "64",
 }
-"""Those that the documented command has too."""
+"""Options of the documented command."""
 PATIENCE = 240.0
 """Seconds until servers must have started."""
 
@@ -275,7 +275,7 @@ def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("draws", [2, 4])
 def test_train_and_evaluate_with_servers(draws: int, servers: list[Started], tmp_path: Path) -> None:
-    """From the command line; then with four draws on three ranks, two of which drive a server."""
+    """The run starts from the command line, then with four draws on three ranks, two of which drive a server."""
     command, run = run_of(tmp_path, servers, draws, steps=2), tmp_path / "run"
     assert main([*command, f"run.folder={run}"]) == 0
     assert [row["step"] for row in read_metrics(run) if row["step"] >= 0] == [0, 1]
@@ -323,7 +323,7 @@ def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
         return len(read_metrics(run)) if run.is_dir() else 0
 
     def train_until(number: signal.Signals, *arguments: str) -> str:
-        """What the run says after the server got a signal in the middle of it."""
+        """The run's message after the server got a signal in the middle of it."""
         enough = steps_done() + 3
         watch = threading.Thread(target=lambda: (wait_for(lambda: steps_done() >= enough), last.signal(number)))
         watch.start()
@@ -345,7 +345,7 @@ def test_a_server_that_is_stopped_or_killed_ends_the_run_with_a_checkpoint(
 
 
 def test_any_vllm_server_loads_draws_that_were_written_as_adapters(tmp_path: Path) -> None:
-    """By `threepo sample`, under names of their own in one server, and with the trainer's log-probs of a prompt."""
+    """`threepo sample` writes them; one server has them under separate names, with the trainer's log-probs."""
     pytest.importorskip("peft")
     tiny("tiny-qwen2", tied=True).save(tmp_path / "base")
     policy = load_policy(ModelConfig(path=str(tmp_path / "base"), lora=LoRAConfig(rank=8, alpha=12)))

@@ -148,7 +148,7 @@ def test_a_probe_asks_about_what_is_trained(base: Path) -> None:
 
 
 def test_fine_tuning_then_learning_then_evaluating(base: Path) -> None:
-    """Adapters go on where those of a warm start ended, their Hessian too; the base stays as it is."""
+    """Training continues a warm start's adapters and their Hessian; the base stays the same."""
     own = [text for text in SFT if not text.startswith("model.")]
     lora = ["model.lora.rank=4", "optimizer.hess_init=1e-2"]
     warm = load(SFTConfig, "", [*own, f"model.path={base}", "run.steps=3", "run.folder=warm", *lora])

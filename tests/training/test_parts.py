@@ -139,7 +139,7 @@ def test_outcomes_and_lengths_by_hand() -> None:
 
 
 def test_outcomes_of_programs_are_counted_apart() -> None:
-    """Of four, two ran too long, one passed, and one had no program."""
+    """Two of four ran too long, one passed, and one had no program."""
     rows = []
     for i, detail in enumerate(("time-out", "time-out", "passed", "")):
         row = completion("a", i, reward=float(detail == "passed"))
@@ -179,7 +179,7 @@ def test_certainty_is_that_of_completions() -> None:
 
 
 def test_rollouts_that_were_cut_have_no_correction_metrics() -> None:
-    """Their log-probs are of the renormalised rest of a distribution, the trainer's of all of it."""
+    """Their log-probs belong to a truncated distribution, the trainer's to the whole one."""
     row = RowRecord(0, 4, -1.0, 1.0, rho=0.2, weight=1.0, kept_tokens=4, untouched=True)
     record = replace(record_of([row]), correction=None)
     certainty = {f"policy/self_certainty{end}" for end in ("", "_min", "_max")}

@@ -1,4 +1,4 @@
-"""What --dry-run says of one process, against what torch's allocator hands out in a real micro-batch."""
+"""The memory of --dry-run for one process, against torch's allocator in a real micro-batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a user can fix is refused before a run has a folder, or costs no more than the step in which it showed."""
+"""Errors that a user can fix are refused before a run has a folder, or cost at most one step."""
 
 import importlib.util
 import json
@@ -268,7 +268,7 @@ def test_what_no_reward_and_no_policy_sees_may_change() -> None:
 
 
 def test_training_problems_among_the_held_out_ones_are_told_when_a_run_begins() -> None:
-    """Those that are evaluated: not what lies beyond eval.problems, nor what is too long to train on."""
+    """Only evaluated and trained problems count: none beyond eval.problems, none too long to train on."""
     write("heldout.jsonl", [*ROWS[2:4], *HELDOUT, ROWS[0]])
     small = ["data.eval=heldout.jsonl", "eval.every=1", "eval.problems=8", "run.steps=1"]
     with pytest.warns(ThreepoWarning, match="data.eval: 2 of the 8 held-out ones are also trained on"):

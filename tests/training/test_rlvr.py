@@ -324,7 +324,7 @@ UNDER_DRAWS = ("eval.draws=2", "eval.problems=64", "ess_schedule.kind=cosine", "
 def test_an_evaluation_that_failed_is_made_up_bitwise(
     fault: str, more: tuple[str, ...], tmp_path: Path, learnable: list[str]
 ) -> None:
-    """In the middle of a run, and at its end, where nothing is left to train."""
+    """The evaluation fails in the middle of a run, or at its end, where nothing is left to train."""
     settings = [*learnable, *more, "run.steps=5", "eval.every=2"]
     api.train(train_config(tmp_path / "whole", *settings))
     (tmp_path / "brittle.py").write_text(BRITTLE)
@@ -472,7 +472,7 @@ def test_rlvr_can_start_from_a_learned_hessian(tmp_path: Path, learnable: list[s
 def test_a_posterior_that_is_not_used_is_named_at_the_start(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only where there is one, and IVON could use it; resuming says nothing."""
+    """It is named only if there is one and IVON could use it; resuming says nothing."""
     warm, name = tmp_path / "warm", "optimizer.load_hessian"
     api.train(sft_config(warm, "run.steps=1", f"optimizer.kind={kind}"))
     assert (f"model.path={warm} {name}={warm}" in api.closing_words(warm)) is (kind == "ivon")

@@ -170,7 +170,7 @@ def test_where_every_prompt_has_spread_the_run_is_that_without_dynamic_sampling(
 
 
 def test_advantages_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every round of generation, and neither for the metrics nor for the update again."""
+    """They are computed in every round of generation, and reused for the metrics and the update."""
     seen: list[int] = []
 
     def counted(rewards: torch.Tensor, settings: Advantage) -> torch.Tensor:

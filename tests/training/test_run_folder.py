@@ -136,7 +136,7 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path: Path) -> None:
 
 
 def test_what_killed_processes_left_goes_when_the_folder_is_opened_again(tmp_path: Path) -> None:
-    """Before anything is saved: half-written checkpoints of a large model would fill the disk."""
+    """It goes before anything is saved: half-written checkpoints of a large model would fill the disk."""
     program = (
         "import os, signal, sys; from pathlib import Path; from threepo.files import atomic_file, atomic_folder\n"
         "make = atomic_folder if 'checkpoints' in sys.argv[1] else atomic_file\n"

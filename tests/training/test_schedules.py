@@ -71,7 +71,7 @@ def test_stages_are_those_of_qerls_code() -> None:
 
 
 def test_sigma_takes_a_step_down_above_the_kl_and_up_below_it() -> None:
-    """With a dead zone of 1.1 around the target, as PSN's code has it."""
+    """There is a dead zone of 1.1 around the target, as in PSN's code."""
     run, state = config(KLStepsEss(target=0.003)), ScheduleState()
     sigmas = []
     for kl in (0.001, 0.0029, 0.0032, 0.0034, math.nan, 0.0026):

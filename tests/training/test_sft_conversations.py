@@ -121,7 +121,7 @@ def test_an_epoch_takes_every_conversation_once_in_an_order_of_its_own(base: lis
 def test_stopping_and_resuming_equals_never_stopping_bitwise(
     kind: list[str], call: int, saved: int, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the end of an epoch; the part after the stop has neither the source nor the template any more.
+    """The stop is before the end of an epoch; afterwards the source and the template are gone.
 
     The fifth call is that of step 3, which nothing saves; the fourth is the evaluation before, which is made up.
     """
@@ -289,7 +289,7 @@ def test_more_rows_than_are_tokenised_at_once(policy: Policy, base: list[str], t
 
 
 def test_the_heldout_loss_is_that_of_the_mean_over_its_first_rows(base: list[str], tmp_path: Path) -> None:
-    """By hand, at the weights that are saved, over a file whose first rows are longer than the rest."""
+    """The loss is computed by hand at the saved weights, over a file whose first rows are longer than the rest."""
     held = write(tmp_path / "held.jsonl", [{"messages": chat("say x", "a" * n)} for n in (9, 7, 5, 3)])
     held.write_text("\n\n" + held.read_text().replace("\n", "\n\n"))  # empty lines are no rows
     settings = [f"conversations.eval={held}", "conversations.eval_rows=2", "optimizer.kind=ivon", "optimizer.ess=1e4"]
@@ -357,7 +357,7 @@ def test_another_tokenizer_is_used_and_saved(base: list[str], policy: Policy, tm
 def test_the_example_then_reinforcement_learning_from_its_posterior(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As typed; the prompts of training are then in the chat template of the fine-tuning."""
+    """The documented commands run; training prompts then have the chat template of the fine-tuning."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     warm, rl = tmp_path / "warm", tmp_path / "rl"
     settings = [f"run.folder={warm}", f"conversations.cache={tmp_path / 'cache'}", "conversations.epochs=4"]

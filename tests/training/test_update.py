@@ -362,7 +362,7 @@ def test_the_correction_is_from_the_generators_to_the_first_policy(policy: Polic
 
 @pytest.mark.parametrize("method", [M3PO, C3PO_REPLAY], ids=lambda m: m.name)
 def test_cumulative_carries_gradients_from_draw_to_draw(policy: Policy, method: Method) -> None:
-    """Of four draws, the first one's gradient counts four times and the last one's once (method.md 7)."""
+    """With four draws, the first gradient counts four times and the last once (method.md 7)."""
     method = replace(method, cumulative=True)
     groups = rollouts(policy, method, IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6))
     record, together, _ = gradient_of(policy, method, groups, noise_scale=1.0)
@@ -393,7 +393,7 @@ def test_the_first_of_several_updates_is_on_policy(policy: Policy) -> None:
 
 
 def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
-    """Decoupled Monte Carlo (method.md 3.2): two fresh draws give the mean of what each of them gives alone."""
+    """Decoupled Monte Carlo (method.md 3.2): two fresh draws give the mean of their single gradients."""
     two = replace(C3PO, gradient_draws=2, correction=Correction())
     optimizer = IVON(policy.model.named_parameters(), clip_radius=1e-3, ess=1e6)
     groups = rollouts(policy, two, optimizer)
@@ -412,7 +412,7 @@ def test_several_fresh_gradient_draws_are_averaged(policy: Policy) -> None:
 
 @pytest.mark.parametrize("method", [M3PO, C3PO_REPLAY, replace(C3PO, gradient_draws=3)], ids=lambda m: m.name)
 def test_a_plain_step_is_along_the_gradient_that_ivon_is_given(policy: Policy, method: Method) -> None:
-    """Around weights with fixed noise as large as that of IVON, whether or not each draw has a divisor of its own."""
+    """Weights have fixed noise as large as IVON's, with one divisor or one for each draw."""
     named = list(policy.model.named_parameters())
     plain = PointSGD([{"params": named, "noise_scale": 1 / math.sqrt(1e6 * (1e-3 + 1e-8))}], max_grad_norm=0.0, lr=1.0)
     groups, before = rollouts(policy, method, plain), {name: p.detach().clone() for name, p in named}

@@ -48,7 +48,7 @@ Grads = dict[str, torch.Tensor]
 
 @pytest.fixture
 def policy(policy: Policy) -> Policy:
-    """One whose distributions are peaked: those of random weights are all nearly uniform."""
+    """A policy with peaked distributions: random weights give nearly uniform ones."""
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(3)
@@ -64,7 +64,7 @@ def another(policy: Policy) -> Reference:
 
 
 def gradient(policy: Policy, method: Method, objective: ObjectiveConfig, **settings: Any) -> tuple[Any, Grads]:
-    """With steps that are large enough for ratios to move, where there are several."""
+    """The gradient, with steps large enough for ratios to move if there are several."""
     reference = another(policy) if objective.reference_kl else None
     noise = 1.0 if method.draws else 0.0
     settings = {"lr": 3e3, "noise_scale": noise, "ess": 1e7, "reference": reference} | settings
@@ -146,7 +146,7 @@ def groups(policy: Policy) -> list[Group]:
 
 
 def test_the_mask_leaves_the_gradient_of_the_tokens_of_the_highest_entropy(policy: Policy, groups: list[Group]) -> None:
-    """Divided by the number of all."""
+    """The divisor is the number of all tokens."""
 
     def weights(a: torch.Tensor, _: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         order = (1000 * entropy).round().argsort(descending=True, stable=True)  # first tokens of a prompt are equal
@@ -171,7 +171,7 @@ def test_clip_cov_takes_the_gradient_of_tokens_of_a_large_covariance(policy: Pol
 
 
 def test_the_penalty_draws_towards_the_reference(policy: Policy, groups: list[Group]) -> None:
-    """Without advantages, the gradient of c (exp(d) - d - 1) alone, d = log reference - log policy: c (1 - exp(d))."""
+    """Without advantages, only c (exp(d) - d - 1) has a gradient, c (1 - exp(d)); d = log reference - log policy."""
     groups, reference = list(map(solved, groups)), another(policy)
     with reference.in_place(), torch.no_grad():
         of_reference = torch.cat([scored(policy, c)[0] for group in groups for c in group.completions])
@@ -194,7 +194,7 @@ def test_a_constant_divisor_is_completions_times_the_longest(policy: Policy, gro
 
 
 def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups: list[Group]) -> None:
-    """Of every mini-batch's two prompts, the completions of one are all right: only the penalty reads their rows."""
+    """Every mini-batch has two prompts, and one is all right: only the penalty reads its rows."""
     groups, found = [*groups[:1], *map(solved, groups[1:]), renamed(groups[1])], []
     two: dict[str, Any] = {"mini_batches": 2}
     for objective in (PPOConfig(**two), KLCovConfig(kl_cov_share=1.0, **two)):
@@ -212,7 +212,7 @@ def test_kl_cov_holds_tokens_of_rows_without_an_advantage(policy: Policy, groups
 
 
 def renamed(group: Group) -> Group:
-    """The group as that of another prompt."""
+    """The same group for another prompt."""
     problem = replace(group.problem, id="another")
     return replace(group, completions=tuple(replace(c, problem=problem) for c in group.completions))
 
@@ -234,7 +234,7 @@ def test_kl_cov_chooses_no_token_of_a_mini_batch_without_signal(
 
 @pytest.mark.parametrize("name", ["clip_cov", "entropy mask"])
 def test_tokens_are_chosen_among_those_of_all_draws(policy: Policy, name: str) -> None:
-    """Without noise, replay chooses as GRPO does of the same rows, though they are in four parts."""
+    """Without noise, replay chooses the same rows as GRPO, though they are in four parts."""
     _, replay = gradient(policy, C3PO_REPLAY, OBJECTIVES[name], noise_scale=0.0)
     _, grpo = gradient(policy, GRPO, OBJECTIVES[name])
     assert distance(replay, grpo) < 1e-4
@@ -250,7 +250,7 @@ def test_what_a_correction_masks_is_never_chosen(policy: Policy) -> None:
 
 
 def test_a_random_choice_depends_on_its_address_alone(policy: Policy, groups: list[Group]) -> None:
-    """Not on the state of any generator: the same again in the same step, and another in the next."""
+    """It ignores the state of any generator: the same step repeats it, the next step changes it."""
     found = []
     for step in (0, 0, 1):
         torch.rand(7)
@@ -276,7 +276,7 @@ def test_old_logprobs_are_those_of_the_draw_whose_gradient_is_taken(policy: Poli
 
 
 def test_the_reference_and_the_policy_change_places_bitwise(policy: Policy) -> None:
-    """Also if the body fails."""
+    """They also swap back if the body fails."""
     reference = another(policy)
     own, other = (
         {n: p.detach().clone() for n, p in some}
