@@ -48,6 +48,10 @@ def _text_grader(verify: Verify) -> Grader:
     return lambda completions: [verify(completion.problem, completion.text) for completion in completions]
 
 
+def _number_grader(reward: OwnReward, correct_from: float) -> Grader:
+    return lambda completions: [number_verdict(number, correct_from) for number in reward.function(completions)]
+
+
 GRADERS = {
     "exact": GraderKind(lambda *_: _text_grader(exact_match), lacks_answer),
     "math": GraderKind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
@@ -105,13 +109,7 @@ def grader_kind(settings: RewardConfig, verifier: Verifier | None) -> GraderKind
     if name is None:
         raise UserError(f"reward.function = 'task': a data file has no verifier of its own; set it to {_CHOICES}")
     if isinstance(name, OwnReward):
-        return GraderKind(
-            lambda settings, _: (
-                lambda completions: [
-                    number_verdict(number, settings.correct_from) for number in name.function(completions)
-                ]
-            )
-        )
+        return GraderKind(lambda settings, _: _number_grader(name, settings.correct_from))
     return _named_kind(name) if isinstance(name, str) else GraderKind(lambda *_: _text_grader(name))
 
 

@@ -56,7 +56,10 @@ class Bubblewrap(LocalSandbox):
             if self.packages and os.stat(self.packages).st_mode & 0o005 != 0o005:
                 fix = f"programs run as nobody, who must be able to read it: chmod -R o+rX {self.packages}"
                 raise UserError(f"reward.sandbox.packages = {settings.packages!r}: {fix}")
-        self._command = [_program("bwrap", "bubblewrap"), *NAMESPACES, *user, *_file_system(self.packages)]
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise _missing("bwrap", "bubblewrap")
+        self._command = [bwrap, *NAMESPACES, *user, *_file_system(self.packages)]
         try:
             self.filters = filters()
         except OSError:
@@ -93,13 +96,6 @@ def _nobody_is_mapped() -> bool:
     return any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
-def _program(name: str, package: str) -> str:
-    """The path of a program; `UserError` names the package that has it."""
-    if path := shutil.which(name):
-        return path
-    raise _missing(name, package)
-
-
 def _missing(what: str, package: str) -> UserError:
     problem = f"reward.sandbox.backend = 'bubblewrap': there is no {what} on this machine"
     return UserError(f"{problem}; install it (apt-get install {package}), {OTHERS}")
@@ -132,8 +128,7 @@ def _file_system(packages: str) -> list[str]:
 
 def _libraries(binaries: list[str]) -> list[str]:
     """The shared libraries that binaries load, and the libraries' loader."""
-    command = [_program("ldd", "libc-bin"), *binaries]
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     return sorted(set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", listing, re.MULTILINE)))
 
 

@@ -253,7 +253,8 @@ class Harness:
         if written > OUTPUT_LIMIT:
             return "wrong"
         code = os.waitstatus_to_exitcode(status)
-        if self._is_late(code, usage.ru_utime + usage.ru_stime):
+        # Only time limits kill: the kernel's of processor time, which it counts more coarsely, and `_tick`'s.
+        if code == -_signal.SIGKILL or usage.ru_utime + usage.ru_stime > self._order["cpu_s"]:
             return "time-out"
         if code == 0 and mark not in (b"", last):
             return "runtime error"
@@ -270,13 +271,6 @@ class Harness:
             if written > OUTPUT_LIMIT:
                 os.kill(self._pid, _signal.SIGKILL)
         return written, part
-
-    def _is_late(self, code: int, spent_s: float) -> bool:
-        """Whether a process with this exit code and seconds of processor time has used up its time."""
-        limit_s: float = self._order["cpu_s"]
-        used_up = spent_s > limit_s / 2 or self._waited > self._order["wall_s"]
-        # Where it kills, the kernel counts time more coarsely.
-        return spent_s > limit_s or (code == -_signal.SIGKILL and used_up)
 
     def _as_program(self, file: int, answer: int, down: int) -> tuple[Callable[[], bytes], Callable[[], None]]:
         """Set the limits of the program's process; returns `take` and `prove` of `run`."""
