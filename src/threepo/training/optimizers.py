@@ -69,9 +69,8 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
     """Load a learned Hessian, and momentum if asked for, where the recipe names one (method.md 1.5)."""
     assert isinstance(optimizer, IVON)
     if not settings.load_hessian:
-        adapted = model.lora.rank and not adapter_folder(
-            model.path
-        )  # then it is one around weights that are frozen now
+        # A posterior over all weights is none over new adapters.
+        adapted = model.lora.rank and not adapter_folder(model.path)
         if not adapted and has_hessian(model_folder(Path(model.path))):
             unused = f"threepo: model.path = {model.path!r} has a learned posterior, which is not used; "
             print(unused + f"optimizer.load_hessian={model.path} starts from its Hessian", file=sys.stderr)
@@ -109,8 +108,7 @@ IVON_KIND = OptimizerKind(_build_ivon, begin_ivon)
 
 def optimizer_kind(settings: OptimizerConfig) -> OptimizerKind:
     """The `OptimizerKind` of the optimizer that the settings name."""
-    kind: OptimizerKind = resolve_name(settings.code)
-    return kind
+    return resolve_name(settings.code)  # type: ignore[no-any-return]
 
 
 def build_optimizer(

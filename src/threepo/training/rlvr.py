@@ -76,7 +76,7 @@ def train(run: Run) -> None:
                 rollouts = rollout(run, step, clock)
             record = learn(run, rollouts.groups, step, clock)
             metrics = step_metrics(run, rollouts, record)
-            streaks = watch(config, run.state.streaks, step, rollouts, record)
+            streaks = watch(config, run.state.streaks, rollouts.completions, record)
             schedules = next_state(config, run.state.schedules, step + 1, metrics)
             run.state = TrainState(step + 1, streaks, schedules, rollouts.drawn)
             rows = completion_rows(step, rollouts.completions, record)
@@ -141,14 +141,9 @@ def completion_rows(step: int, completions: Sequence[Completion], record: Update
     rows = []
     for index, completion in enumerate(completions):
         row = update.get(index)
-        rows.append(
-            {
-                **completion_row(step, completion),
-                "gradient_logprob_sum": row and row.logprob_sum,
-                "rho": row.rho if row and record.correction else None,
-                "correction_weight": row and row.weight,
-            }
-        )
+        rho = row.rho if row and record.correction else None
+        numbers = {"gradient_logprob_sum": row and row.logprob_sum, "rho": rho, "correction_weight": row and row.weight}
+        rows.append(completion_row(step, completion) | numbers)
     return rows
 
 
@@ -186,19 +181,8 @@ def assemble(config: TrainConfig, folder: RunFolder | None = None, world: World 
             examination.prepare(engine)
         folder = open_folder(config, folder, state.step, world, problems)
         on_failure.pop_all()
-    return Run(
-        config=config,
-        folder=folder,
-        policy=policy,
-        optimizer=optimizer,
-        state=state,
-        world=world,
-        engine=engine,
-        source=source,
-        grader=divide_grading(grader, world),
-        examination=examination,
-        reference=reference,
-    )
+    grader = divide_grading(grader, world)
+    return Run(config, folder, policy, optimizer, state, world, engine, source, grader, examination, reference)
 
 
 def _problems_record(source: str, problems: Sequence[Problem]) -> dict[str, Any]:

@@ -154,23 +154,6 @@ class TrainingRun(Generic[Config]):
             raise
 
     @contextmanager
-    def rescued(self) -> Iterator[None]:
-        """Save into a new folder, which the error names, if the body fails because the run's folder is gone."""
-        try:
-            yield
-        except UserError as error:
-            known = self.world.all_know(error) and self.state.step > 0
-            if not known or not self.world.on_first(lambda: self.folder.is_lost):
-                raise
-            path = f"{self.folder.path}-rescued-at-step-{self.state.step}"
-            config = replace(self.config, run=replace(self.config.run, folder=path))
-            self.folder = open_folder(config, None, self.state.step, self.world)
-            self.save()
-            self.folder.close()
-            with self.world.together():
-                raise UserError(f"{error}; its state is saved: continue with --resume {path}") from error
-
-    @contextmanager
     def ending_steps(self, title: str, steps: int, shown: Mapping[str, str]) -> Iterator[Callable[[Metrics], None]]:
         """Yield a function that ends a training step, given its metrics: it logs them, saves and evaluates when due.
 
@@ -182,11 +165,7 @@ class TrainingRun(Generic[Config]):
         if self.state.step >= steps:
             more = f"; --resume {self.folder.path} run.steps=N extends it" if self.config.run.steps else ""
             console.print(f"this run has done all its {steps} steps{more}", highlight=False, soft_wrap=True)
-        with (
-            polite_stop() as stop,
-            progress(title, steps, self.state.step, self.folder.path, console) as reporter,
-            self.rescued(),
-        ):
+        with polite_stop() as stop, progress(title, steps, self.state.step, self.folder.path, console) as reporter:
 
             def stop_if_asked() -> None:
                 asked = CALLBACK if self.asked_to_stop else 0
