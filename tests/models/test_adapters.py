@@ -132,7 +132,7 @@ def test_draws_share_the_frozen_weights_in_the_local_engine(base: Path) -> None:
         ensembles.append(engine._ensemble)
     assert ensembles[0].bytes >= 8 * 4 * weights
     assert 4 * 8 * b <= ensembles[1].bytes <= 1.02 * 4 * (weights + 8 * b)  # panels are whole
-    assert ensembles[1].bytes == 8 * ensembles[1].bytes_per_draw + ensembles[1].shared_bytes
+    assert ensembles[1].bytes == ensembles[1].bytes_for(8)
 
 
 def test_a_rounded_base_is_in_memory_once(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_a_rounded_base_is_in_memory_once(tmp_path: Path) -> None:
     engine.load(optimizer, draws, 0)
     for name, p in linear.items():
         assert engine._ensemble.stacks[name.replace(".base_layer", "")].values.data_ptr() == p.data_ptr()
-    own = sum(p.numel() for n, p in policy.model.named_parameters() if n not in linear and "lora_B" not in n)
-    assert engine._ensemble.shared_bytes == 2 * own
+    own = sum(p.numel() * (2 if "lora_B" in n else 1) for n, p in policy.model.named_parameters() if n not in linear)
+    assert engine._ensemble.bytes == engine._ensemble.bytes_for(2) == 2 * own
     before = {name: p.clone() for name, p in linear.items()}
     for completion in engine.generate(requests_for(policy, draws), SamplingConfig(max_new_tokens=16), seed=1):
         with optimizer.at(completion.draw):

@@ -179,7 +179,7 @@ def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None
     engine._replicas[0].call("share", 0, engine._payload.layout, second.path)
     with pytest.raises(
         UserError,
-        match=r"other weights than those of Draw\(.*index=0, .*\) at step 7 .*: those of .*index=1",
+        match=r"other weights than those of Draw\(.*index=0, .*\) at step 7 that it was given",
     ):
         engine.load(IVON(policy.model.named_parameters(), ess=1e13), DRAWS[:2], 7)
 

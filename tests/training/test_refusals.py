@@ -97,7 +97,7 @@ def test_memory_for_whatever_will_be_asked_is_checked_before_a_folder_is_made(wh
     write("heldout.jsonl", HELDOUT)
     write("long.jsonl", [*(ROWS if "train" in what else HELDOUT), LONG | {"prompt": "x" * 30}])
     model = load_policy(config().model, 0).model
-    weights = Ensemble(model, torch.float32, torch.device("cpu")).bytes_per_draw
+    weights = Ensemble(model, torch.float32, torch.device("cpu")).bytes_for(1)
     row = 16 * bytes_per_token(model.config, torch.float32)  # 8 tokens of a prompt, and 4 new ones
     row += sampling_bytes(model.config.vocab_size)
     memory = max(config().method.draws, 1) * (weights + row) + 1

@@ -56,13 +56,13 @@ class VLLMServers:
         self._folder = Path(own.weights_folder).absolute()
         self._draws: list[Draw | None] = []
         self._expected: list[torch.Tensor] = []
-        """The probe's log-probs under each loaded draw."""
+        """The trainer's log-probs of the fixed prompt, for each loaded draw."""
         self._step, self._path = -1, self._folder
         lengths = world.share(lambda: _side_by_side(self._servers[i].check(settings.dtype) for i in self._driven()))
         self._longest = min(chain(*lengths))
         folder_lock = world.only_first(lambda: _lock_folder(self._folder), others=None)
         self._end = weakref.finalize(self, _close, self._folder, folder_lock)
-        self._probe = fixed_prompt(policy, self._longest - 1)
+        self._prompt = fixed_prompt(policy, self._longest - 1)
         _allow_connections(len(self._driven()) * self._together)
 
     def prepare(self, draws: int, tokens: int) -> None:
@@ -72,7 +72,7 @@ class VLLMServers:
     def load(self, posterior: WeightSource, draws: Sequence[Draw | None], step: int) -> None:
         """Write mean and Hessian, and tell every server its first draw; the others are told by `generate`.
 
-        `UserError` if a server is down, fails, does not answer, or shows other weights by its probe.
+        `UserError` if a server is down, fails, does not answer, or fails the weight check.
         """
         self._draws, self._step = list(dict.fromkeys(draws)), step
         noisy = any(draw is not None for draw in self._draws)
@@ -81,7 +81,7 @@ class VLLMServers:
         # No name comes twice: a disk of several nodes may remember what a name stood for.
         self._path = self._folder / _NAME.format(self._world.on_first(lambda: uuid.uuid4().hex))
         save_tensors(self._path, tensors, self._world, metadata)
-        self._expected = self._references(posterior)
+        self._expected = self._expected_logprobs(posterior)
         with self._world.together():
             _side_by_side(self._ready(i, i % len(self._draws)) for i in self._driven())
 
@@ -125,26 +125,23 @@ class VLLMServers:
         return decoded
 
     async def _ready(self, i: int, index: int) -> None:
-        """Let server number i hold the draw of this index, probed."""
+        """Let server number i hold the draw of this index, and check that it does."""
         server, draw = self._servers[i], self._draws[index]
         version = f"{self._path.stem} {draw or 'the mean'}"
         if server.version != version:
-            measured = await server.tell(self._path, draw, version, self._probe)
+            measured = await server.tell(self._path, draw, version, self._prompt)
             what = f"{draw or 'the mean'} at step {self._step} on {server.url}"
             check_logprobs(self._expected[index], measured, self._tolerance, what)
 
-    def _references(self, posterior: WeightSource) -> list[torch.Tensor]:
-        """The probe's log-probs under each draw, by the trainer's model. The draws are dealt to the ranks."""
+    def _expected_logprobs(self, posterior: WeightSource) -> list[torch.Tensor]:
+        """The trainer's log-probs of the fixed prompt under each draw; the draws are dealt to the ranks."""
         size, found = self._world.size, []
         for first in range(0, len(self._draws), size):
             mine = first + self._world.rank
             weights = posterior.weights(self._draws[mine % len(self._draws)], gather=True)  # by all, at the same time
-            if mine >= len(self._draws):
-                for _ in weights:
-                    pass
-                continue
             own = {self._sources[name]: value.to(self._dtype) for name, value in weights}
-            found.append(expected_logprobs(self._policy.architecture, own, self._probe, self._policy.device))
+            if mine < len(self._draws):
+                found.append(expected_logprobs(self._policy.architecture, own, self._prompt, self._policy.device))
         shares = self._world.gather(found)
         return [shares[index % size][index // size] for index in range(len(self._draws))]
 

@@ -47,14 +47,18 @@ class Stack:
         """Elements in memory for one draw."""
         return stacked_linear.padded(self.shape[0]) * self.shape[1] if self.is_packed else self.shape.numel()
 
+    def copies(self, draws: int) -> int:
+        """The copies of the values that so many draws need."""
+        return min(draws, 1) if self.shared else draws
+
     def resize(self, draws: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate memory for the values of so many draws; old values are lost."""
         if self.is_borrowed:
             return
-        draws = min(draws, 1) if self.shared else draws
+        copies = self.copies(draws)
         self.memory = self.values = torch.empty(0)  # frees the old memory before the new is allocated
-        self.memory = torch.empty(draws, self.numbers, dtype=dtype, device=device)
-        self.values = self.memory[:, : self.shape.numel()].view(draws, *self.shape)
+        self.memory = torch.empty(copies, self.numbers, dtype=dtype, device=device)
+        self.values = self.memory[:, : self.shape.numel()].view(copies, *self.shape)
         """[N, *shape], for writing; packing makes it meaningless."""
 
     def borrow(self, values: torch.Tensor) -> None:
@@ -232,16 +236,10 @@ class Ensemble:
                 pair = self.stacks[name], self.stacks[name.replace(f".{A}.", f".{B}.")]
                 self.model.get_submodule(layer).low_rank = *pair, scale
 
-    @property
-    def bytes_per_draw(self) -> int:
-        """Memory for the weights that each draw has for itself, with padding to whole panels."""
-        return sum(stack.numbers for stack in set(self.stacks.values()) if not stack.shared) * self.dtype.itemsize
-
-    @property
-    def shared_bytes(self) -> int:
-        """Memory for the weights that all draws share, without those that are borrowed from the trainer."""
-        own = (stack for stack in set(self.stacks.values()) if stack.shared and not stack.is_borrowed)
-        return sum(stack.numbers for stack in own) * self.dtype.itemsize
+    def bytes_for(self, draws: int) -> int:
+        """Memory for the weights of so many draws, without those that are borrowed from the trainer."""
+        own = (stack for stack in set(self.stacks.values()) if not stack.is_borrowed)
+        return sum(stack.copies(draws) * stack.numbers for stack in own) * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
@@ -263,7 +261,7 @@ class Ensemble:
     def resize(self, draws: int) -> None:
         """Allocate memory for the weights of `draws` draws, one block for each parameter; old values are lost."""
         for stack in self.stacks.values():
-            if len(stack.values) != (min(draws, 1) if stack.shared else draws):
+            if len(stack.values) != stack.copies(draws):
                 stack.resize(draws, self.dtype, self.device)
 
     def views(self, index: int) -> dict[str, torch.Tensor]:

@@ -98,9 +98,8 @@ class LocalEngine:
                     f"engine: the probabilities of {request.draw or 'the mean'} are not numbers at step "
                     f"{self._step}: the policy has diverged; lower optimizer.lr, or with IVON raise optimizer.ess"
                 )
-        return [
-            completion_of(self._policy, request, *of, self._step) for request, of in zip(requests, decoded, strict=True)
-        ]
+        pairs = zip(requests, decoded, strict=True)
+        return [completion_of(self._policy, request, *found, self._step) for request, found in pairs]
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -116,7 +115,7 @@ class LocalEngine:
                 f"engine.max_batch_rows = {self._settings.max_batch_rows}: fewer than the {draws} draws, which are "
                 f"decoded together with at least one row each; raise it"
             )
-        weights = draws * self._ensemble.bytes_per_draw + self._ensemble.shared_bytes
+        weights = self._ensemble.bytes_for(draws)
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         cached = whole_blocks(tokens) * bytes_per_token(self._model.config, self._ensemble.dtype)
         row = cached + sampling_bytes(vocabulary)

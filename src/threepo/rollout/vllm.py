@@ -1,8 +1,8 @@
 """The vLLM engine: continuous batching in separate processes, with weights pushed into them.
 
 The trainer writes the payload of every draw (rollout.payloads) into shared memory. A replica (rollout.vllm_replica)
-loads it from there with vLLM's reload_weights, and flushes its prefix cache; then a weight check shows that it computes
-with these weights. One replica decodes the draws of a step in turn; a replica for each decodes all at the same time.
+loads it from there, flushes its prefix cache, and shows by a weight check that it computes with it. One replica decodes
+the draws of a step in turn; a replica for each decodes all at the same time.
 
 vLLM gets a model whose output head is not tied to its embedding, and the head's weights by name. If its configuration
 ties them, the CPU build of vLLM 0.32 keeps using the packed copy of the head that it made at its start: a reload
@@ -83,7 +83,8 @@ class VLLMEngine:
                 self._replicas.append(Replica(name, _PROGRAM, environment, log, settings.vllm.timeout_s))
             try:
                 adapters = dict(self._payload.adapters)
-                self._call_all("start", settings, str(folder), self._max_length, self._prompt, adapters)
+                start = ("start", settings, str(folder), self._max_length, self._prompt, adapters)
+                call_all(dict.fromkeys(self._replicas, start))
             except ReplicaError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise UserError(
@@ -93,7 +94,7 @@ class VLLMEngine:
                 layout = self._payload.base_layout
                 with closing(SharedTensors(layout)) as base:
                     self._payload.write_base(base.tensors)
-                    self._call_all("load_base", layout, base.path)
+                    call_all(dict.fromkeys(self._replicas, ("load_base", layout, base.path)))
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory that vLLM takes is its own, reserved when it starts."""
@@ -155,10 +156,6 @@ class VLLMEngine:
                 f"raise it up to the model's context of {self._policy.context}, or lower sampling.max_new_tokens"
             )
 
-    def _call_all(self, *request: Any) -> None:
-        """Send all replicas the same request."""
-        call_all(dict.fromkeys(self._replicas, request))
-
     def _draws_of(self, replica: int) -> range:
         """The indices of the draws that a replica serves."""
         return range(replica, len(self._draws), len(self._replicas))
@@ -173,18 +170,13 @@ class VLLMEngine:
     def _check(self, index: int, evidence: Evidence) -> None:
         """Compare what a replica read to the bit, since draws may be closer than the tolerance, and its log-probs."""
         (written, expected), (read, measured) = self._expected[index], evidence
-        what = self._describe(index)
+        what = f"{self._draws[index] or 'the mean'} at step {self._step}"
         if set(read) != {written}:
-            sums = [checksum for checksum, _ in self._expected]
-            others = [self._describe(sums.index(other)) for other in set(read) - {written} if other in sums]
             raise UserError(
-                f"engine.kind = 'vllm': a replica read other weights than those of {what} that it was given"
-                f"{''.join(f': those of {other}' for other in others)}; please report this"
+                f"engine.kind = 'vllm': a replica read other weights than those of {what} that it was given; please "
+                f"report this"
             )
         check_logprobs(expected, measured, self._tolerance, what)
-
-    def _describe(self, index: int) -> str:
-        return f"{self._draws[index] or 'the mean'} at step {self._step}"
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

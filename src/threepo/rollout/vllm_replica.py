@@ -2,11 +2,8 @@
 
 vLLM only warns when a reload misses tensors, and log-probs change little in one training step. Therefore the engine
 starts with weights that are NaN: a tensor that keeps some of them makes the weight check NaN. First every parameter is
-overwritten in place, which finds tensors that no push reaches. (vLLM's own initial values are about zero: a bias would
-pass.) Then NaN weights are pushed, a rehearsal that finds tensors which only the first push reaches. A packed copy that
-no push reaches keeps the start's values, and differs. (An output head did keep its old weights in such a copy.)
-
-With tensor parallelism vLLM has a worker process for each part, and every worker reads the shared memory itself.
+overwritten in place, which finds tensors that no push reaches. Then NaN weights are pushed, a rehearsal that finds
+tensors which only the first push reaches. A packed copy that no push reaches keeps the start's values, and differs.
 
 Draws of adapters are decoded in one batch: the base weights are loaded once, and each draw is put into a slot of vLLM's
 adapters, from memory and not from a file as vLLM's requests would. A slot is emptied first, since vLLM ignores a second

@@ -26,8 +26,8 @@ _CONSTANT = (
     "policy or the reward"
 )
 _CUT = (
-    "every completion was cut at sampling.max_new_tokens = {} and graded unfinished: raise it, or see in completions/ of "
-    "the run folder whether the policy repeats itself or never generates its end token; then check that its "
+    "every completion was cut at sampling.max_new_tokens = {} and graded unfinished: raise it, or see in completions/ "
+    "of the run folder whether the policy repeats itself or never generates its end token; then check that its "
     "tokenizer's eos_token and chat template are those that it was trained with"
 )
 _UNCHANGED = (
