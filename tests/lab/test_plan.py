@@ -21,7 +21,7 @@ from threepo.models.loading import model_shape
 from threepo.posterior.ivon import IVON
 from threepo.run_folder import read_metrics
 from threepo.training import rlvr
-from threepo.training.flops import step_flops
+from threepo.training.metrics import step_flops
 from threepo.types import Draw
 
 LAYERS = 4

@@ -17,7 +17,7 @@ from threepo.models.loading import Shape, model_shape
 from threepo.models.packing import GPU_TOKENS
 from threepo.rewards.grading import refuse_missing
 from threepo.rollout.memory import GIB, bytes_per_token
-from threepo.training.flops import step_flops
+from threepo.training.metrics import step_flops
 
 UNKNOWN = 512
 """Tokens of a prompt, or of a demonstration, where nothing bounds them."""

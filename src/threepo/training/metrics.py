@@ -10,7 +10,6 @@ import torch
 
 from threepo.config import Method
 from threepo.methods.method import flat_groups
-from threepo.training.flops import step_flops
 from threepo.training.rollouts import Rollouts
 from threepo.types import Group, Verdict
 
@@ -78,6 +77,18 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
         "groups/missing": rollouts.missing,
         "completions/discarded_tokens": sum(len(c.tokens) for group in rollouts.discarded for c in group.completions),
     }
+
+
+def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> dict[str, float]:
+    """Operations of one RLVR step by what they are for; the paper's table has their sum.
+
+    Per weight and token, two forward and six forward and backward. The tokens: prompt tokens `read`, once for each
+    draw, which shares them among its completions; `decoded` tokens; and tokens of prompts and completions `trained` on,
+    once for each draw at which their gradient is taken. `frozen`: no gradients of the weights are made, which saves two
+    operations of six, and adapters count nothing.
+    """
+    forward, passes = 2 * weights, 2 if frozen else 3
+    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": passes * forward * trained}
 
 
 def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> float:

@@ -22,7 +22,7 @@ from threepo.models.policy import Policy
 from threepo.posterior.gaussian import Posterior, posterior_metrics
 from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.progress import CALLBACK, obey, polite_stop, progress
-from threepo.ranks.agreement import StateCheck, agree_on_setup
+from threepo.ranks.agreement import agree_on_setup, agree_on_state
 from threepo.ranks.sharding import load_sharded
 from threepo.ranks.world import World
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
@@ -60,7 +60,7 @@ def due(done: int, every: int, total: int) -> bool:
 
 @dataclass
 class TrainingRun(Generic[Config]):
-    """The parts of a training run; `state` and `asked_to_stop` are the only ones that change."""
+    """The parts of a training run; only `state` and the two flags at the end change."""
 
     config: Config
     folder: RunFolder
@@ -72,11 +72,8 @@ class TrainingRun(Generic[Config]):
     """Called on the first rank with every row of metrics.jsonl."""
     asked_to_stop: bool = field(default=False, kw_only=True)
     """Whether a follower has asked to stop."""
-
-    def __post_init__(self) -> None:
-        self.check = StateCheck(self.world, self.optimizer)
-        self.check.note()
-        self._warned = False
+    warned: bool = field(default=False, kw_only=True)
+    """Whether a gradient that was not finite has been warned of."""
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""
@@ -91,8 +88,8 @@ class TrainingRun(Generic[Config]):
         `finite`: whether all gradients of the step were finite; the first step of a run where one was not warns.
         """
         metrics = self.optimizer.step_metrics() | {"optimizer/lr": self.optimizer.param_groups[0]["lr"]}
-        if not finite and not self._warned:
-            self._warned = True
+        if not finite and not self.warned:
+            self.warned = True
             warnings.warn(
                 f"a gradient of step {self.state.step} was not finite, so its update was skipped; later ones are only "
                 f"counted, in optimizer/skipped_steps",
@@ -139,7 +136,7 @@ class TrainingRun(Generic[Config]):
         """Save a checkpoint, unless no step is done yet, and delete those that are too old to keep."""
         path = self.world.on_first(lambda: self.folder.checkpoint_path(self.state.step))
         if self.state.step and not self.world.on_first(path.exists):
-            self.check.agree(self.state)
+            agree_on_state(self.world, self.state, self.optimizer)
             save_checkpoint(path, self.policy, self.optimizer, self.state, self.world)
         self.world.on_first(lambda: self.folder.prune_checkpoints(self.config.run.keep_checkpoints))
 
