@@ -3,9 +3,6 @@
 Gradients are summed over ranks, so a rank that runs another recipe, or whose copy of the weights has changed, would
 spoil the run unnoticed. Here the ranks compare what must be equal, and end together with one line that says what
 differs and on which rank (`World.agree`). A process on its own compares nothing.
-
-A shard that was wrong from the start cannot be noticed, because only one rank holds it; but only the first rank reads
-the files, and it broadcasts the shards.
 """
 
 import hashlib

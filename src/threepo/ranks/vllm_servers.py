@@ -1,13 +1,10 @@
 """The vLLM engine on inference nodes: servers that users start, which make each draw from its address.
 
 Once a step all ranks write mean and Hessian, each its own shards, into one file in a folder that the servers see, and a
-server makes its draws from that file. So a step costs 8 bytes a weight for any number of draws. The file of a step is
-deleted before the next one is written: nobody reads it by then, since a server answers an update only when it has read
-the file.
+server makes its draws from that file, 8 bytes a weight for any number of draws. The file is deleted before the next one
+is written: a server answers an update only when it has read the file.
 
-Each server is driven by one rank. With more servers than draws, several share a draw and split its requests; with
-fewer, a server has several draws, one after another. Every change of weights is checked, as
-rollout/weight_check.py says. Not yet run on a GPU.
+Each server is driven by one rank. Every change of weights is checked (rollout/weight_check.py). Not yet run on a GPU.
 """
 
 import asyncio

@@ -48,14 +48,9 @@ def attend(
 ) -> torch.Tensor:
     """Write new keys and values [B, K, 1, D] into the cache, and return attention over it [B, 1, H, D].
 
-    Args:
-        q: queries [B, H, 1, D].
-        k, v: keys and values of the new tokens.
-        keys, values: the cache, [S, K, T / 16, D, 16] and [S, K, T, D].
-        lengths: [B] int64, tokens of each row in the cache before this one.
-        slots: [B] int64, the slot of each row in the cache.
-        scale: factor of the scores.
-        window: keys that a token sees, its own included; 0: all.
+    `q` are queries [B, H, 1, D]; `keys` [S, K, T / 16, D, 16] and `values` [S, K, T, D] are the cache. `lengths` (int64
+    [B]) counts each row's tokens in the cache before this one, `slots` (int64 [B]) says where they are. `window`: keys
+    that a token sees, its own included (0: all).
     """
     q, k, v, lengths, slots = (x.contiguous() for x in (q, k, v, lengths, slots))
     batch, heads = q.shape[:2]

@@ -1,9 +1,9 @@
 """N policies as one model: a Hugging Face decoder in which every weight is a stack of values, one for each draw.
 
-The decoder's own code runs, so everything special about a family (norms of queries and keys, positions, sliding
-windows, scaled logits) stays as its authors wrote it. Two things are replaced: modules that own weights, whose matrix
-products become batched ones, and attention, which goes through the engine's cache (cache.py). Rows are ordered by draw.
-Compiled products (stacked_linear.py) take any number of rows of each draw; torch's products need equally many.
+The decoder's own code runs, so everything special about a family stays as its authors wrote it. Two things are
+replaced: modules that own weights, whose matrix products become batched ones, and attention, which goes through the
+engine's cache (cache.py). Rows are ordered by draw. Compiled products (stacked_linear.py) take any number of rows of
+each draw; torch's products need equally many.
 
 Legend: N draws, B rows of all draws, L positions of each row in a pass, D width.
 """

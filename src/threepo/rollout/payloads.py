@@ -1,10 +1,8 @@
 """Payloads in shared memory, by which a vLLM replica gets a draw: all weights, or adapters.
 
-With adapters, the frozen weights are pushed once, and a draw is an adapter on top of them (`engine.vllm.adapters`), so
-that a replica decodes several draws in one batch; the weight check then runs in the trainer's precision, with adapters
-in the engine's.
-
-If the model is sharded, the policy's architecture stands for it: nothing here needs its weights.
+With adapters, the frozen weights are pushed once, and a draw is an adapter on top of them (`engine.vllm.adapters`); the
+weight check then runs in the trainer's precision, with adapters in the engine's. If the model is sharded, the policy's
+architecture stands for it.
 """
 
 from collections.abc import Iterable, Mapping

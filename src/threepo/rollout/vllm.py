@@ -4,11 +4,8 @@ The trainer writes the payload of every draw (rollout.payloads) into shared memo
 loads it from there, flushes its prefix cache, and shows by a weight check that it computes with it. One replica decodes
 the draws of a step in turn; a replica for each decodes all at the same time.
 
-vLLM gets a model whose output head is not tied to its embedding, and the head's weights by name. If its configuration
-ties them, the CPU build of vLLM 0.32 keeps using the packed copy of the head that it made at its start: a reload
-repacks only layers that weights are loaded for, and none are loaded for a tied head.
-
-Neither this file nor rollout.vllm_replica has run on a GPU yet.
+vLLM gets a model whose output head is not tied to its embedding, and the head's weights by name: the CPU build of vLLM
+0.32 does not repack a tied head in a reload (docs/engines.md). Not yet run on a GPU.
 """
 
 import copy

@@ -6,10 +6,8 @@ overwritten in place, which finds tensors that no push reaches. Then NaN weights
 tensors which only the first push reaches. A packed copy that no push reaches keeps the start's values, and differs.
 
 Draws of adapters are decoded in one batch: the base weights are loaded once, and each draw is put into a slot of vLLM's
-adapters, from memory and not from a file as vLLM's requests would. A slot is emptied first, since vLLM ignores a second
-adapter under a known number; it gets a copy, since vLLM multiplies its input by alpha / rank in place; and the prefix
-cache is flushed, since it tells adapters apart by their names. Every row names an adapter, also for the mean: in a
-batch with others, the CPU build of vLLM 0.32 gives a row without one the adapter of the last slot.
+adapters. Every row names an adapter, also for the mean: in a batch with others, the CPU build of vLLM 0.32 gives a row
+without one the adapter of the last slot.
 
 vLLM decodes step by step here, with a report after every step and every reload. `LLM.generate` would be silent until
 all is done.
@@ -217,7 +215,8 @@ def reload(worker: Any, index: int, rehearsed: bool) -> int:
 def adapt(worker: Any, slot: int, settings: dict[str, Any], index: int, rehearsed: bool) -> int:
     """Put adapters `index`, or NaN in their place, into a slot of a vLLM worker; returns their checksum.
 
-    It follows vLLM's own `_load_adapter` (lora/worker_manager.py of 0.32), which reads files.
+    It follows vLLM's own `_load_adapter` (lora/worker_manager.py of 0.32), which reads files. The slot is emptied
+    first, since vLLM ignores a second adapter under a known number, and gets a copy, which vLLM scales in place.
     """
     from vllm.lora.peft_helper import PEFTHelper
 

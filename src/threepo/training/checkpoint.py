@@ -137,18 +137,18 @@ def restore_optimizer(path: Path, optimizer: PolicyOptimizer) -> None:
     if isinstance(optimizer, IVON):
         hessian = Posterior.from_pretrained(path).hessian
         tensors |= {f"hessian/{name}": value for name, value in hessian.items()}
-    index = {name: i for i, (name, _, _) in enumerate(named_in_groups(optimizer.param_groups))}
-    parameters = {name: p for name, p, _ in named_in_groups(optimizer.param_groups)}
+    known = {name: (i, p) for i, (name, p, _) in enumerate(named_in_groups(optimizer.param_groups))}
     restored = optimizer.state_dict() | {"state": {}}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
-        if name not in index:
+        if name not in known:
             raise UserError(f"{file}: the model has no parameter {name or key}; it belongs to another model")
-        if value.shape not in (shape := parameters[name].shape, ()):
-            found = f"{list(value.shape)}, not {list(shape)}"
+        index, p = known[name]
+        if value.shape not in (p.shape, ()):
+            found = f"{list(value.shape)}, not {list(p.shape)}"
             raise UserError(f"{file}: {key} has the shape {found}; it belongs to another model")
-        mine = like_parameter(value, parameters[name]) if value.shape == shape else value
-        restored["state"].setdefault(index[name], {})[kind] = mine
+        mine = like_parameter(value, p) if value.shape == p.shape else value
+        restored["state"].setdefault(index, {})[kind] = mine
     optimizer.load_state_dict(restored)
     counts = _saved_state(path)
     for group in optimizer.param_groups:
