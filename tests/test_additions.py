@@ -106,16 +106,13 @@ ADDITIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "posterior/sign_sgd.py": [],
         "training/optimizers.py": [
             before(
-                "\n\ndef optimizer_kind(",
+                "\n\ndef build_optimizer(",
                 """
 
-def _build_sign(settings, model, groups, seed):
+def build_sign(settings, model, groups, seed):
     from threepo.posterior.sign_sgd import SignSGD
 
     return SignSGD(groups, seed=seed, model=model, lr=settings.lr)
-
-
-SIGN = OptimizerKind(_build_sign)
 """,
             )
         ],
@@ -129,7 +126,7 @@ SIGN = OptimizerKind(_build_sign)
     lr: Positive = 1e-4
     """Learning rate."""
 
-    code = "threepo.training.optimizers:SIGN"
+    code = "threepo.training.optimizers:build_sign"
 
 
 ''',

@@ -1,5 +1,5 @@
-"""[optimizer]: what trains. To add an optimizer, write its record here, name the record in `AnyOptimizer`, and write an
-`OptimizerKind` that makes it."""
+"""[optimizer]: what trains. To add an optimizer, write its record here, name the record in `AnyOptimizer`, and write a
+function that builds it."""
 
 import math
 from typing import Annotated, ClassVar, Literal
@@ -18,7 +18,7 @@ class OptimizerConfig(Settings, table="optimizer", by="kind"):
     kind: str
 
     code: ClassVar[str] = ""
-    """The `OptimizerKind` that builds it, as module:name; imported when it is used."""
+    """The function that builds it, as module:name; imported when it is used."""
 
     def noise_scale(self, unit: str, size: float) -> float:
         """noise_scale of a parameter whose noise has this size, in this unit of [noise]."""
@@ -47,7 +47,7 @@ class AdamWConfig(OptimizerConfig):
     max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this total norm; 0: never."""
 
-    code = "threepo.training.optimizers:ADAMW"
+    code = "threepo.training.optimizers:build_adamw"
 
     def memory(self, gradient_draws: int) -> dict[str, int]:
         return {"AdamW's moments": 2} | super().memory(gradient_draws)
@@ -85,7 +85,7 @@ class IVONConfig(OptimizerConfig):
     load_momentum: bool = False
     """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
 
-    code = "threepo.training.optimizers:IVON_KIND"
+    code = "threepo.training.optimizers:build_ivon"
 
     def __post_init__(self) -> None:
         fix = "name the folder to load from in optimizer.load_hessian"
@@ -110,7 +110,7 @@ class SGDConfig(OptimizerConfig):
     max_grad_norm: NotNegative = 0.0
     """Gradients are scaled down to this total norm; 0: never."""
 
-    code = "threepo.training.optimizers:SGD"
+    code = "threepo.training.optimizers:build_sgd"
 
 
 AnyOptimizer = Annotated[AdamWConfig | IVONConfig | SGDConfig, Field(discriminator="kind")]

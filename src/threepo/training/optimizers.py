@@ -1,12 +1,11 @@
-"""The optimizers that a recipe can name: config/optimizers.py has a record for each, which names its `OptimizerKind`.
+"""The optimizers that a recipe can name: config/optimizers.py has a record for each, which names the function here that
+builds it from its settings, the model, groups of its parameters with the noise of each, and the noise seed.
 
 An optimizer has the methods of `PolicyOptimizer`. Checkpoints save and restore the tensors of its `state_dict()`.
 """
 
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -28,31 +27,27 @@ LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
 
 
-@dataclass(frozen=True)
-class OptimizerKind:
-    """Functions with which training makes an optimizer; each gets the settings of its kind."""
-
-    build: Callable[[Any, torch.nn.Module, list[dict[str, Any]], int], PolicyOptimizer]
-    """A new optimizer of groups of a model's parameters, with the noise of each; last, the noise seed."""
-    begin: Callable[[Any, PolicyOptimizer, ModelConfig], None] = lambda *_: None
-    """Load into a new optimizer what a new run starts from."""
+Groups = list[dict[str, Any]]
 
 
-def _build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointAdamW:
+def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointAdamW:
+    """AdamW, which trains a point estimate."""
     own = _all_but(settings, "kind", "epsilon")
     return PointAdamW(groups, eps=settings.epsilon, seed=seed, model=model, **own)
 
 
-def _build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> IVON:
+def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, seed: int) -> IVON:
+    """IVON, which does not warn of clipping: posterior/clipped_share is logged."""
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
     return IVON(groups, seed=seed, model=model, **own)
 
 
-def _build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: list[dict[str, Any]], seed: int) -> PointSGD:
+def build_sgd(settings: SGDConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointSGD:
+    """The plain gradient step."""
     return PointSGD(groups, seed=seed, model=model, **_all_but(settings, "kind"))
 
 
-def _groups(model: torch.nn.Module, scales: dict[str, float], structure: str) -> list[dict[str, Any]]:
+def _groups(model: torch.nn.Module, scales: dict[str, float], structure: str) -> Groups:
     """All parameters by name; those with the same noise form a group."""
     named = dict(model.named_parameters())
     return [
@@ -101,16 +96,6 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
         )
 
 
-ADAMW = OptimizerKind(_build_adamw)
-SGD = OptimizerKind(_build_sgd)
-IVON_KIND = OptimizerKind(_build_ivon, begin_ivon)
-
-
-def optimizer_kind(settings: OptimizerConfig) -> OptimizerKind:
-    """The `OptimizerKind` of the optimizer that the settings name."""
-    return resolve_name(settings.code)  # type: ignore[no-any-return]
-
-
 def build_optimizer(
     settings: OptimizerConfig, noise: NoiseConfig, model: torch.nn.Module, seed: int, checkpoint: Path | None = None
 ) -> PolicyOptimizer:
@@ -124,4 +109,5 @@ def build_optimizer(
     else:
         found = noise_sizes(model.named_parameters(), noise)
         scales = {name: settings.noise_scale(noise.unit, size) for name, size in found.items()}
-    return optimizer_kind(settings).build(settings, model, _groups(model, scales, noise.structure), seed)
+    groups = _groups(model, scales, noise.structure)
+    return resolve_name(settings.code)(settings, model, groups, seed)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from threepo.config import TRACKERS, ScheduleConfig, SFTConfig, TrainConfig
+from threepo.config import TRACKERS, IVONConfig, ScheduleConfig, SFTConfig, TrainConfig
 from threepo.errors import ThreepoWarning, UserError
 from threepo.models.adapters import CONFIG as ADAPTERS
 from threepo.models.policy import Policy
@@ -28,7 +28,7 @@ from threepo.ranks.world import World
 from threepo.run_folder import FollowedFolder, RunFolder, checkpoints, read_metrics, refuse_taken
 from threepo.training.checkpoint import TrainState, load_train_state, restore_optimizer, save_checkpoint
 from threepo.training.metrics import Clock, Metrics
-from threepo.training.optimizers import build_optimizer, optimizer_kind
+from threepo.training.optimizers import begin_ivon, build_optimizer
 from threepo.training.schedules import ScheduleState, first_state
 
 Follower = Callable[[Mapping[str, Any]], object]
@@ -219,7 +219,8 @@ def build_or_restore(
     if path:
         restore_optimizer(path, optimizer)
         return policy, optimizer, state
-    optimizer_kind(settings).begin(settings, optimizer, model)
+    if isinstance(settings, IVONConfig):
+        begin_ivon(settings, optimizer, model)
     schedules = first_state(config) if isinstance(config, TrainConfig) else ScheduleState()
     _warn_at_the_start(config, policy, optimizer)
     return policy, optimizer, replace(state, schedules=schedules)
