@@ -32,10 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failure: type[Exception] | None = None
     neighbours: Sequence[int] = ()
     try:
-        if not options.command.on_ranks:
-            launch.refuse_several(
-                "torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it"
-            )
+        if launch.ranks_started() > 1 and not options.command.on_ranks:
+            raise UserError("torchrun: only `threepo train`, `sft` and `eval` run on several ranks; start without it")
         with launch.one_voice():
             options.command.action(options)
         sys.stdout.flush()

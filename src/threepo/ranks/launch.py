@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
-from threepo.errors import UserError
 from threepo.ranks.world import ALONE, AgreedError, RankError, RankLost, World, is_lost
 
 _PATIENCE_S = 15.0
@@ -86,12 +85,6 @@ def _neighbours(world: World) -> list[int]:
     with suppress(OSError):  # an old kernel, or a container that forbids it
         return [os.pidfd_open(process) for where, process in processes if where == node and process != own]
     return []
-
-
-def refuse_several(message: str) -> None:
-    """Raise `UserError` with this message if torchrun has started several ranks."""
-    if ranks_started() > 1:
-        raise UserError(message)
 
 
 @contextmanager

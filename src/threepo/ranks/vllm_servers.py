@@ -60,7 +60,8 @@ class VLLMServers:
         folder_lock = world.only_first(lambda: _lock_folder(self._folder), others=None)
         self._end = weakref.finalize(self, _close, self._folder, folder_lock)
         self._prompt = fixed_prompt(policy, self._longest - 1)
-        _allow_connections(len(self._driven()) * self._together)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for a connection per request; shells allow 1024
 
     def prepare(self, draws: int, tokens: int) -> None:
         """See `RolloutEngine.prepare`: the memory of the servers is their own."""
@@ -161,14 +162,6 @@ def _side_by_side(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
         return await asyncio.gather(*work)
 
     return asyncio.run(all_of_it())
-
-
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files, as far as it may; shells often allow 1024."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 1024 if most == resource.RLIM_INFINITY else min(count + 1024, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:
