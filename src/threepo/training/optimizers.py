@@ -25,9 +25,8 @@ from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 
 LOUD_PRIOR = 2.0
 """Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
-
-
 Groups = list[dict[str, Any]]
+"""Groups of a model's parameters, with the noise of each."""
 
 
 def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, seed: int) -> PointAdamW:
@@ -37,7 +36,7 @@ def build_adamw(settings: AdamWConfig, model: torch.nn.Module, groups: Groups, s
 
 
 def build_ivon(settings: IVONConfig, model: torch.nn.Module, groups: Groups, seed: int) -> IVON:
-    """IVON, which does not warn of clipping: posterior/clipped_share is logged."""
+    """IVON, which learns a posterior."""
     own = _all_but(settings, "kind", "load_hessian", "load_momentum")
     return IVON(groups, seed=seed, model=model, **own)
 
