@@ -6,16 +6,14 @@ differs and on which rank (`World.agree`). A process on its own compares nothing
 """
 
 import hashlib
+import marshal
 import platform
-import struct
 import sys
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,48 +55,40 @@ def code_digest() -> str:
     """Digest of the package's source files."""
     root = Path(__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c", ".h"))
-    return _hashed(part for path in files for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()))
+    return _digest([(path.relative_to(root).as_posix(), path.read_bytes()) for path in files])
 
 
 def reward_code(names: Iterable[str]) -> dict[str, str]:
     """Digests of the modules of reward functions `module:function`, which must have been imported."""
     modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
-    return {f"the code of {name}": _hashed([Path(file).read_bytes()]) for name, file in files.items() if file}
+    return {f"the code of {name}": _digest(Path(file).read_bytes()) for name, file in files.items() if file}
 
 
 def batch_facts(batch: Batch) -> dict[str, Any]:
     """The facts of a batch on which an update depends, by the words of error messages."""
-    rows = {row.index: row for part in batch.parts.values() for row in part}
-    draws = (row.completion.draw for row in rows.values())  # all of this step
+    rows = list({row.index: row for part in batch.parts.values() for row in part}.values())
     return {
         "the draws of gradients": list(batch.parts),
         "the fitness of draws": list(batch.fitness.values()),
         "the sampling temperature": batch.temperature,
-        "the rows of each gradient": _digest("q", [[row.index for row in part] for part in batch.parts.values()]),
-        "advantages": _digest("d", [[row.advantage for row in rows.values()]]),
-        "the draws of rollouts": _digest("q", [[draw.sign * (draw.index + 1) if draw else 0 for draw in draws]]),
-        "the log-probs of rollouts": _digest("d", (row.completion.logprobs for row in rows.values())),
-        **row_facts(rows.values()),
+        "the rows of each gradient": _digest([[row.index for row in part] for part in batch.parts.values()]),
+        "advantages": _digest([row.advantage for row in rows]),
+        "the draws of rollouts": _digest([repr(row.completion.draw) for row in rows]),
+        "the log-probs of rollouts": _digest([row.completion.logprobs for row in rows]),
+        **row_facts(rows),
     }
 
 
 def row_facts(rows: Iterable[Row]) -> dict[str, Any]:
     """Digest of the tokens of rows, by the words of error messages."""
-    return {"the tokens of rows": _digest("q", (row.tokens for row in rows))}
+    return {"the tokens of rows": _digest([row.tokens for row in rows])}
 
 
-def _digest(kind: str, values: Iterable[Sequence[Any]]) -> str:
-    """Digest of lists of numbers and of their lengths; `kind` is the type code of the numbers in `array`."""
-    lists = list(values)
-    return _hashed([array("q", map(len, lists)).tobytes(), array(kind, chain.from_iterable(lists)).tobytes()])
-
-
-def _hashed(parts: Iterable[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(struct.pack("<q", len(part)) + part)
-    return digest.hexdigest()
+def _digest(value: Any) -> str:
+    """A short digest of nested lists of numbers and texts."""
+    # In version 2 the bytes follow from the values alone; later ones write which objects are the same.
+    return hashlib.blake2b(marshal.dumps(value, 2), digest_size=8).hexdigest()
 
 
 def agree_on_state(
