@@ -67,11 +67,6 @@ def update_moves(kind: str) -> Callable[..., None]:
     return change
 
 
-def rollouts_move_reference(_: Any, run: Any, step: int, *__: Any) -> None:
-    if step == STEP:
-        move(next(iter(run.reference.weights.values())))
-
-
 def other_rate(_: Any, run: Any, step: int, *__: Any) -> None:
     if step == STEP:
         run.optimizer.param_groups[0]["lr"] *= 1 + 1e-12
@@ -100,13 +95,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "rate": lambda: after(TrainingRun, "set_rates", other_rate),
     "advantage": lambda: after(rlvr.lattice, "training_batch", other_advantage),
     "draw": lambda: after(rlvr.lattice, "gradient_draws", other_draw),
-    "reference of a replica": lambda: after(rlvr, "rollout", rollouts_move_reference),
     "weights of a replica": lambda: after(rlvr, "update_policy", update_moves("weights")),
     "Hessian of a replica": lambda: after(rlvr, "update_policy", update_moves("hessian")),
     "the last update": lambda: after(rlvr, "update_policy", update_moves("hessian")),
 }
 ON_BOTH = {
-    "reference of a replica": ["objective.reference_kl=0.1"],
     "data": ["data.train=problems.jsonl", "data.levels=[]"],
     "the last update": [f"run.steps={STEP + 1}"],
 }

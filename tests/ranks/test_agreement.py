@@ -34,7 +34,6 @@ EXPECTED = {
     "advantage": ("advantages: ", 0),
     "draw": ("the draws of gradients: [Draw(", 0),
     "weights of a replica": ("the sum of the bits of weights in shard 0: ", 1),
-    "reference of a replica": ("the sum of the bits of the reference in shard 0: ", 1),
     "Hessian of a replica": ("the sum of the bits of hessian in shard 0: ", 1),
     "the last update": ("the sum of the bits of hessian in shard 0: ", 1),
     "another run": ("the checkpoint to resume: ", 0),

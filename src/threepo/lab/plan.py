@@ -61,7 +61,7 @@ def _reinforcement(config: TrainConfig, model: Shape, prompt_tokens: int, respon
     engine, engine_gib = _engine_memory(config, model, rows, prompt + most, ranks)
     tokens, frozen = rows * (prompt + response), model.adapters > 0
     flops, grpo_flops = (
-        sum(step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen).values())
+        step_flops(model.weights, prompts * read * prompt, rows * response, count * tokens, frozen)
         for read, count in ((draws, passes), (1, 1))
     )
     return {
@@ -89,7 +89,7 @@ def _fine_tuning(config: SFTConfig, model: Shape, tokens: int, ranks: int) -> Pl
         "a step": [f"{rows} {what}"],
         "trainer": trainer,
         "compute": [
-            f"{_tera(sum(flops.values()))} TFLOP a step, without attention between tokens",
+            f"{_tera(flops)} TFLOP a step, without attention between tokens",
             f"for {mean} tokens a row{_assumed(tokens)}",
         ],
     }

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from threepo.config.records import to_dict
-from threepo.posterior.policy_optimizer import PolicyOptimizer, Weights
+from threepo.posterior.policy_optimizer import PolicyOptimizer
 from threepo.posterior.shards import local
 from threepo.ranks.world import World
 from threepo.types import Batch, Row
@@ -92,11 +92,7 @@ def _digest(value: Any) -> str:
 
 
 def agree_on_state(
-    world: World,
-    state: Any,
-    optimizer: PolicyOptimizer,
-    facts: Callable[[], Mapping[str, Any]] = dict,
-    reference: Weights | None = None,
+    world: World, state: Any, optimizer: PolicyOptimizer, facts: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
     """End all ranks unless they agree on `facts`, the fields of `state`, and the tensors that several of them hold.
 
@@ -109,14 +105,14 @@ def agree_on_state(
         **{f"the train state's {name}": value for name, value in asdict(state).items()},
         **{f"the optimizer's {name}": first.get(name) for name in ("lr", "ess", "step", "skipped_steps")},
         **facts(),
-        **{f"the sum of the bits of {name}": value for name, value in bit_sums(optimizer, reference).items()},
+        **{f"the sum of the bits of {name}": value for name, value in bit_sums(optimizer).items()},
     }
     world.agree(known, "resume from the last checkpoint, and look for a fault in that rank's machine or code")
 
 
 @torch.no_grad()
-def bit_sums(optimizer: PolicyOptimizer, reference: Weights | None = None) -> dict[str, int]:
-    """Sum the bits of this rank's weights, of its Hessian and running mean, and of a reference, by name.
+def bit_sums(optimizer: PolicyOptimizer) -> dict[str, int]:
+    """Sum the bits of this rank's weights, and of its Hessian and running mean, by name.
 
     Bits are added as integers, so neither the order of summing nor rounding matters; each tensor's sum has its own
     factor, so that two swapped tensors are noticed. Ranks that hold the same shard have the same names here. Momenta
@@ -128,8 +124,6 @@ def bit_sums(optimizer: PolicyOptimizer, reference: Weights | None = None) -> di
         state = states.get(p, {})
         for kind, tensor in {"weights": p, **{kind: state[kind] for kind in _KINDS if kind in state}}.items():
             bits[kind + _shard_name(p)].append(_bit_sum(local(tensor)))
-    for tensor in (reference or {}).values():
-        bits["the reference" + _shard_name(tensor)].append(_bit_sum(local(tensor)))
     sums = {}
     for name, totals in bits.items():
         stacked = torch.stack(totals)

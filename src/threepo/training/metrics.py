@@ -79,24 +79,24 @@ def dynamic_metrics(rollouts: Rollouts) -> Metrics:
     }
 
 
-def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> dict[str, float]:
-    """Operations of one RLVR step by what they are for; the paper's table has their sum.
+def step_flops(weights: float, read: float, decoded: float, trained: float, frozen: bool = False) -> float:
+    """Floating-point operations of one RLVR step, counted from its tokens as in the paper.
 
     Per weight and token, two forward and six forward and backward. Prompt tokens are `read` once for each draw, and
     tokens are `trained` on once for each draw at which their gradient is taken. `frozen`: no gradients of the weights
     are made, which saves two operations of six, and adapters count nothing.
     """
     forward, passes = 2 * weights, 2 if frozen else 3
-    return {"to read prompts": forward * read, "to decode": forward * decoded, "to train": passes * forward * trained}
+    return forward * read + forward * decoded + passes * forward * trained
 
 
 def flops(method: Method, weights: int, rollouts: Rollouts, frozen: bool) -> float:
-    """Floating-point operations of a step, counted from its tokens as in the paper (`step_flops`)."""
+    """Floating-point operations of a step (`step_flops`)."""
     gradients = 0 if method.gradient_at == "evolution" else method.gradient_draws
     read = sum(len(group.completions[0].prompt_tokens) for group in rollouts.generated) * max(method.draws, 1)
     decoded = sum(len(c.tokens) for c in rollouts.completions)
     trained = sum(len(c.prompt_tokens) + len(c.tokens) for group in rollouts.groups for c in group.completions)
-    return sum(step_flops(weights, read, decoded, trained * gradients, frozen).values())
+    return step_flops(weights, read, decoded, trained * gradients, frozen)
 
 
 def time_metrics(clock: Clock, rollouts: Rollouts) -> Metrics:

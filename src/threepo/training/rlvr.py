@@ -109,8 +109,7 @@ def learn(run: Run, groups: Sequence[Group], step: int, clock: Clock) -> UpdateR
     """Update the policy from the step's groups."""
     config, sampling = run.config, step_sampling(run.config, run.state.schedules)
     batch = lattice.training_batch(config.method, sampling, groups, config.run.seed, step)
-    reference = run.reference.weights if run.reference else None
-    agree_on_state(run.world, run.state, run.optimizer, partial(batch_facts, batch), reference)
+    agree_on_state(run.world, run.state, run.optimizer, partial(batch_facts, batch))
     record = update_policy(
         run.policy, run.optimizer, batch, config.objective, config.batching.tokens, run.world, run.reference
     )
