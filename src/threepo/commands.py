@@ -1,4 +1,4 @@
-"""The commands that train, evaluate and write models, each with its arguments; those of the laboratory are in lab/.
+"""The commands that train, evaluate and write models, each with its arguments; lab/commands.py has the laboratory's.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -17,7 +17,7 @@ from threepo.ranks.launch import join_world, ranks_started
 
 Action = Callable[[argparse.Namespace], None]
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""What `ArgumentParser.add_argument` takes."""
+"""Arguments of `ArgumentParser.add_argument`."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Command:
     """One word, or two, of which the first is a group of commands."""
     help: str
     action: Action | None = None
-    """What it does, given the parsed arguments; None for a group."""
+    """The function of the parsed arguments; None for a group."""
     arguments: tuple[Argument, ...] = ()
     on_ranks: bool = False
-    """Whether several ranks of torchrun can run it together."""
+    """True if several ranks of torchrun can run it together."""
 
     @property
     def more(self) -> str:
@@ -92,7 +92,7 @@ def _training_arguments() -> Iterator[Argument]:
     for kind in ("prompt", "response"):
         text = f"--dry-run: mean tokens of a {kind} (default: of the longest)"
         yield argument(f"--{kind}-tokens", type=int, default=0, help=text)
-    text = "--dry-run: number of ranks, each with a GPU (default: those of torchrun, or 1)"
+    text = "--dry-run: number of ranks, each with a GPU (default: torchrun's, or 1)"
     yield argument("--ranks", type=int, default=0, help=text)
 
 

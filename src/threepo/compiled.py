@@ -1,4 +1,4 @@
-"""Compiled CPU kernels: how a library is loaded, and how torch's threads share its work.
+"""Compiled CPU kernels: loads their libraries and shares their work among torch's threads.
 
 hatch_build.py compiles the libraries when the package is built; without them, torch does the same, more slowly.
 """

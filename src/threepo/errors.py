@@ -20,7 +20,7 @@ class ThreepoWarning(UserWarning):
 
 
 class Interrupted(Exception):
-    """Training was asked to stop by a signal, and has saved its state."""
+    """A signal asked training to stop, and its state is saved."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

@@ -174,7 +174,7 @@ def fine_tune(
     """Warm start by imitating texts, in which IVON learns a posterior, as `threepo sft` does. Returns the run.
 
     `data`, and `heldout` to measure the loss on: conversations, given as the problems of `train` are given, with the
-    columns of docs/sft.md. All other arguments are those of `train`; `resume` takes only `callbacks`,
+    columns of docs/sft.md. All other arguments are as in `train`; `resume` takes only `callbacks`,
     `run={"steps": ...}` and `parallel={...}` besides.
     """
     if resume is not None:
@@ -200,7 +200,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model on held-out problems or benchmarks, as `threepo eval` does. Returns its summary.json.
 
-    Arguments are those of `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
+    Arguments are as in `train`; `data` are the problems to evaluate on. Benchmarks: `benchmarks={"names": [...]}`.
     """
     from threepo import api
     from threepo.evaluation.records import default_folder

@@ -171,7 +171,7 @@ class LockedFolder:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the folder was deleted, moved or replaced since it was opened."""
+        """True if the folder was deleted, moved or replaced since it was opened."""
         try:
             return not os.path.samestat(os.stat(self.path / self.files[-1]), os.fstat(self._lock.fileno()))
         except (FileNotFoundError, NotADirectoryError):

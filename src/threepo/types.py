@@ -56,7 +56,7 @@ class Draw:
     step: int
     """The training step (0-based) that the draw belongs to."""
     index: int
-    """Number of the draw among those of its step and purpose. In training, 0 to N-1 generate the rollouts; a fresh
+    """Number of the draw within its step and purpose. In training, 0 to N-1 generate the rollouts; a fresh
     gradient draw has index N or above."""
     purpose: Purpose = Purpose.TRAINING
     """Use of the draw."""
@@ -126,7 +126,7 @@ class Verdict:
     detail: str = ""
     """Reason, if the verifier gives one, such as `time-out` or `runtime error` of a program."""
     format_ok: bool | None = None
-    """Whether the completion has the layout that its prompt requires; None if it requires none."""
+    """True if the completion has the layout that its prompt requires; None if it requires none."""
     parts: tuple[tuple[str, float], ...] = ()
     """With several reward functions, the reward of each, by name; NaN where it could not judge."""
 
@@ -206,7 +206,7 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all advantages are 0, so that the prompt gives the policy loss no gradient."""
+        """True if all advantages are 0, so that the prompt gives the policy loss no gradient."""
         return not any(self.advantages)
 
 
@@ -234,7 +234,7 @@ class CreditedRow(Row):
     completion: Completion
     advantage: float = 0.0
     counts: bool = True
-    """Whether its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
+    """True if its tokens count in the mean of the policy loss; false if `zero_variance = "drop"` leaves it out."""
 
     @classmethod
     def of(cls, completion: Completion, index: int, advantage: float = 0.0, counts: bool = True) -> CreditedRow:
@@ -252,7 +252,7 @@ class Batch:
     normalize: Literal["step", "part"]
     """Divide the summed loss by the token count of the whole update, or of each part (then the parts are averaged)."""
     correction: Correction | None
-    """How rows are corrected for the policy that wrote them. None: the rollouts were cut by top-p or top-k, so their
+    """Correction of rows for the policy that wrote them. None: the rollouts were cut by top-p or top-k, so their
     log-probs cannot be compared with the trainer's: no correction, and no ratios in the log."""
     temperature: float
     """Divides the trainer's logits, as it divided the engine's."""

@@ -28,7 +28,7 @@ from typing import IO, Any, NamedTuple
 from threepo.errors import UserError
 
 ENDING_SECONDS = 10.0
-"""How long a process may take to end once it has closed its connection or was killed."""
+"""Seconds that a process may take to end once it has closed its connection or was killed."""
 SPARE_MIB = 64
 """Memory that must remain for the items when a process has started."""
 MEMORY_STATUS = 77
@@ -75,7 +75,7 @@ class Process:
         self.pid = self._process.pid
 
     def is_running(self) -> bool:
-        """Whether it can be used. A fork of the owner cannot use it."""
+        """True if it can be used. A fork of the owner cannot use it."""
         return self._owner == os.getpid() and not self.connection.closed and self._process.poll() is None
 
     def ending(self) -> str:

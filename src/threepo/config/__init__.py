@@ -274,7 +274,7 @@ class SFTConfig(Settings, table=""):
     optimizer: AnyOptimizer = field(default_factory=IVONConfig)
     """IVON learns a posterior that RLVR can start from; AdamW does not."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
-    """Only IVON reads it."""
+    """Noise of the draws; only IVON reads it."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="cosine", warmup_share=0.1))
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -304,7 +304,7 @@ class EvaluationConfig(Settings, table=""):
     reward: RewardConfig = field(default_factory=RewardConfig)
     engine: AnyEngine = field(default_factory=LocalEngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Only max_new_tokens is read, where [eval] leaves its own at 0."""
+    """Rollout settings; only max_new_tokens is read, if [eval] leaves its own at 0."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     """With eval.draws: the noise of the draws. unit = "posterior": noise of the model's own posterior."""
     eval: EvalConfig = field(default_factory=EvalConfig)

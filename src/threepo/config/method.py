@@ -38,19 +38,19 @@ class Advantage(Settings, table="method.advantage"):
     """
 
     rule: Annotated[str, OneOf(CREDIT_RULES)] = "grpo"
-    """How the rewards of a group become advantages."""
+    """Rule that turns the rewards of a group into advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """grpo: delta degrees of freedom of the deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
     epsilon: Positive = 1e-6
-    """Added to what advantages are divided by."""
+    """Added to the divisor of advantages."""
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
     unlikeliness: Share = 0.0
     """Cuts the reward of a right completion by up to this share, more the more probable it is in its group (method.md
     2.2; 0.25 in the paper). 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Whether the policy loss, a mean over tokens, counts groups whose advantages are all 0, or `drop`s them, as DAPO
-    does (method.md 2.6)."""
+    """`keep`: groups whose advantages are all 0 count in the policy loss, a mean over tokens. `drop`: they do not, as in
+    DAPO (method.md 2.6)."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
@@ -73,7 +73,7 @@ class Correction(Settings, table="method.correction"):
     high: PositiveOrInfinite = 2.0
     """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
     weight: Literal["ratio", "one"] = "ratio"
-    """Masking kinds: weight what is kept by its ratio, or by 1 (the paper does not say; method.md 7)."""
+    """Masking kinds: weight of kept tokens, their ratio or 1 (the paper does not say; method.md 7)."""
     normalizer: Literal["kept", "all"] = "kept"
     """Divide by the number of tokens kept (as verl does) or by the number of all tokens (TRL)."""
     warn_after: CountOrZero = 50
@@ -96,7 +96,7 @@ class Method(Settings, table="method"):
     """
 
     name: str = "custom"
-    """For tables and plots; the program never branches on it."""
+    """Name in tables and plots; the program never branches on it."""
     rollouts_per_prompt: Count = 16
     """Completions of each prompt per step, over all draws."""
     draws: CountOrZero = 0
@@ -114,7 +114,7 @@ class Method(Settings, table="method"):
     gradient_draws: Count = 1
     """With gradient_at = "fresh": the number of gradient draws, which are averaged (method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
-    """Divide by the tokens of the update, or by those of each draw and average over draws (M3PO, method.md 3.3)."""
+    """Divide by the tokens of the update, or by each draw's tokens and average over draws (M3PO, method.md 3.3)."""
     greedy: bool = False
     """Decode rollouts greedily: each draw is a deterministic policy (the Thompson limit, method.md 3.5)."""
     cumulative: bool = False

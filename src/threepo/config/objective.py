@@ -22,7 +22,7 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
 
     loss: str
     entropy_mask_share: PositiveShare = 1.0
-    """Share of the tokens, those of the highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md
+    """Share of the tokens, chosen by highest entropy, that have a policy gradient (0.2 in the 80/20 paper; method.md
     2.4)."""
     entropy_coefficient: NotNegative = 0.0
     """Entropy bonus: the loss falls by this times the mean token entropy (EntReg in the paper: 1e-3)."""
@@ -37,7 +37,7 @@ class ObjectiveConfig(Settings, table="objective", by="loss"):
     code: ClassVar[str] = ""
     """The loss of a token, a `TokenLoss`, as module:name; imported when it is used."""
     needs_ratio: ClassVar[bool] = False
-    """Whether the loss is the loss of ppo wherever the ratio to the old policy is 1."""
+    """True if the loss is the loss of ppo wherever the ratio to the old policy is 1."""
 
     def __post_init__(self) -> None:
         fix = (

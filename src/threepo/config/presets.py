@@ -18,7 +18,7 @@ class Preset:
 
     method: Method
     source: str
-    """Where it is published."""
+    """Its publication."""
     tables: Tables = field(default_factory=dict)
     """Keys of other tables of a recipe, by table."""
 

@@ -188,7 +188,7 @@ def model_to_come(model: ModelConfig) -> ModelConfig:
 
 
 def can_change(changes: Mapping[str, Any]) -> bool:
-    """Whether a resumed run may get other values of all these settings: its length, and where it runs."""
+    """True if a resumed run may get other values of all these settings: its length, and where it runs."""
     return all(name in ("run.steps", "model.path") or name.startswith(_WHERE) for name, _ in flat(changes))
 
 

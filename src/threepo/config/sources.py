@@ -26,12 +26,12 @@ HUB_FILE = "hf://datasets/"
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a single file, by its suffix."""
+    """True if a source is a single file, by its suffix."""
     return source.endswith(SUFFIXES)
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on this machine; a bare word is a name, even if such a folder exists."""
+    """True if a path is on this machine; a bare word is a name, even if such a folder exists."""
     if not path or path.startswith(HUB_FILE):
         return False
     return is_file(path) or path.startswith(("~", ".", "/")) or ("/" in path and Path(path).is_dir())
@@ -60,7 +60,7 @@ def split_settings(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def is_source(name: str) -> bool:
-    """Whether a name means a file, a folder, or a data set on the hub."""
+    """True if a name means a file, a folder, or a data set on the hub."""
     path, _, _ = split_source(name)
     return "/" in path or is_local(path)
 
@@ -101,7 +101,7 @@ class DataConfig(Settings, table="data"):
     own: a .jsonl, .json, .csv or .parquet file, a folder of such files, or `org/name:CONFIGURATION:SPLIT` on the hub.
     `threepo data list` lists all. `threepo eval` needs only `eval`."""
     eval: Source = ""
-    """Held-out problems, named as in `train`; empty: those of the task, or the test split of the published set."""
+    """Held-out problems, named as in `train`; empty: the task's, or the test split of the published set."""
     levels: tuple[int, ...] = ()
     """Difficulty levels of a procedural task, mixed evenly; empty: the task's own default. Nothing else has any."""
     prompts_per_step: Count = 32
@@ -168,7 +168,7 @@ class ConversationConfig(Settings, table="conversations"):
     broken_rows: Literal["error", "skip"] = "error"
     """Rows that are no conversation, or not for the chat template: `error` refuses the source, `skip` drops them."""
     loss_on: Literal["all", "last"] = "all"
-    """Which of the assistant's turns the loss counts: `all`, or only the `last`."""
+    """The assistant's turns that the loss counts: `all`, or only the `last`."""
     chat_template: LocalPath = ""
     """A file with a chat template (Jinja) to use instead of the tokenizer's own; it is saved with the model."""
     cache: LocalPath = ""

@@ -25,7 +25,7 @@ class InstalledSource:
     open: Callable[[str, Split, DataConfig], "ProblemSet"]
     """Gets the whole name, `KIND:NAME`; `UserError` if it cannot be opened."""
     endless: bool
-    """Whether problems are generated without end, and held-out ones too."""
+    """True if problems are generated without end, and held-out ones too."""
 
 
 def installed_source(name: str) -> InstalledSource | None:

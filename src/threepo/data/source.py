@@ -1,4 +1,4 @@
-"""Opening the sources that a recipe names: problems or conversations."""
+"""Opens the sources that a recipe names: problems or conversations."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +29,7 @@ class ProblemSet:
     verifier: Callable[[Problem, str], Verdict] | OwnReward | str | None
     """A name means a verifier of `rewards`; None means a user's own source, for which the recipe names the reward."""
     source: str
-    """Where the problems come from."""
+    """Source of the problems, as the recipe names it."""
     label: str = ""
     """The name of the results on problems to evaluate on."""
     template: str = ""
@@ -93,7 +93,7 @@ def heldout_label(settings: DataConfig) -> str:
 
 
 def has_heldout(name: str) -> bool:
-    """Whether a source has held-out problems of its own."""
+    """True if a source has held-out problems of its own."""
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return bool(published.heldout) and not is_file(copy)

@@ -33,7 +33,7 @@ class Task(ABC):
     """Ways to solve a problem that `demonstrate` can show. Every task has `worked` (step by step) and `direct` (the
     answer at once)."""
     only_answer: ClassVar[bool] = False
-    """Whether the answer at once is the only right completion worth counting, so that its probability is the policy's
+    """True if the answer at once is the only right completion worth counting, so that its probability is the policy's
     chance (`threepo probe --exact`). A right text in another layout, such as with more blanks, is not counted."""
 
     @abstractmethod

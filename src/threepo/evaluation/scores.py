@@ -28,10 +28,10 @@ class StandardErrors:
     """Standard errors of a mean pass@1 over P problems with K completions each."""
 
     between: float
-    """Over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). Includes the sampling
-    noise of the completions."""
+    """Error over problems as a sample of all problems: sd of the problems' scores (ddof 1) / sqrt(P). It includes the
+    sampling noise of the completions."""
     sampling: float
-    """For the same problems, if K completions were sampled again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
+    """Error if K completions of the same problems were sampled again: sqrt(mean_p[p (1 - p) / (K - 1)] / P)."""
     bootstrap: float
     """Standard deviation under resampling of problems and then of completions within them. It counts sampling noise
     twice, because the resampled scores include it already: too large, by up to a third for small K."""

@@ -74,7 +74,7 @@ def bootstrap_interval(samples: Sequence[Sequence[float]], method: str, resample
 
 
 def _all_equal(values: Sequence[float]) -> bool:
-    """Whether values differ by rounding at most, so that their spread says nothing."""
+    """True if values differ by rounding at most, so that their spread says nothing."""
     return bool(np.ptp(values) <= 1e-12 * np.max(np.abs(values)))
 
 
@@ -161,13 +161,13 @@ class PairedDifference:
     bootstrap_low: float
     bootstrap_high: float
     p: float
-    """From the paired t-test, before any adjustment."""
+    """p-value of the paired t-test, before any adjustment."""
     p_adjusted: float
-    """Adjusted by Holm's method among all methods of the family."""
+    """`p` after Holm's adjustment among all methods of the family."""
     p_sign_flip: float
-    """From the randomisation test, before any adjustment."""
+    """p-value of the randomisation test, before any adjustment."""
     p_sign_flip_adjusted: float
-    """Adjusted like `p_adjusted`."""
+    """`p_sign_flip`, adjusted like `p_adjusted`."""
     detectable: float
     """The smallest true difference that this n finds with a chance of 80 % at the level 5 % / methods, Holm's first."""
 

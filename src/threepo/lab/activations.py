@@ -51,12 +51,12 @@ def activation_bytes(
     sharded: bool = False,
     base_dtype: str = "float32",
 ) -> int:
-    """Most bytes at a time of what comes and goes with a micro-batch of `rows` rows of `length` tokens.
+    """Peak bytes of the temporary tensors of a micro-batch of `rows` rows of `length` tokens.
 
     `model`, on the meta device, is used up; its parameters that require a gradient are trained. `dtype` is the dtype
     of matrix products, `base_dtype` the setting of [model.lora], and `recomputed` says whether gradient checkpointing
     is on. `sharded`: as with FSDP2, weights are gathered in `dtype`, and each gradient is cut as soon as it is there;
-    otherwise weights are cast by autocast, and gradients are added to those of an earlier micro-batch.
+    otherwise weights are cast by autocast, and gradients are added to an earlier micro-batch's.
     """
     if sharded:
         model.to(dtype)

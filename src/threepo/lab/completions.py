@@ -64,7 +64,7 @@ class PromptGroup:
     answers: tuple[str | None, ...] | None
     """Spelled alike if they are; None: not recorded."""
     draws: tuple[int, ...]
-    """Which weights wrote them, numbered from 0 within the group."""
+    """The draws that wrote them, numbered from 0 within the group."""
     text_distance: PairMeans
     """1 - cosine of the token counts."""
 

@@ -24,7 +24,7 @@ from threepo.run_folder import SUMMARY
 FIRST_ACT = ("grpo", "b3po", "m3po", "c3po")
 SECOND_ACT = ("choices/grpo", "choices/replay")
 PROBED = {"exact": True, "draws": 64, "temperatures": (1.5,), "most_kl": 2.0}
-"""How the noise of the second act is probed."""
+"""Settings of the second act's probe."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Demonstration:
 def demonstrate(
     folder: Path, console: Console, overrides: Sequence[str] = (), warm_start_overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Both acts. Returns what summary.json holds; a picture of each act lies beside it.
+    """Run both acts. Returns the content of summary.json; a picture of each act is in the same folder.
 
-    `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` those of the warm starts.
+    `overrides` (section.key=value) change the methods' recipes, `warm_start_overrides` the warm starts'.
     """
     demonstration = Demonstration(folder, console, overrides, warm_start_overrides)
     start = demonstration.warm_start("warm_start")

@@ -32,7 +32,7 @@ COMPILER = "install a C compiler (apt-get install gcc; xcode-select --install), 
 
 
 class Trouble(Exception):
-    """Raised by a check of something that does not work, or not well; any other exception means that it is broken."""
+    """A check found something that does not work, or not well; any other exception means that it is broken."""
 
     def __init__(self, state: State, found: str) -> None:
         super().__init__(found)
@@ -130,7 +130,7 @@ def sandbox() -> str:
 
 
 def extra(name: str) -> str:
-    """Whether the packages of an extra are installed: none is imported, since some of them take long."""
+    """State of an extra's packages, none of which is imported, since some take long."""
     if lacks := unmet(name):
         cpu = f"; without a GPU, see requirements-{name}.txt" if name in WITH_LIST else ""
         raise Trouble("absent", f"{'; '.join(lacks)}: pip install '.[{name}]' in a clone{cpu}")
@@ -138,7 +138,7 @@ def extra(name: str) -> str:
 
 
 def unmet(extra: str = "") -> list[str]:
-    """What is missing of the packages that threepo requires, always or for an extra."""
+    """Missing packages among those that threepo requires, always or for an extra."""
     lacks = []
     for requirement in map(Requirement, importlib.metadata.requires("threepo") or []):
         marker = requirement.marker

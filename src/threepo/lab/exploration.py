@@ -28,7 +28,7 @@ BAD = ("no_answer", "incorrect", "wrong_answer")
 """Kinds of completions that a run should produce less of: without an answer; not right; with an answer that is not
 right. Whether the paper's "incorrect" counts completions without an answer is not said, so both are given."""
 SECOND = ("text_distance", "two_answers", "one_right")
-"""What a second completion may add to a first one."""
+"""Figures of what a second completion adds to a first one."""
 PHASES = ("all", "early", "late")
 Terms = dict[str, float]
 """Figures of one pair of groups; NaN where they are not known."""

@@ -16,7 +16,7 @@ from threepo.lab.figures import SHARE, Curve, Panel, colours, picture, with_data
 STEP = "training step"
 OUTCOMES = ("wins", "losses", "ties")
 Comparison = Mapping[str, Any]
-"""What `explore` returns."""
+"""Result of `explore`."""
 Analysis = Mapping[str, Any]
 """Its part about one run."""
 Figures = Mapping[str, Any]

@@ -59,7 +59,7 @@ class Panel:
     """Name of its file."""
     title: str
     note: str
-    """What it shows, in a sentence for its reader."""
+    """A sentence that tells the reader what it shows."""
     curves: Sequence[Curve]
     xlabel: str = "training steps"
     level: float | None = None

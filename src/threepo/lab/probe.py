@@ -68,7 +68,7 @@ class Condition:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether it has draws: neither the mean nor a temperature."""
+        """True if it has draws: neither the mean nor a temperature."""
         return self.place not in (MEAN, TEMPERATURE)
 
 
@@ -196,7 +196,7 @@ class Probe:
 
 
 def is_right(completion: Completion) -> bool:
-    """Whether a graded completion is right."""
+    """True if a graded completion is right."""
     return completion.verdict is not None and completion.verdict.correct
 
 

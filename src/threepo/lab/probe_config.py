@@ -20,7 +20,7 @@ class ProbeConfig(Settings, table="probe"):
     places: Annotated[tuple[str, ...], must(bool, "name at least one place")] = (
         *(POSTERIOR, "all", "embedding", "norm", "attention", "mlp", LAYERS),
     )
-    """Where noise goes: `posterior` (all parameters, as IVON draws), `all` or a kind of layer as in [noise] `where`,
+    """Places of the noise: `posterior` (all parameters, as IVON draws), `all` or a kind of layer as in [noise] `where`,
     `layers` (first, middle and last block and the last norm, each alone), or a pattern such as "model.layers.2.*"."""
     sizes: Sizes = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.2)
     """Sigma over the root mean square of each parameter, for all places but the posterior."""

@@ -92,7 +92,7 @@ def label(row: Measured) -> str:
 
 
 def verdict(summary: Measured) -> tuple[bool, str]:
-    """Whether noise helps, and a plain sentence on what to do."""
+    """The verdict, true if noise helps, and a plain sentence on what to do."""
     mean, warm, noise = summary["mean"], summary["best_temperature"], summary["noise"]
     confirmed = summary["confirmed"]
     if not mean["mu"]["value"] and not any(row["mu"]["value"] for row in noise):

@@ -33,7 +33,7 @@ class RunReport:
 
     @property
     def trains(self) -> bool:
-        """Whether it learned from rewards; otherwise it was fine-tuned."""
+        """True if it learned from rewards; otherwise it was fine-tuned."""
         return "method" in self.config
 
     @property
@@ -89,7 +89,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunReport]:
 
 
 def series(rows: Sequence[Metrics], metric: str) -> tuple[list[int], list[float]]:
-    """Training steps done and values of a metric, where it is known; 0 steps are done before training."""
+    """Training steps done and values of a metric, where it is known; step 0 is before training."""
     known = [row for row in rows if row.get(metric) is not None]
     return [row["step"] + 1 for row in known], [row[metric] for row in known]
 

@@ -64,7 +64,7 @@ class _ForeignRun:
         return 0
 
     def terminate(self) -> None:
-        """It is not ours, so it goes on, and nobody waits for it."""
+        """Do nothing: the process belongs to another study run, and continues."""
         self._waiting = False
 
 

@@ -38,13 +38,13 @@ class StudyConfig(Settings, table="study"):
     """Seeds that are reported. A seed gives every method the same problems in the same order (seed + data.seed of the
     recipe), and the same seed of draws and sampling."""
     metric: str = "eval/pass_at_1"
-    """What is compared: the value of this metric after the last step."""
+    """Metric to compare, by its value after the last step."""
     curve: str = "reward/mean"
     """The metric of training whose curve is compared: its area, and when it reaches the target."""
     smoothing: Count = 10
     """Values of the curve in a running mean, before anything is said to be reached; half of the curve at most."""
     target: float | str = "baseline"
-    """What the smoothed curve has to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
+    """Value for the smoothed curve to reach: a number, or "baseline", its last mean value over the baseline's seeds."""
     jobs: CountOrZero = 0
     """Runs at once; 0: one for each GPU, or where there is none, one for every `threads` cores."""
     threads: Annotated[Count, Field(le=1024)] = 1

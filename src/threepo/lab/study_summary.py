@@ -62,7 +62,7 @@ STATISTICS: Mapping[str, Callable[[Result, Result], float | None]] = {
     "area": lambda run, base: run.area - base.area,
     "half": Result.lead_at_half,
 }
-"""What a study compares: the difference of a run from the baseline's run with the same seed; None: not defined."""
+"""Figures that a study compares: a run minus the baseline's run with the same seed; None: not defined."""
 Results = Mapping[int, Result]
 """Results of one method by seed."""
 T = TypeVar("T")

@@ -134,7 +134,7 @@ def training_batch(method: Method, sampling: SamplingConfig, groups: Sequence[Gr
 
 
 def rollouts_are_filtered(method: Method, sampling: SamplingConfig) -> bool:
-    """Whether top-p or top-k changes the rollouts' log-probs, so that they cannot be compared with the trainer's."""
+    """True if top-p or top-k changes the rollouts' log-probs, so that they cannot be compared with the trainer's."""
     return not method.greedy and (sampling.top_p < 1 or sampling.top_k > 0)
 
 

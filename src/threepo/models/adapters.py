@@ -209,7 +209,7 @@ def train_adapters(model: Any, settings: LoRAConfig, init: str) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's A or B."""
+    """True if a parameter's name is an adapter's A or B."""
     return f".{A}." in name or f".{B}." in name
 
 

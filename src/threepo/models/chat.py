@@ -144,7 +144,7 @@ class ChatEncoder:
 
 
 def _is_inside_token(offsets: Sequence[Span], cut: int) -> bool:
-    """Whether no token begins at character `cut`; blanks outside tokens count as part of the next token."""
+    """True if no token begins at character `cut`; blanks outside tokens count as part of the next token."""
     following = bisect_right(offsets, cut, key=_END)
     before = offsets[following - 1][1] if following else 0
     return before != cut or (following < len(offsets) and offsets[following][0] < cut)

@@ -155,7 +155,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model directory has a tokenizer."""
+    """True if a model directory has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 

@@ -83,7 +83,7 @@ def _states(inner: Any, packed: MicroBatch, packed_rows: bool) -> torch.Tensor:
 
 @torch.no_grad()
 def has_linear_head(model: torch.nn.Module) -> bool:
-    """Whether the model's logits are its output embedding applied to its last hidden state, found by a trial."""
+    """True if the model's logits are its output embedding applied to its last hidden state, found by a trial."""
     if model.base_model is model:
         return False
     probe = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0)

@@ -89,7 +89,7 @@ class Policy:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether low-rank adapters are trained, and all else is frozen."""
+        """True if low-rank adapters are trained, and all else is frozen."""
         return hasattr(self.model, "peft_config")
 
     def served(self, source: WeightSource) -> WeightSource:
@@ -193,7 +193,7 @@ class Policy:
         return THINK if ending.endswith(THINK) else ""
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether prompt and completion fit into the model's context."""
+        """True if prompt and completion fit into the model's context."""
         return prompt_tokens + max_new_tokens <= self.context
 
     def check_length(self, problem: Problem, prompt_tokens: int, max_new_tokens: int) -> None:

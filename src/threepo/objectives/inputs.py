@@ -62,6 +62,6 @@ class Term:
     """Tells whether the gradient of a row can differ from 0, given whether any of its tokens was chosen; a row whose
     gradient is 0 needs no backward pass."""
     of_entropy: bool = False
-    """Whether gradients flow through the entropy."""
+    """True if gradients flow through the entropy."""
     select: Select | None = None
     """Chooses tokens before the update, among all that share a divisor."""

@@ -28,7 +28,7 @@ def selections(settings: ObjectiveConfig) -> dict[str, Select]:
 
 
 def scored_first(settings: ObjectiveConfig) -> bool:
-    """Whether all rows go through the model once more, before the update: for old log-probs or for a choice."""
+    """True if all rows go through the model once more, before the update: for old log-probs or for a choice."""
     return settings.mini_batches > 1 or bool(selections(settings))
 
 
@@ -71,7 +71,7 @@ def signal_factor(rows: Sequence[CreditedRow], weights: Mapping[int, float], agg
 
 
 def teaches(rows: Iterable[CreditedRow], settings: ObjectiveConfig) -> bool:
-    """Whether an update has anything to learn from: a row that counts, or a term that reads all rows."""
+    """True if an update has anything to learn from: a row that counts, or a term that reads all rows."""
     return len(terms_of(settings)) > 1 or any(row.counts for row in rows)
 
 

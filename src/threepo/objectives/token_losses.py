@@ -59,7 +59,7 @@ class TokenLoss(Term):
     ratio: Callable[[LossInputs], torch.Tensor] = LossInputs.ratio
     """Computes the ratio [K] that it clips."""
     both_signs: bool = False
-    """Whether the clip acts whatever the sign of the advantage."""
+    """True if the clip acts whatever the sign of the advantage."""
 
 
 PPO = TokenLoss(ppo)

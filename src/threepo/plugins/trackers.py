@@ -26,7 +26,7 @@ PROJECT = "threepo"
 PATIENCE = 60
 """Seconds that a tracker may take to send what is left when the run has ended."""
 IDS = "trackers.json"
-"""In the run folder: the id of the run in each tracker."""
+"""File in the run folder with the id of the run in each tracker."""
 
 Values = Mapping[str, Any]
 

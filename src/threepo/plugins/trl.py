@@ -60,7 +60,7 @@ class ThreepoTrainer(GRPOTrainer):  # type: ignore[misc]
 
     Args:
         model: as in GRPOTrainer, like all arguments that are not named here.
-        args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is that of IVON,
+        args: `num_generations` counts the completions of a prompt over all draws; `learning_rate` is IVON's,
             which schedulers change; `seed` also seeds the draws.
         method: a row of the lattice. One that learns a posterior takes `ivon`; one with draws around AdamW takes
             `noise`. `threepo.GRPO` with neither is TRL's own trainer.

@@ -133,7 +133,7 @@ def _refusal(vf: Any, name: str, taskset: Any, tasks: Sequence[Any]) -> str:
 
 
 def _needs_runtime(function: Callable[..., Any]) -> bool:
-    """Whether a function needs the sandbox in which verifiers runs a rollout."""
+    """True if a function needs the sandbox in which verifiers runs a rollout."""
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is parameter.empty
 

@@ -130,7 +130,7 @@ class IVONEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return parts[0][1] if len(parts) == 1 else _join_outputs(parts, shares)
 
     def _by_part(self, draws: Sequence[Draw | None]) -> bool:
-        """Whether gradients are averaged over draws, instead of over the tokens of all of them."""
+        """True if gradients are averaged over draws, instead of over the tokens of all of them."""
         return len(draws) == 1 or self.method.normalize == "part"
 
     def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:

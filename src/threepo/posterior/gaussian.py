@@ -64,7 +64,7 @@ class Posterior:
 
     @property
     def is_point(self) -> bool:
-        """Whether there is neither noise nor a Hessian, as in an AdamW without [noise]."""
+        """True if there is neither noise nor a Hessian, as in an AdamW without [noise]."""
         return not self.hessian and not any(group.noise_scale for group in self.groups)
 
     @classmethod
@@ -242,7 +242,7 @@ def _groups(metadata: Mapping[str, str]) -> tuple[NoiseGroup, ...]:
 
 
 def has_hessian(folder: Path) -> bool:
-    """Whether a checkpoint has a learned posterior."""
+    """True if a checkpoint has a learned posterior."""
     path = folder / FILE_NAME
     if not path.is_file():
         return False

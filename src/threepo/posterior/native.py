@@ -22,7 +22,7 @@ _ESTIMATORS = {"none": 0, "price": 1, "gradsq": 2}
 # The structures of native.c.
 _OPERATION = struct.Struct("@QQ4q7P4i")
 _TENSORS = ("mean", "out", "grad", "hessian", "momentum", "second")
-"""In the order of their pointers; the first three have dtypes."""
+"""Tensors in the order of their pointers; the first three have dtypes."""
 
 
 class _Scalars(ctypes.Structure):
@@ -34,7 +34,7 @@ class _Work(ctypes.Structure):
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether these tensors can be handed to the library."""
+    """True if these tensors can be handed to the library."""
     fit = all(t is None or (t.is_cpu and t.dtype in _DTYPES and t.is_contiguous()) for t in tensors)
     return fit and LIBRARY.loaded is not None
 

@@ -1,4 +1,4 @@
-"""Addressed noise: standard normal numbers as a pure function of where they belong.
+"""Addressed noise: standard normal numbers as a pure function of their address.
 
     z = noise(seed, step, purpose and index of the draw, parameter name, element index)
 

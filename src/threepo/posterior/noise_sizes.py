@@ -51,7 +51,7 @@ def trained_names(parameters: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def fits_any(key: str, names: Iterable[str]) -> bool:
-    """Whether a key of `noise.where` fits one of the parameters with these names."""
+    """True if a key of `noise.where` fits one of the parameters with these names."""
     return any(_fits(key, name) for name in names)
 
 

@@ -28,7 +28,7 @@ class Noise:
     """Noise of one parameter in one draw: independent normal numbers, which the compiled kernels make from the key."""
 
     compiled: ClassVar = True
-    """Whether the numbers are `normal_chunks` of the key, times the sign: the compiled kernels make only those."""
+    """True if the numbers are `normal_chunks` of the key, times the sign: the compiled kernels make only those."""
     key: Key
     sign: int = 1
 

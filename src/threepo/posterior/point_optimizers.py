@@ -71,7 +71,7 @@ class Point(Perturbable, torch.optim.Optimizer):
         return found
 
     def observe(self, draw: Draw | None, divisor: float | None = None, *, cumulative: bool = False) -> bool:
-        """Add the gradients to those of the step, wherever they were taken.
+        """Add the gradients to the step's sum, wherever they were taken.
 
         Without a divisor they stay in the parameters, where backward adds the next ones. With a divisor they are taken
         out, because the next ones have another. All gradients of a step must have a divisor, or none.

@@ -19,7 +19,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold parts of the tensor."""
+    """True if ranks hold parts of the tensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -120,7 +120,7 @@ def _all_reduce(tensor: torch.Tensor, mesh: Any, dims: Iterable[int], **options:
 
 
 def all_ranks_agree(here: bool, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether something holds on every rank that DTensors among these are spread over; a collective if any is."""
+    """True if something holds on every rank that DTensors among these are spread over; a collective if any is."""
     for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
         failed = torch.tensor(0.0 if here else 1.0, device=mesh.device_type)
         _all_reduce(failed, mesh, range(mesh.ndim), op=torch.distributed.ReduceOp.MAX)

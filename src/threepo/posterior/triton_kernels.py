@@ -1,7 +1,7 @@
 """The operations on CUDA tensors, in Triton: one pass over memory each. Same bits as torch_kernels.py.
 
 A program works on one noise block: elements j and j + 512 share a counter, so it hashes 512 counters and uses both
-halves of what comes out. Element offsets are 64-bit; blocks are those of the whole flattened tensor, so the first and
+halves of what comes out. Element offsets are 64-bit; blocks divide the whole flattened tensor, so the first and
 the last program may have less than a block to do.
 
 For the same bits the compiler must also
@@ -45,11 +45,11 @@ _kernel: Any = partial(triton.jit, do_not_specialize=["first", "second"])
 _OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Options of every launch; the module's docstring has the reasons."""
 available = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and torch.version.hip is None
-"""Not on AMD: nobody has looked at what Triton compiles there."""
+"""False on AMD, where Triton's output has not been examined."""
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether the kernels take these tensors, and would compute the same bits as torch_kernels.py."""
+    """True if the kernels take these tensors, and would compute the same bits as torch_kernels.py."""
     return available and all(t is None or (t.is_cuda and t.dtype in _DTYPES) for t in tensors)
 
 

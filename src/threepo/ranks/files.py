@@ -75,7 +75,7 @@ def save_tensors(
 
 
 def _another_writes(tensor: torch.Tensor, world: World) -> bool:
-    """Whether a rank before this one holds the same elements."""
+    """True if a rank before this one holds the same elements."""
     if not isinstance(tensor, DTensor):
         return world.rank > 0
     coordinates = tensor.device_mesh.get_coordinate() or ()

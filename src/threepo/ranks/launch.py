@@ -21,7 +21,7 @@ _PATIENCE_S = 15.0
 _LAST_WORDS_S = 5.0
 """Seconds in which a rank that has lost another reports it, before its neighbours end it."""
 _PR_SET_PDEATHSIG = 1
-"""From <sys/prctl.h>: the signal that a process gets when its parent ends."""
+"""Constant of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
 def _started() -> World:

@@ -113,7 +113,7 @@ class World:
             return make() if self.rank == 0 else others
 
     def deal(self, keys: Iterable[Hashable], compute: Callable[[list[int]], list[T]]) -> list[T]:
-        """Divide items among the ranks, those of one key to one rank; returns the results in order, on every rank.
+        """Divide items among the ranks, all items of a key to one rank; returns the results in order, on every rank.
 
         `keys` has the key of every item; `compute` gets the indices of this rank's items.
         """
@@ -147,7 +147,7 @@ class World:
             raise AgreedError(f"the ranks disagree about {name}: {values}{also}. {fix[0].upper()}{fix[1:]}")
 
     def all_know(self, error: Exception) -> bool:
-        """Whether every rank has this error, so that all can do something together before they end."""
+        """True if every rank has this error, so that all can do something together before they end."""
         return self.size == 1 or isinstance(error, AgreedError)
 
     def console(self) -> "Console":
@@ -168,7 +168,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error comes from a collective, of FSDP2 or of shards, that another rank did not take part in."""
+    """True if an error comes from a collective, of FSDP2 or of shards, that another rank did not take part in."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -51,7 +51,7 @@ class NotAFormula(Exception):
 
 
 def judge(given: str, reference: str) -> tuple[bool, str]:
-    """Whether an answer equals a reference, and why not where one of them is not a formula."""
+    """The verdict, true if an answer equals a reference, and the reason if one of them is not a formula."""
     try:
         return bool(equal(spelling(given), spelling(reference), _compare)), ""
     except NotAFormula as error:
@@ -126,9 +126,9 @@ def _residue(value: Basic, moduli: list[int]) -> int:
 
 
 def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
-    """Whether the difference of two expressions vanishes: at three points, where they have symbols.
+    """True if the difference of two expressions vanishes: at three points, where they have symbols.
 
-    With the `resolution` of a decimal reference, or minus that of a given decimal, it may be cut or rounded.
+    With the `resolution` of a decimal reference, or minus the resolution of a given decimal, it may be cut or rounded.
     """
     if not resolution:
         with suppress(ValueError):
@@ -153,7 +153,7 @@ def _same(given: Expr, reference: Expr, resolution: Rational) -> bool:
 
 
 def _vanishes(part: Expr, resolution: Rational) -> bool:
-    """Whether a number is 0, or as small as what cutting or rounding changes."""
+    """True if a number is 0, or as small as what cutting or rounding changes."""
     if part == 0 or (resolution and -1 <= 2 * part / resolution < 2):
         return True
     return bool(part.is_Float and part._prec <= 2)  # what evalf returns where all digits cancel

@@ -27,7 +27,7 @@ COLUMN = "tests"
 """The column of the data that holds a problem's tests."""
 TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-6}
 LONGER = 100
-"""How many times as long as the expected value the JSON of a right one may be: 1e300 may be returned as an integer."""
+"""Longest JSON of a right value, in lengths of the expected value: 1e300 may be returned as an integer."""
 FORMS = "'inputs' and 'outputs' (with 'fn_name' for a function), 'assert_case', or 'functional'"
 _UNITTEST = re.compile(r"\bunittest\.main\(\)")
 """Would end Python, where tests must come to their end."""
@@ -123,7 +123,7 @@ def _pairs(inputs: Any, outputs: Any, entry: Any, prefix: str) -> CodeTests:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is a list or tuple that is not empty."""
+    """True if a value is a list or tuple that is not empty."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
 
 
@@ -148,7 +148,7 @@ def _call(arguments: Any, result: Any) -> tuple[str, Any]:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Whether an output is right: each line has the same words, and numbers are compared by value."""
+    """True if an output is right: each line has the same words, and numbers are compared by value."""
     wanted = expected.rstrip().split("\n")
     given = output.rstrip().split("\n", len(wanted))  # one piece more than can be right, however many lines there are
     return given == wanted or (len(given) == len(wanted) and all(map(_same_line, given, wanted)))
@@ -161,7 +161,7 @@ def _same_line(line: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a value, read from JSON, is right; a close one is enough only where a fraction is expected."""
+    """True if a value, read from JSON, is right; a close one is enough only where a fraction is expected."""
     if isinstance(value, list) and isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, Mapping):
@@ -179,7 +179,7 @@ def _close(value: float, expected: float) -> bool:
 
 
 def _same_word(word: str, expected: str) -> bool:
-    """Whether two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
+    """True if two words are equal, or are equal numbers; a close one is enough only where a fraction is expected."""
     if word == expected or not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return word == expected
     if expected.lstrip("+-").isdecimal():

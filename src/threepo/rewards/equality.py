@@ -25,8 +25,8 @@ _UNKNOWN = re.compile(
     rf"|-?(?:(?<=-)|{DECIMAL}|\\frac\{{{DECIMAL}\}}\{{{DECIMAL}\}})(?: |\\cdot ?|\\times ?|\*)?(?![ei]$)"
     r"[A-Za-z']+(?:_\{\w+\})?(?:\^\{\w\})?"
 )
-"""What makes an equation: an expression with one letter, or a number times a name. `2x = 6` and `x^2 = 4` are equations
-for x, and not the value of a quantity, as `BC^2 = 4` is."""
+"""Pattern of the left side of an equation: an expression with one letter, or a number times a name. `2x = 6` and
+`x^2 = 4` are equations for x, and not the value of a quantity, as `BC^2 = 4` is."""
 _NUMERIC = re.compile(r"(?=.*[0-9])(?:[^A-Za-z\\%]|\\(?:frac|sqrt|times|cdot|pi|log|ln|binom)(?![A-Za-z]))+")
 _RELATION = r"=|\\(?:in|equiv|approx)(?![A-Za-z]) ?"
 _COMMA = r"[,;](?!(?<=[0-9],)[0-9]{3}(?![0-9]))"
@@ -46,7 +46,7 @@ class Several(NamedTuple):
     members: list[str]
 
     def has_names(self) -> bool:
-        """Whether one of them is an equation."""
+        """True if one of them is an equation."""
         return any(map(_sides, self.members))
 
 
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 def equal(given: str, reference: str, compare: Compare = lambda given, reference: None) -> bool | None:
-    """Whether an answer equals the reference, both in our `spelling`; `compare` decides what spelling does not."""
+    """True if an answer equals the reference, both in our `spelling`; `compare` decides what spelling does not."""
     given, reference = _assignments(bare(given)), _assignments(bare(reference))
     if given.replace(", ", ",") == reference.replace(", ", ","):
         return True
@@ -191,7 +191,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _same_members(given: Several, reference: Several, compare: Compare) -> bool | None:
-    """Whether the members agree: in order within brackets, in any order in lists, and as sets if one of them is."""
+    """True if the members agree: in order within brackets, in any order in lists, and as sets if one of them is."""
     kinds, members, others = {given.brackets, reference.brackets}, given.members, reference.members
     if len(kinds) > 1 and kinds not in ({"", "()"}, {"", _SET}, {"", "row"}):
         return False
@@ -213,7 +213,7 @@ def _label(text: str) -> str:
 
 
 def _each_found(members: list[str], others: list[str], compare: Compare, once: bool = False) -> bool | None:
-    """Whether each member equals one of the others, and with `once` a different one each."""
+    """True if each member equals one of the others, and with `once` a different one each."""
     rest, verdicts = list(others), []
     for member in members:
         same: list[bool | None] = []
@@ -230,7 +230,7 @@ def _all(verdicts: list[bool | None]) -> bool | None:
 
 
 def _is_numeric(equation: Answer, any_right: bool = False) -> bool:
-    """Whether an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
+    """True if an equation has no unknown on its left side, and unless `any_right`, none on its right side."""
     assert equation.sides
     left, right = (bool(_NUMERIC.fullmatch(side)) for side in equation.sides)
     return set(re.findall(_RELATION, equation.text)) == {"="} and left and (any_right or right)

@@ -22,7 +22,7 @@ Grader = Callable[[Sequence[Completion]], list[Verdict]]
 Verify = Callable[[Problem, str], Verdict]
 """A task's own verifier: judges the text of a completion."""
 Verifier = Verify | OwnReward | str
-"""What a data source brings: its own verifier, or the name of one of `GRADERS`."""
+"""A data source's own verifier, or the name of one of `GRADERS`."""
 
 
 class GraderKind(NamedTuple):
@@ -31,7 +31,7 @@ class GraderKind(NamedTuple):
     build: Callable[[RewardConfig, Sequence[Problem]], Grader]
     """Makes a grader from the settings and the problems that are known."""
     lack: Callable[[Problem], str] = lambda problem: ""
-    """What a problem lacks to be graded, and which setting may help; empty if it lacks nothing."""
+    """Names what a problem lacks to be graded, and the setting that may help; empty if it lacks nothing."""
     scorings: tuple[str, ...] = ()
     """Values of `reward.scoring` that it knows besides `binary`."""
 
@@ -57,7 +57,7 @@ GRADERS = {
     "math": GraderKind(lambda settings, _: MathGrader(settings), lacks_answer, ("format_penalty",)),
     "code": GraderKind(lambda settings, _: CodeGrader(settings), lacks_tests, ("passed_share",)),
 }
-"""What `reward.function` and a data source can name."""
+"""Graders that `reward.function` and a data source can name."""
 
 
 def load_grader(

@@ -152,7 +152,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 
 def keeps_layout(completion: str) -> bool:
-    r"""Whether the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
+    r"""True if the whole completion is `<think>...</think>`, blanks, and \boxed{...}: one of each, nothing else."""
     if not completion.count(THINK) == completion.count(THINK_END) == 1:
         return False
     match = _LAYOUT.fullmatch(completion)

@@ -25,7 +25,7 @@ class Number(NamedTuple):
     resolution: Fraction
 
     def stands_for(self, value: Fraction) -> bool:
-        """Whether it is a decimal that is cut or rounded from this value."""
+        """True if it is a decimal that is cut or rounded from this value."""
         return self.resolution != 0 and -0.5 <= (value - self.value) / self.resolution < 1
 
 
@@ -101,7 +101,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit_words(text: str, *, apart: bool) -> bool:
-    """Whether words after a number, without `\\text`, are a unit rather than names in a product: 5 miles, not 5ab."""
+    """True if words after a number, without `\\text`, are a unit rather than names in a product: 5 miles, not 5ab."""
     words = re.findall("[A-Za-z.]+", text)
     known = len(words[0]) > 1 and all(_unit(word) != OTHER_UNIT for word in words)
     return known or (apart and all(len(word) > 3 or word in ("of", "per") for word in words))
@@ -121,7 +121,7 @@ _NO_NUMBER = re.compile(r"\\text|\\begin|[<>]|\\[lgn]e(?![A-Za-z])|,(?![0-9]{3})
 
 
 def same_quantity(given: str, unit: str, reference: str, reference_unit: str) -> bool | None:
-    """Whether two expressions with their units are the same quantity; None if their spelling does not decide it."""
+    """True if two expressions with their units are the same quantity; None if their spelling does not decide it."""
     if unit != reference_unit and not {unit.rstrip("23"), reference_unit.rstrip("23")} & {"", OTHER_UNIT, "unit"}:
         return False  # both units are known, and they differ
     if given == reference:

@@ -89,7 +89,7 @@ _GROUPED = re.compile(
 
 
 def bare(text: str) -> str:
-    """Without the punctuation of a sentence, brackets around one thing, and the decimals after an exact value."""
+    """The text without the punctuation of a sentence, brackets around one thing, and decimals after an exact value."""
     before = None
     while text != before:
         before, text = text, text.strip("* ").rstrip(".,;:\\ ")

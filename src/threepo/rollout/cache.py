@@ -47,7 +47,7 @@ class _Layer:
     values: Tensor
     """[S, K, T, D]."""
     blocked: bool
-    """Whether keys lie in the compiled kernel's order, 16 tokens side by side."""
+    """True if keys lie in the compiled kernel's order, 16 tokens side by side."""
 
 
 def whole_blocks(tokens: int) -> int:

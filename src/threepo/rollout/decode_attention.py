@@ -25,7 +25,7 @@ class _Attention(ctypes.Structure):
 
 
 def serves(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the library handles keys and values [B, K, L, D] of this device, dtype and width."""
+    """True if the library handles keys and values [B, K, L, D] of this device, dtype and width."""
     return (
         k.device.type == "cpu"
         and k.dtype in _DTYPES

@@ -35,9 +35,9 @@ class Stack:
         """`shared`: all draws have the same values, which are stored once."""
         self.shape, self.shared = shape, shared
         self.is_packed = False
-        """Whether `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
+        """True if `Ensemble.pack` brings the values [out, in] into the order of compiled products."""
         self.is_borrowed = False
-        """Whether the values are the trainer's own, in its memory, and never change."""
+        """True if the values are the trainer's own, in its memory, and never change."""
         self.four_bit: FourBit | None = None
         """The values, if they are in four bits."""
         self.resize(0, torch.float32, torch.device("cpu"))
@@ -217,7 +217,7 @@ class Ensemble:
         self.model.set_attn_implementation(ATTENTION)
         by_parameter = {p: Stack(p.shape, shared=bool(adapters)) for p in self.model.parameters()}
         self.stacks = {n: by_parameter[p] for n, p in self.model.named_parameters(remove_duplicate=False)}
-        """By parameter name; a tied parameter's stack is there under each of its names."""
+        """Stacks by parameter name; a tied parameter's stack has each of its names."""
         self._pass = Pass()
         owners = {m: {n: by_parameter[p] for n, p in m.named_parameters(recurse=False)} for m in self.model.modules()}
         replaced = {module: _stacked(module, own, self._pass) for module, own in owners.items() if own}
@@ -225,7 +225,7 @@ class Ensemble:
         for weight in matrices:
             weight.is_packed = stacked_linear.serves(weight.shape[1], dtype, self.device)
         self.ragged = all(weight.is_packed for weight in matrices) and not adapters
-        """Whether draws may have different numbers of rows in a pass."""
+        """True if draws may have different numbers of rows in a pass."""
         for name, module in list(self.model.named_modules(remove_duplicate=False)):
             if module in replaced:
                 self.model.set_submodule(name, replaced[module])

@@ -99,7 +99,7 @@ class AdapterPayload(Payload):
 
 
 def has_bfloat16(policy: Policy) -> bool:
-    """Whether the trainer itself holds weights in bfloat16, as frozen ones may be."""
+    """True if the trainer itself holds weights in bfloat16, as frozen ones may be."""
     return any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
 
 

@@ -41,7 +41,7 @@ def level(dtype: torch.dtype) -> int:
 
 
 def serves(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library multiplies weights with so many inputs, and is faster than torch on this processor."""
+    """True if the library multiplies weights with so many inputs, and is faster than torch on this processor."""
     whole = inputs > 0 and inputs * dtype.itemsize % (LANES * _WORD) == 0
     return device.type == "cpu" and whole and level(dtype) != 0
 

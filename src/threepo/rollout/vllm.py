@@ -66,7 +66,7 @@ class VLLMEngine:
         self._shared: list[SharedTensors] = []
         self._draws: list[Draw | None] = []
         self._expected: list[tuple[int, torch.Tensor]] = []
-        """For each loaded draw: the checksum of its payload, and the trainer's log-probs of the fixed prompt."""
+        """Checksum of the payload of each loaded draw, and the trainer's log-probs of the fixed prompt."""
         self._step = -1
         environments = _environments(settings.vllm)  # before anything is started
         folder = Path(tempfile.mkdtemp(prefix="threepo-vllm-"))

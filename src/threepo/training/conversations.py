@@ -30,7 +30,7 @@ FORMAT = 4
 ROWS_AT_ONCE = 128
 """Rows that are tokenised together."""
 Part = Literal["source", "eval"]
-"""Which setting names the conversations: those to train on, or the held-out ones."""
+"""Setting that names the conversations: to train on, or held out."""
 
 
 @dataclass(frozen=True)

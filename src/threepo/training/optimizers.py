@@ -24,7 +24,7 @@ from threepo.run_folder import model_folder
 from threepo.training.checkpoint import OPTIMIZER_FILE, restore_optimizer
 
 LOUD_PRIOR = 2.0
-"""Sigma of a learned Hessian, relative to that of hess_init, above which there is a warning (method.md 1.5)."""
+"""Sigma of a learned Hessian, relative to hess_init's, above which there is a warning (method.md 1.5)."""
 Groups = list[dict[str, Any]]
 """Groups of a model's parameters, with the noise of each."""
 

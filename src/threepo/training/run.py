@@ -54,7 +54,7 @@ def factor(step: int, steps: int, settings: ScheduleConfig) -> float:
 
 
 def due(done: int, every: int, total: int) -> bool:
-    """Whether work that happens every so many steps (0: only at the end) is due after `done` of `total` steps."""
+    """True if work that happens every so many steps (0: only at the end) is due after `done` of `total` steps."""
     return done == total or (every > 0 and done % every == 0)
 
 
@@ -69,11 +69,11 @@ class TrainingRun(Generic[Config]):
     state: TrainState
     world: World
     followers: Sequence[Follower] = field(default=(), kw_only=True)
-    """Called on the first rank with every row of metrics.jsonl."""
+    """Functions called on the first rank with every row of metrics.jsonl."""
     asked_to_stop: bool = field(default=False, kw_only=True)
-    """Whether a follower has asked to stop."""
+    """True if a follower has asked to stop."""
     warned: bool = field(default=False, kw_only=True)
-    """Whether a gradient that was not finite has been warned of."""
+    """True if a gradient that was not finite has been warned of."""
 
     def set_rates(self, step: int, steps: int) -> None:
         """Set the learning rate of training step `step` of `steps`, and the effective sample size, if there is one."""

@@ -17,7 +17,7 @@ class ScheduleState:
     ess_factor: float = 1.0
     """ess of the coming step, as a multiple of optimizer.ess."""
     temperature_raised: bool = False
-    """Whether the coming step samples at sampling.raised_temperature."""
+    """True if the coming step samples at sampling.raised_temperature."""
     first_entropy: float = 0.0
     """Entropy (nats per token) of the first step that measured it; 0 before, and where nothing follows entropy."""
 
@@ -28,7 +28,7 @@ def first_state(config: TrainConfig) -> ScheduleState:
 
 
 def next_state(config: TrainConfig, state: ScheduleState, done: int, metrics: Mapping[str, float]) -> ScheduleState:
-    """The state after `done` training steps; `metrics` are those of the last one.
+    """The state after `done` training steps; `metrics` are the last step's.
 
     A step without an update, or with an entropy or correction that is not finite, changes nothing.
     """

@@ -66,7 +66,7 @@ class _Update:
     world: World
     record: UpdateRecord
     moved: bool = False
-    """Whether an optimizer step was taken, so that the policy may differ from the old policy."""
+    """True if an optimizer step was taken, so that the policy may differ from the old policy."""
     first_scores: dict[Key, RowScores] = field(default_factory=dict)
     """Scores of the old policy; empty unless several updates or a choice of tokens need them."""
     reference_scores: dict[int, RowScores] = field(default_factory=dict)

@@ -22,7 +22,7 @@ class RowRecord:
     index: int
     tokens: int
     logprob_sum: float
-    """At the weights where the gradient was taken; with several updates a batch, before the first of them."""
+    """Log-prob at the weights where the gradient was taken; with several updates a batch, before the first of them."""
     self_certainty: float
     """Mean over its tokens (`models.logprobs.TokenLogprobs`), at the weights where the gradient was taken."""
     rho: float
@@ -40,23 +40,23 @@ class UpdateRecord:
     correction: Correction | None
     """Correction of the batch; None: rollouts under top-p or top-k, so `kl` and the rows' `rho` have no meaning."""
     minimised: list[float] = field(default_factory=list)
-    """For each optimizer step, the loss as it was divided."""
+    """The loss of each optimizer step, after its division."""
     loss: float = 0.0
     normalizer: float = 0.0
     tokens: int = 0
     finite: bool = True
-    """Whether all gradients were."""
+    """True if all gradients were finite."""
     kl: float = 0.0
     policy: dict[str, float] = field(default_factory=dict)
     """Metrics `policy/<name>`, as sums over tokens."""
     rows: list[RowRecord] = field(default_factory=list)
     chose: list[bool] = field(default_factory=list)
-    """For each choice of tokens by the loss, whether it chose any."""
+    """True for each choice of tokens by the loss that chose any."""
     evolution: dict[str, float] = field(default_factory=dict)
     """Metrics of the comparison with an evolution strategy."""
 
     def add(self, rows: Sequence[CreditedRow], inputs: LossInputs, statistics: dict[str, float]) -> None:
-        """Add the sums and rows of a micro-batch; `statistics` are those of `policy_loss.statistics`."""
+        """Add the sums and rows of a micro-batch; `statistics` come from `policy_loss.statistics`."""
         logprobs, correction = inputs.old_logprobs, inputs.correction
         self.tokens += len(logprobs)
         for name, total in (statistics | {"entropy": float(inputs.entropy.detach().sum(dtype=torch.float64))}).items():

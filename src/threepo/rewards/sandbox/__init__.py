@@ -44,9 +44,9 @@ class Sandbox(Protocol):
     """Runs programs that nobody has read; made from the settings."""
 
     workers: int
-    """How many programs it runs well at the same time."""
+    """Number of programs that it runs well at the same time."""
     advice: str
-    """What a user can do where it does not work."""
+    """Advice for a user for whom it does not work."""
 
     def run(self, submission: Submission) -> Generator[Outcome, None, None]:
         """The outcome of each case, in order; `next` runs a case. Closing the generator ends the program."""

@@ -90,7 +90,7 @@ class Bubblewrap(LocalSandbox):
 
 
 def _nobody_is_mapped() -> bool:
-    """Whether this process's user namespace has the user nobody."""
+    """True if this process's user namespace has the user nobody."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     ranges = [tuple(map(int, line.split())) for line in lines]  # first user inside, first outside, count
     return any(first <= NOBODY < first + count for first, _, count in ranges)

@@ -43,7 +43,7 @@ names["Harness"](order).main()
 """
 PYTHON_ARGUMENTS = ("-P", "-S", "-s", "-B", "-X", "utf8", "-c", START)
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Nothing of ours; the order of a program's sets is the same each time."""
+"""Environment without our variables; the order of a program's sets is the same each time."""
 
 Process = subprocess.Popen[bytes]
 
@@ -53,7 +53,7 @@ class LocalSandbox:
 
     advice = "check that Python starts here"
     drop_root = False
-    """Whether the harness starts as root and must give that up."""
+    """True if the harness starts as root and must give that up."""
     filters = (b"", b"")
     """Filters of system calls for the harness and for the program; empty: all calls are allowed."""
 

@@ -25,7 +25,7 @@ from threepo.rewards.sandbox.harness import MARK_BYTES, MEMORY, NO_PYTHON, WRONG
 
 WORKERS = 32
 MARGIN_S = 10.0
-"""What a request may take beyond the time to compile and to run."""
+"""Seconds that a request may take beyond the time to compile and to run."""
 ANSWER = "threepo-answer"
 """The file with what the program wrote or returned."""
 ANSWER_LIMIT = 2 * harness.OUTPUT_LIMIT
@@ -33,7 +33,7 @@ ANSWER_LIMIT = 2 * harness.OUTPUT_LIMIT
 ATTEMPTS = 6
 LONGEST_WAIT_S = 30.0
 UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What an answer raises that did not come, is not JSON, or has another layout than SandboxFusion's."""
+"""Errors of an answer that did not come, is not JSON, or has another layout than SandboxFusion's."""
 ENDINGS: dict[int, Ending] = {0: "ok", MEMORY: "memory", WRONG: "wrong", NO_PYTHON: "compile error"}
 
 
