@@ -28,7 +28,7 @@ LAB_COMMANDS: list[Command] = []
     argument("--draws", type=int, help="draws of each noise (default 64)"),
     argument("--rollouts", type=int, help="completions of each problem by each draw (default 16)"),
     argument("--exact", action="store_true", help="chances from the probability of the only right answer"),
-    argument("--output", type=path_argument, help="folder for figures and picture (default: in runs/)"),
+    argument("--output", type=path_argument, help="folder for all figures (default: in runs/)"),
     argument("--write", type=path_argument, metavar="RECIPE", help="write the training recipe that follows, if any"),
 )
 def probe(options: argparse.Namespace) -> None:

@@ -118,7 +118,8 @@ def _table(file: Path, verdict: str, above: float | None) -> Table:
             names = " or ".join([verdict] if verdict and name == "correct" else NAMES[name])
             raise UserError(f"{file}: has no column {names}, but {', '.join(columns)}; rename the one that has it")
     table = {name: columns[column] for name, column in wanted.items() if column and name != "reward"}
-    read = {name: _values(column) if name != "tokens" else column for name, column in table.items()}
+    lazy = {name for name, column in table.items() if name != "tokens" and not isinstance(column, list)}
+    read = {name: column.to_pylist() if name in lazy else column for name, column in table.items()}
     read["right"] = _right(file, wanted["correct"], read["correct"], above)
     return read | _answers(read)
 
@@ -136,10 +137,6 @@ def _columns(file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: cannot be read as {kind} ({type(error).__name__}: {error}); check the file"
         ) from error
-
-
-def _values(column: Any) -> Sequence[Any]:
-    return column if isinstance(column, list) else column.to_pylist()
 
 
 def _step(file: Path, table: Table, row: int) -> int:

@@ -19,7 +19,7 @@ from threepo.errors import UserError
 from threepo.evaluation.scores import ks_up_to, pass_at_k
 from threepo.evaluation.statistics import count_chances, ratio_intervals, win_loss_tie
 from threepo.files import finite
-from threepo.lab.completions import Groups, PromptGroup, pair_means, read_completions
+from threepo.lab.completions import Groups, PairMeans, PromptGroup, pair_means, read_completions
 
 MOST_K = 256
 SUMS = ("rescued", "lost", "rescued_minus_lost")
@@ -127,16 +127,16 @@ def _bad(group: PromptGroup, kind: str) -> list[bool]:
 
 def _second_draw(run: PromptGroup) -> Terms:
     """Value of a second completion after a first: from the same draw, and from another draw."""
-    right, answers = np.array(run.right), run.answers
-    means = {"text_distance": run.text_distance, "one_right": pair_means(right[:, None] | right, run.draws)}
-    if answers is not None:
-        have = np.array([answer is not None for answer in answers])
-        other = np.not_equal.outer(np.array(answers, dtype=object), np.array(answers, dtype=object)).astype(bool)
-        means["two_answers"] = pair_means(other & have[:, None] & have, run.draws)
+    right, two_answers = np.array(run.right), PairMeans()
+    if run.answers is not None:
+        answers = np.array(run.answers, dtype=object)
+        have = np.array([answer is not None for answer in run.answers])
+        other = np.not_equal.outer(answers, answers).astype(bool)
+        two_answers = pair_means(other & have[:, None] & have, run.draws)
+    means = (run.text_distance, two_answers, pair_means(right[:, None] | right, run.draws))
     terms: Terms = {}
-    for name in SECOND:
-        same, other_draw = (means[name].same_draw, means[name].other_draw) if name in means else (math.nan, math.nan)
-        terms[f"second/{name}/same_draw"], terms[f"second/{name}/other_draw"] = same, other_draw
+    for name, mean in zip(SECOND, means, strict=True):
+        terms |= {f"second/{name}/same_draw": mean.same_draw, f"second/{name}/other_draw": mean.other_draw}
     return terms
 
 

@@ -17,8 +17,6 @@ STEP = "training step"
 OUTCOMES = ("wins", "losses", "ties")
 Comparison = Mapping[str, Any]
 """Result of `explore`."""
-Analysis = Mapping[str, Any]
-"""Its part about one run."""
 Figures = Mapping[str, Any]
 """Value and interval by the name of the figure."""
 
@@ -162,9 +160,9 @@ def _pass_curves(comparison: Comparison) -> list[Curve]:
     return found
 
 
-def _sides(comparison: Comparison) -> list[tuple[str, Analysis, str, str]]:
+def _sides(comparison: Comparison) -> list[tuple[str, Mapping[str, Any], str, str]]:
     """Lines of a panel as (side, analysis, name, label); the baseline has one for each size and steps compared."""
-    analyses: Mapping[str, Analysis] = comparison["runs"]
+    analyses: Mapping[str, Mapping[str, Any]] = comparison["runs"]
     pairings = {(*run["group_sizes"]["compared"], *run["curves"]["step"]): run for run in analyses.values()}
     lines = []
     for run in pairings.values():

@@ -26,7 +26,7 @@ from threepo.lab.completions import DRAW, read_completions
 from threepo.lab.curves import cost, learning, noise, seconds, tokens
 from threepo.lab.exploration import analyse
 from threepo.lab.exploration_view import exploration_panels, exploration_tables
-from threepo.lab.figures import colours, inline_svg, picture, with_data
+from threepo.lab.figures import Panel, colours, inline_svg, picture, with_data
 from threepo.lab.report import RunReport, tables
 from threepo.run_folder import COMPLETIONS
 
@@ -77,32 +77,25 @@ def _sections(
     runs: Sequence[RunReport], baseline: RunReport, palette: Mapping[str, str], pictures: Path
 ) -> list[dict[str, Any]]:
     """The sections with figures and what goes with them; draws the figures into the folder `pictures` as well."""
-    comparison, reasons = _exploration(runs, baseline)
-    explored = exploration_panels(comparison) if comparison["runs"] else []
-    panels = {
-        "Learning": learning(runs),
-        "Exploration": explored,
-        "Noise": noise(runs),
-        "Cost": cost(runs),
-    }
-    more: dict[str, dict[str, Any]] = {
-        "Exploration": {
-            "reasons": reasons,
-            "baseline": baseline.name,
-            "tables": [cells(each) for each in exploration_tables(comparison)],
-        },
-        "Cost": {"tables": [cells(_costs(runs))]},
-    }
     variables = {run.name: f"--line-{i}" for i, run in enumerate(runs)}
-    sections = []
-    for heading, listed in panels.items():
+
+    def section(heading: str, listed: Sequence[Panel], **more: Any) -> dict[str, Any]:
         found = with_data(listed)
         for panel in found:
             picture([panel], palette, pictures / f"{panel.name}.png")
         figures = [{"panel": panel, "svg": Markup(inline_svg(panel, palette, variables))} for panel in found]
         missing = [panel.title for panel in listed if panel not in found]
-        sections.append({"heading": heading, "figures": figures, "missing": missing, **more.get(heading, {})})
-    return sections
+        return {"heading": heading, "figures": figures, "missing": missing, **more}
+
+    comparison, reasons = _exploration(runs, baseline)
+    explored = exploration_panels(comparison) if comparison["runs"] else []
+    compared = [cells(each) for each in exploration_tables(comparison)]
+    return [
+        section("Learning", learning(runs)),
+        section("Exploration", explored, reasons=reasons, baseline=baseline.name, tables=compared),
+        section("Noise", noise(runs)),
+        section("Cost", cost(runs), tables=[cells(_costs(runs))]),
+    ]
 
 
 def _exploration(runs: Sequence[RunReport], baseline: RunReport) -> tuple[dict[str, Any], list[str]]:
@@ -190,13 +183,13 @@ def _groups(file: Path) -> Iterator[dict[str, Any]]:
             "problem": problem,
             "prompt": _prompt(group[0]["prompt"]),
             "reference": group[0]["reference_answer"],
-            "draws": [_label(*address) for address in numbers],
+            "draws": [_label(index, mirrored) for _, _, index, mirrored in numbers],
             "draw": [numbers[address] for address in addresses],
             **{name: [row.get(column) for row in group] for column, name in COLUMNS.items()},
         }
 
 
-def _label(seed: int | None, step: int | None, index: int | None, mirrored: bool | None) -> str:
+def _label(index: int | None, mirrored: bool | None) -> str:
     return "mean weights" if index is None else f"draw {index}{' mirrored' * bool(mirrored)}"
 
 

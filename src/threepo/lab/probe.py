@@ -34,7 +34,6 @@ from threepo.evaluation.statistics import Outcomes, predictable_draws
 from threepo.files import finite, read_json, write_json
 from threepo.lab.probe_config import LAYERS, POSTERIOR, ProbeConfig
 from threepo.lab.probe_findings import MEAN, TEMPERATURE, findings, recipe, write_recipe
-from threepo.lab.probe_report import draw_picture
 from threepo.models.adapters import adapter_folder
 from threepo.models.policy import Policy, load_policy
 from threepo.posterior.gaussian import FILE_NAME, FixedWeights, Posterior
@@ -46,7 +45,7 @@ from threepo.run_folder import SUMMARY, LockedFolder, model_folder
 from threepo.training.scoring import score_rows
 from threepo.types import Completion, CreditedRow, Draw, Problem, Purpose
 
-PROBE, PARTS, LOCK, PICTURE = "probe.json", "parts", "probe.lock", "probe.png"
+PROBE, PARTS, LOCK = "probe.json", "parts", "probe.lock"
 SCORED = 1024
 """Completions of each noise, evenly spread, that are scored at other weights."""
 FRESH = 8
@@ -153,7 +152,7 @@ class Probe:
         if self.settings.exact:
             rows = list(map(self._answer, questions.problems, questions.prompts))
             temperature = questions.sampling.temperature
-            by_draw = [self._scores(source, rows, [draw] * len(rows), temperature) for draw in draws]
+            by_draw = [self._logprobs(source, rows, draw, temperature) for draw in draws]
             return Outcomes(np.exp([[float(x.sum()) for x in logprobs] for logprobs in by_draw]).T, 0)
         right = Counter((c.problem.id, c.draw) for c in completions if is_right(c))
         return Outcomes(np.array([[right[p.id, draw] / each for draw in draws] for p in questions.problems]), each)
@@ -173,26 +172,24 @@ class Probe:
         rows = completions[:: max(1, len(completions) // SCORED)]
         temperature = self.config.sampling.temperature
         behaviour = [np.array(row.logprobs) for row in rows]
-        at_mean = self._scores(source, rows, [None] * len(rows), temperature)
-        at_fresh = self._scores(source, rows, [fresh[i % FRESH] for i in range(len(rows))], temperature)
+        at_mean = self._logprobs(source, rows, None, temperature)
         differences = [mean - own for mean, own in zip(at_mean, behaviour, strict=True)]
         kl = math.fsum((np.exp(d) - 1 - d).sum() for d in differences) / sum(map(len, behaviour))
-        log_rho = np.array([(new - own).sum() for new, own in zip(at_fresh, behaviour, strict=True)])
-        bounds = C3PO.correction
-        kept = (log_rho >= math.log(bounds.low)) & (log_rho <= math.log(bounds.high))
-        return {"kl": kl, "kept_share": float(kept.mean())}
+        log_rho: list[float] = []
+        for i, draw in enumerate(fresh[: len(rows)]):
+            at_fresh = self._logprobs(source, rows[i::FRESH], draw, temperature)
+            log_rho += [float((new - own).sum()) for new, own in zip(at_fresh, behaviour[i::FRESH], strict=True)]
+        low, high = math.log(C3PO.correction.low), math.log(C3PO.correction.high)
+        return {"kl": kl, "kept_share": float(np.mean([low <= rho <= high for rho in log_rho]))}
 
-    def _scores(
-        self, source: FixedWeights, rows: Sequence[Completion], draws: Sequence[Draw | None], temperature: float
+    def _logprobs(
+        self, source: FixedWeights, rows: Sequence[Completion], draw: Draw | None, temperature: float
     ) -> list[np.ndarray]:
-        """Log-probs [K] of each row's tokens at its draw, by the trainer's forward pass."""
-        found: dict[int, np.ndarray] = {}
-        for draw in dict.fromkeys(draws):
-            mine = [CreditedRow.of(row, i) for i, row in enumerate(rows) if draws[i] == draw]
-            with source.at(draw):
-                scores = score_rows(mine, self.policy, temperature, self.config.batching.tokens, ALONE)
-            found |= {index: own.logprobs.double().numpy() for index, own in scores.items()}
-        return [found[i] for i in range(len(rows))]
+        """Log-probs [K] of each row's tokens at a draw, by the trainer's forward pass."""
+        credited = [CreditedRow.of(row, i) for i, row in enumerate(rows)]
+        with source.at(draw):
+            scores = score_rows(credited, self.policy, temperature, self.config.batching.tokens, ALONE)
+        return [scores[i].logprobs.double().numpy() for i in range(len(rows))]
 
 
 def is_right(completion: Completion) -> bool:
@@ -244,7 +241,7 @@ def default_folder(config: TrainConfig, settings: ProbeConfig) -> Path:
 def run_probe(
     config: TrainConfig, settings: ProbeConfig, folder: Path, training: Table | None = None, write: Path | None = None
 ) -> dict[str, Any]:
-    """Measure everything and draw the picture; returns the contents of summary.json.
+    """Measure everything; returns the contents of summary.json.
 
     Measurements that are in `folder` are not repeated. `write`: the file for the recipe that follows, made of the
     tables `training`; none is written where noise does not help.
@@ -267,7 +264,6 @@ def run_probe(
             engine.prepare(min(settings.draws_together, settings.draws), candidates.longest)
             summary = _measure_all(Probe(config, settings, policy, engine), candidates, folder)
     write_json(folder / SUMMARY, finite(summary))
-    draw_picture(summary, folder / PICTURE)
     if write and summary["draws"]:
         table = recipe(summary, config, training or {}, str(learned.folder) if learned else "")
         write_recipe(write, table, summary["verdict"])

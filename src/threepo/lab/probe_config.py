@@ -49,10 +49,6 @@ class ProbeConfig(Settings, table="probe"):
     """Compute chances from the probability of the answer, which must be the only right completion, instead of counting
     right rollouts. Then a chance of 1e-9 can be measured; `draws` can be larger and `rollouts` smaller."""
 
-    def __post_init__(self) -> None:
-        fix = f"must not exceed probe.candidates = {self.candidates}"
-        self.check("problems", self.problems <= self.candidates, fix)
-
 
 def load_probing(
     model: str, recipe: str, overrides: Sequence[str], flags: Table
