@@ -49,8 +49,8 @@ class Advantage(Settings, table="method.advantage"):
     """Cuts the reward of a right completion by up to this share, more the more probable it is in its group (method.md
     2.2; 0.25 in the paper). 0: off."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """`keep`: groups whose advantages are all 0 count in the policy loss, a mean over tokens. `drop`: they do not, as in
-    DAPO (method.md 2.6)."""
+    """`keep`: groups whose advantages are all 0 count in the policy loss, a mean over tokens. `drop`: they do not, as
+    in DAPO (method.md 2.6)."""
 
     def __post_init__(self) -> None:
         fix = "pass_at_k counts right completions, whose rewards must stay 1; set it to 0, or another rule"
