@@ -75,7 +75,7 @@ def train(
 ) -> Path:
     """Train to the end, in RLVR or fine-tuning as `config` is, and write the summary. Returns the run folder.
 
-    `resumed`: the open folder of a run to go on with. The other ranks, if there are any, must call this too.
+    `resumed`: the open folder of a run to continue. The other ranks, if there are any, must call this too.
     """
     began = time.monotonic()
     if isinstance(config, SFTConfig):

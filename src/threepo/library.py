@@ -234,7 +234,7 @@ def _new_config(
 def _to_resume(
     record: type[Config], resume: str | Path | Run, settings: Mapping[str, Any], others: Iterable[Any]
 ) -> tuple[Run, Config]:
-    """The run to go on with, and its configuration; `UserError` for what only a new run takes."""
+    """The run to continue, and its configuration; `UserError` for what only a new run takes."""
     run = resume if isinstance(resume, Run) else Run(resume)
     changes = _settings(settings)[0]
     if any(other is not None for other in others) or not can_change(changes):

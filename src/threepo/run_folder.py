@@ -106,7 +106,7 @@ def refuse_taken(path: Path, config: Any) -> None:
 
 
 def folder_of_run(path: Path) -> Path | None:
-    """The run folder that a folder is or lies in; None if it is in none. Somebody else may have made it."""
+    """The run folder that a folder is or is inside of; None if there is none. Somebody else may have made it."""
     holds_run = (at for at in (path, *path.parents) if (at / CONFIG).is_file())  # so does a model directory
     return next((at for at in holds_run if (at / LOCK).is_file() or (at / CHECKPOINTS).is_dir()), None)
 

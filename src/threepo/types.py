@@ -128,7 +128,7 @@ class Verdict:
     format_ok: bool | None = None
     """True if the completion has the layout that its prompt requires; None if it requires none."""
     parts: tuple[tuple[str, float], ...] = ()
-    """With several reward functions, the reward of each, by name; NaN where it could not judge."""
+    """Reward of each of several reward functions, by name; NaN where it could not judge."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.reward):
@@ -172,7 +172,7 @@ class Completion(Request):
     tokens: tuple[int, ...]
     """The generated tokens, T of them, the end-of-sequence token included where one was drawn."""
     logprobs: tuple[float, ...]
-    """For each token, the log-probability (nats) of the distribution that it was actually drawn from."""
+    """Log-probability (nats) of each token under the distribution that it was actually drawn from."""
     text: str
     finish_reason: Literal["stop", "length"]
     policy_step: int
@@ -180,7 +180,7 @@ class Completion(Request):
     opening: str = ""
     """`<think>` where the prompt ends in it, as some chat templates do; otherwise empty."""
     verdict: Verdict | None = None
-    """None until graded."""
+    """The verdict; None until graded."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class RunConfig(Settings, table="run"):
     steps: CountOrZero = 100
     """Training steps: a batch of prompts each in RLVR, an optimizer step each in SFT. 0: see conversations.epochs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything random that has no seed of its own: noise, sampling, weight initialisation."""
+    """Seed of everything random without a separate seed: noise, sampling, weight initialisation."""
     checkpoint_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the end and when the run is interrupted."""
     keep_checkpoints: CountOrZero = 2
@@ -306,7 +306,7 @@ class EvaluationConfig(Settings, table=""):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Rollout settings; only max_new_tokens is read, if [eval] leaves its own at 0."""
     noise: NoiseConfig = field(default_factory=NoiseConfig)
-    """With eval.draws: the noise of the draws. unit = "posterior": noise of the model's own posterior."""
+    """Noise of the draws of eval.draws. unit = "posterior": noise of the model's own posterior."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -55,7 +55,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Folder that all servers see under the same path, for mean and Hessian (8 bytes a weight, written once a step): on
     a shared disk, or in /dev/shm if all servers run on this machine. For one run at a time."""
     replicas: Count = 1
-    """Processes with a vLLM engine, each on GPUs of its own, that share the draws of a step."""
+    """Processes with a vLLM engine, each on separate GPUs, that share the draws of a step."""
     gpus: tuple[CountOrZero, ...] = ()
     """The GPUs of each replica in turn, numbered as in torch; empty: 0, 1, 2, ..."""
     tensor_parallel: Count = 1
@@ -75,7 +75,7 @@ class VLLMConfig(Settings, table="engine.vllm"):
     """Largest mean log-prob difference (nats) of the weight check; 0: 0.001 in float32, 0.1 in bfloat16."""
 
     adapters: CountOrZero = 8
-    """With [model.lora]: most draws that a replica decodes in one batch, as adapters around one copy of the frozen
+    """Most draws of [model.lora] that a replica decodes in one batch, as adapters around one copy of the frozen
     weights. 0: each draw is pushed as all weights, with its adapters multiplied out."""
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class LocalEngineConfig(EngineConfig):
 
 
 class VLLMEngineConfig(EngineConfig):
-    """vLLM in processes of its own, or on servers (needs the extra `vllm`)."""
+    """vLLM in separate processes, or on servers (needs the extra `vllm`)."""
 
     kind: Literal["vllm"] = "vllm"
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

@@ -42,7 +42,7 @@ class Advantage(Settings, table="method.advantage"):
     ddof: Annotated[int, Field(ge=0, le=1)] = 1
     """grpo: delta degrees of freedom of the deviation: 1 (Bessel, as in verl and TRL) or 0 (population)."""
     epsilon: Positive = 1e-6
-    """Added to the divisor of advantages."""
+    """Number added to the divisor of advantages."""
     k: Count = 4
     """pass_at_k: that k; below the number of completions of a group."""
     unlikeliness: Share = 0.0
@@ -69,7 +69,7 @@ class Correction(Settings, table="method.correction"):
     kind: Literal["none", "token_tis", "token_mis", "seq_tis", "seq_mis", "geometric_mis"] = "none"
     """Importance sampling by token or sequence, truncated (tis) or masked (mis); `geometric_mis`: by mean log-ratio."""
     low: NotNegative = 0.5
-    """Masking kinds: the lowest ratio that is kept."""
+    """Lowest ratio that masking kinds keep."""
     high: PositiveOrInfinite = 2.0
     """The highest ratio: above it, masking kinds mask and truncating kinds clamp. `inf`: no bound."""
     weight: Literal["ratio", "one"] = "ratio"
@@ -112,7 +112,7 @@ class Method(Settings, table="method"):
     log_evolution: bool = False
     """Log how the gradient compares with an evolution strategy's on the same rollouts (method.md 3.9)."""
     gradient_draws: Count = 1
-    """With gradient_at = "fresh": the number of gradient draws, which are averaged (method.md 3.2)."""
+    """Number of gradient draws with gradient_at = "fresh", which are averaged (method.md 3.2)."""
     normalize: Literal["step", "part"] = "step"
     """Divide by the tokens of the update, or by each draw's tokens and average over draws (M3PO, method.md 3.3)."""
     greedy: bool = False

@@ -41,7 +41,7 @@ class AdamWConfig(OptimizerConfig):
     betas: Betas = (0.9, 0.999)
     """Decay rates of the two moments."""
     epsilon: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay."""
     max_grad_norm: NotNegative = 1.0
@@ -83,7 +83,7 @@ class IVONConfig(OptimizerConfig):
     load_hessian: LocalPath = ""
     """Start from the Hessian in this folder's posterior.safetensors, for example of an SFT run."""
     load_momentum: bool = False
-    """With load_hessian: load the momentum too, as the paper's released code does (method.md 7)."""
+    """Load the momentum too, with load_hessian, as the paper's released code does (method.md 7)."""
 
     code = "threepo.training.optimizers:build_ivon"
 

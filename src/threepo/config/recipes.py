@@ -1,4 +1,4 @@
-"""Reading recipes and command-line overrides as checked records.
+"""Recipes and command-line overrides, read as checked records.
 
 A recipe is a TOML file; `extends` names another one underneath it, `method.preset` a named method, and overrides
 (`table.key=value`) lie on top. Nothing heavy is imported, so a mistake is reported at once.
@@ -193,7 +193,7 @@ def can_change(changes: Mapping[str, Any]) -> bool:
 
 
 def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a run to go on with: as it is recorded, with `changes`, which `can_change` allows.
+    """The configuration of a run to continue: as it is recorded, with `changes`, which `can_change` allows.
 
     `UserError` if the folder holds no run, one of the other kind, or a configuration that is damaged.
     """

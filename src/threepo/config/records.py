@@ -87,7 +87,7 @@ class OneOf:
 RECORDS: dict[str, dict[str, Any]] = {}
 """The records of each table by kind; the record of a table without kinds under ""."""
 BASES: dict[str, Any] = {}
-"""For each table with kinds, the record whose fields all kinds share."""
+"""Record whose fields all kinds share, for each table with kinds."""
 _adapter: Any = cache(TypeAdapter)
 
 

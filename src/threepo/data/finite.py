@@ -27,7 +27,7 @@ class FiniteProblems:
     """A finite list of problems. Training goes through it epoch by epoch; each epoch has its own order."""
 
     source: str
-    """Its name in messages."""
+    """Name of the source in messages."""
     problems: tuple[Problem, ...]
     seed: int
     rows: int

@@ -34,7 +34,7 @@ your program
 """RLVR and evaluation on code: the last Python block is what runs (spec 8.2, 9.3)."""
 
 CODE_STDIN = "The program reads standard input and writes standard output."
-"""Added to a problem whose tests are inputs and outputs."""
+"""Text added to a problem whose tests are inputs and outputs."""
 
 CODE_STARTER = "Begin with this code, and keep its names:\n```python\n{starter}\n```"
-"""Added to a problem that gives the signature of its solution; `{starter}` stands for the signature."""
+"""Text added to a problem that gives the signature of its solution; `{starter}` stands for the signature."""

@@ -93,7 +93,7 @@ def heldout_label(settings: DataConfig) -> str:
 
 
 def has_heldout(name: str) -> bool:
-    """True if a source has held-out problems of its own."""
+    """True if a source brings held-out problems."""
     published, copy = split_copy(name, PUBLISHED)
     if published:
         return bool(published.heldout) and not is_file(copy)

@@ -34,7 +34,7 @@ class ScoreDifference:
     first: float
     second: float
     difference: float
-    """second - first; of several sets, the unweighted mean of theirs."""
+    """second - first; for several sets, the unweighted mean of their differences."""
     error: float
     """Standard error of the difference, from the spread over problems, as a sample of all problems."""
     interval: list[float]

@@ -291,7 +291,7 @@ class Outcomes:
 
 
 def resample_outcomes(outcomes: Outcomes, seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
-    """Resampled problems and draws, as shares [B, P] and [B, D]; and the generator that made them.
+    """Shares of resampled problems [B, P] and draws [B, D], and the generator that made them.
 
     All draws answer the same problems, so both are resampled as wholes.
     """

@@ -62,7 +62,7 @@ class PromptGroup:
     no_answer: tuple[bool, ...] | None
     """No answer was found in them; None: not recorded."""
     answers: tuple[str | None, ...] | None
-    """Spelled alike if they are; None: not recorded."""
+    """Answers, spelled alike if they are equal; None: not recorded."""
     draws: tuple[int, ...]
     """The draws that wrote them, numbered from 0 within the group."""
     text_distance: PairMeans

@@ -38,7 +38,7 @@ class Curve:
     """Estimates of whatever has a name and a colour, such as a run; with intervals if `low` and `high` are given."""
 
     name: str
-    """Its key in the palette; several curves may have the same."""
+    """Key in the palette; several curves may have the same."""
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] = ()

@@ -204,7 +204,7 @@ def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
 
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
-    """Memory that GPUs have left beside a trainer and an engine's weights, which take so many GiB."""
+    """Memory that a trainer and an engine's weights of so many GiB leave on GPUs."""
     shared = config.engine.kind == "vllm" and not config.engine.servers
     lines = []
     for name, size in GPUS.items():

@@ -94,7 +94,7 @@ class Probe:
         return {"rates": self.outcomes(candidates, source, completions, [None], looks).rates[:, 0].tolist()}
 
     def measure(self, questions: Questions, condition: Condition, step: int) -> dict[str, Any]:
-        """Measure a condition and return the contents of its file; `step` gives it draws and rollouts of its own."""
+        """Measure a condition and return the contents of its file; `step` gives it separate draws and rollouts."""
         count, each = self.settings.draws, self.settings.rollouts
         if self.settings.exact:  # only as many rollouts as are scored
             each = min(each, -(-SCORED // (count * len(questions.problems))))
@@ -198,7 +198,7 @@ def is_right(completion: Completion) -> bool:
 
 
 def prior(config: TrainConfig) -> Posterior | None:
-    """The learned posterior that training can start from: the optimizer loads it, or it lies next to the model."""
+    """The learned posterior that training can start from: the optimizer loads it, or it is next to the model."""
     loaded = getattr(config.optimizer, "load_hessian", "")
     folder = model_folder(Path(loaded or config.model.path))
     if config.model.lora.rank and not loaded and not adapter_folder(config.model.path):

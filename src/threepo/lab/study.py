@@ -103,7 +103,7 @@ class Runner:
         self._running: dict[str, tuple[StudyRun, Process, str]] = {}
 
     def finish(self, runs: Sequence[StudyRun]) -> None:
-        """Bring the runs to their end that are not there yet; `Interrupted`, with all of them saved, if asked to."""
+        """Finish all unfinished runs; `Interrupted`, with all of them saved, if asked to stop."""
         waiting, stopping = deque(run for run in runs if self._is_open(run)), False
         self._done += len(runs) - len(waiting)
         try:
@@ -165,7 +165,7 @@ class Runner:
 
 
 def run_study(study: Study) -> None:
-    """Bring all runs of a study to their end: warm starts, tuning, and what is reported."""
+    """Finish all runs of a study: warm starts, tuning, and reported runs."""
     starts, tuning = study.starts(), tuning_runs(study)
     refuse_changes(study)
     with disk_errors(study.folder):
@@ -217,7 +217,7 @@ def _kind(run: StudyRun) -> str:
 
 
 def job_devices(study: Study) -> list[str]:
-    """The GPU of each run that goes on at once; "" where there is none, or where the launcher assigns it."""
+    """The GPU of each concurrent run; "" where there is none, or where the launcher assigns it."""
     settings = study.tables.study
     devices = [] if settings.launcher else gpus()
     jobs = settings.jobs or len(devices) or max(1, cores() // settings.threads)

@@ -28,7 +28,7 @@ _POLICY = ("path", "tokenizer", "tiny")
 
 
 class StudyConfig(Settings, table="study"):
-    """[study]: what is compared, on which seeds, and how many runs go on at once."""
+    """[study]: the comparison, its seeds, and the number of concurrent runs."""
 
     folder: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder of the study; empty: runs/studies/ followed by its name."""
@@ -59,11 +59,11 @@ class StartConfig(Settings, table="start"):
     """[start]: a warm start (`threepo sft`) made first: model.path of every run, `{start}` in their settings."""
 
     recipe: str = ""
-    """Its recipe: a path, from the study's folder or from here, or the name of a shipped one."""
+    """Recipe: a path, from the study's folder or from here, or the name of a shipped one."""
     settings: Overrides = ()
     """Overrides of it."""
     per_seed: bool = False
-    """Each seed has a warm start of its own: intervals are then about warm starts like these, not about this one."""
+    """Each seed has a separate warm start: intervals are then about warm starts like these, not about this one."""
 
 
 class TuningConfig(Settings, table="tuning"):
@@ -94,7 +94,7 @@ class StudyMethod(Settings, table="methods"):
     """[methods.NAME]: a method, or any other set of settings to compare."""
 
     recipe: str = ""
-    """Its recipe, named as in [start]; empty: settings alone."""
+    """Recipe, named as in [start]; empty: settings alone."""
     settings: Overrides = ()
     """Overrides of it."""
     grid: tuple[Overrides, ...] = ()
@@ -144,7 +144,7 @@ class StudyRun:
     """One run of a study. Its log, which the process that trains has locked, lies next to its folder."""
 
     name: str
-    """Its folder, relative to the folder of the study."""
+    """Folder of the run, relative to the study's folder."""
     folder: Path
     record: type[TrainConfig] | type[SFTConfig]
     recipe: str

@@ -22,7 +22,7 @@ PANELS = {
     "groups/zero_advantage_share": "Share of prompts without any advantage",
     "policy/entropy": "Token entropy (nats)",
 }
-"""Metrics that are drawn, besides the metric and the curve of the study, with titles."""
+"""Further metrics to plot after the study's metric and curve, with titles."""
 FINAL = ("method", "seeds", "final", "difference", "bootstrap", "p", "p of signs", "verdict", "finds")
 LEARNING = ("method", "to target", "reached", "at half", "ahead at half", "area", "rollouts", "seconds")
 SHOWN = ("method", "seeds", "final", "difference", "p", "verdict", "to target")

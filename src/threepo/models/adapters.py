@@ -65,7 +65,7 @@ def base_path(folder: Path, otherwise: str = "") -> str:
 def add_adapters(model: Any, settings: LoRAConfig, base: str, seed: int) -> None:
     """Give a loaded model new adapters, and freeze all else; it computes what it did. `base`: where it was loaded from.
 
-    `UserError` if peft is missing, or a target is no linear layer with weights of its own.
+    `UserError` if peft is missing, or a target is no linear layer with separate weights.
     """
     adapted_layers(model, settings)  # refuse first
     peft = _peft()

@@ -37,7 +37,7 @@ class RenderedChat:
     turns: list[Span]
     """The characters of each assistant turn to imitate."""
     location: str
-    """Its file and row, for error messages."""
+    """File and row, for error messages."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class FourBit(torch.Tensor):
         return made
 
     def dense(self) -> torch.Tensor:
-        """Its numbers."""
+        """The dense weights that the four bits stand for."""
         return _library().dequantize_4bit(self.codes, self.state).view(self.shape)  # type: ignore[no-any-return]
 
     @classmethod

@@ -89,7 +89,7 @@ class Shape(NamedTuple):
     model: Any
     """The Hugging Face model on the meta device, with adapters."""
     weights: int
-    """How many it has, without adapters."""
+    """Number of weights, without adapters."""
     adapters: int = 0
     """Numbers in all A and B of [model.lora]; 0: without adapters."""
     trained: int = 0

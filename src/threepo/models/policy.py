@@ -70,10 +70,10 @@ class Policy:
 
     scorer: Scorer
     tokenizer: Any
-    """Its fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
+    """Fast or slow tokenizer (`PreTrainedTokenizerBase`)."""
     compute_dtype: torch.dtype = torch.float32
     without_weights: Any = None
-    """If the model is sharded or has adapters: the architecture that engines copy, on the meta device."""
+    """Architecture that engines copy, on the meta device, if the model is sharded or has adapters."""
     base_digest: str = ""
     """Digest of the frozen weights, if the model has adapters."""
 

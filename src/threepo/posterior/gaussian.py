@@ -127,7 +127,7 @@ class Posterior:
             save_file(tensors, file, metadata=self.metadata())
 
     def metadata(self) -> dict[str, str]:
-        """Metadata of the file: all that it holds besides the Hessian."""
+        """Metadata of the file: everything except the Hessian."""
         groups = json.dumps([asdict(group) for group in self.groups])
         return {"format": _FORMAT, "groups": groups, "step": str(self.step), "seed": str(self.seed)}
 

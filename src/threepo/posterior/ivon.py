@@ -128,7 +128,7 @@ class IVON(Perturbable, torch.optim.Optimizer):
         """Each parameter that the last step moved, with the number of its local coordinates that were clipped."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """After pickling, deep copies and loading; torch keeps only state and param_groups."""
+        """Restore after pickling, deep copies and loading; torch keeps only state and param_groups."""
         super().__setstate__(state)
         self._forget_this_step()
 

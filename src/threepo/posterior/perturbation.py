@@ -64,7 +64,7 @@ class NoisyParameter(NamedTuple):
         return cls(name, p, mean, hessian, sigma_scalars(group), group["noise_structure"])
 
     def noise(self, draw: Draw) -> Noise:
-        """Its noise in a draw."""
+        """The parameter's noise in a draw."""
         return noise_of(draw, self.name, self.mean.shape, self.structure)
 
     def under(self, draw: Draw, out: torch.Tensor, take: Take = torch.Tensor.detach) -> Perturb:

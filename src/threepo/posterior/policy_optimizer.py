@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     group: dict[str, Any]
 
     def noise(self, draw: Draw) -> Noise:
-        """Its noise in a draw."""
+        """The parameter's noise in a draw."""
         return noise_of(draw, self.name, self.p.shape, self.group["noise_structure"])
 
 

@@ -39,7 +39,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(noise: Noise, region: Region, count: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Noise of a region's `count` elements in parts: which elements, and theirs. Noise between rows is thrown away."""
+    """Noise of a region's `count` elements in parts, each with its elements. Noise between rows is thrown away."""
     start, row, stride = region
     stop = start + (count - 1) // row * stride + (count - 1) % row + 1
     first = 0

@@ -115,7 +115,7 @@ def report_end(message: str, failure: type[Exception] | None = None, neighbours:
 
 
 def _end(neighbours: Sequence[int]) -> None:
-    """End the ranks of these handles, which cannot go on either, once those that know it have had time to report it.
+    """End the ranks of these handles, which cannot continue either, once ranks that know it have had time to report it.
 
     A stuck rank does not obey torchrun's SIGTERM, and torchrun's time limit is long, so that a step can be saved.
     """

@@ -102,7 +102,7 @@ class VLLMServers:
         return [completion_of(self._policy, request, *decoded[i], self._step) for i, request in enumerate(requests)]
 
     def close(self) -> None:
-        """Delete the weights; the servers go on."""
+        """Delete the weights; the servers keep running."""
         self._end()
 
     async def _complete(

@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     sides: tuple[str, str] | None
     """The first and last side, if it is an equation."""
     several: Several | None
-    """Its members, if there are several."""
+    """Members of the answer, if there are several."""
 
 
 def equal(given: str, reference: str, compare: Compare = lambda given, reference: None) -> bool | None:

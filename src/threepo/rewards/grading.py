@@ -33,7 +33,7 @@ class GraderKind(NamedTuple):
     lack: Callable[[Problem], str] = lambda problem: ""
     """Names what a problem lacks to be graded, and the setting that may help; empty if it lacks nothing."""
     scorings: tuple[str, ...] = ()
-    """Values of `reward.scoring` that it knows besides `binary`."""
+    """Values of `reward.scoring` that it knows in addition to `binary`."""
 
 
 def lacks_answer(problem: Problem) -> str:

@@ -24,7 +24,7 @@ from threepo.run_folder import folder_of_run
 from threepo.types import Completion, Problem, Verdict
 
 SUPPLIED = ("prompts", "completions", "completion_ids")
-"""Arguments that every function can have, besides the columns of the data, and `answer` if there is one."""
+"""Arguments that every function can have, in addition to the columns of the data and `answer`."""
 FROM_PYTHON = "<python>"
 """Stands for the module of a function that was passed to threepo as an object, and that no name can import."""
 _objects: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("objects")

@@ -230,7 +230,7 @@ class Decoding:
         self._read(started)
 
     def _start(self, queue: deque[int], running: int) -> list[list[int]]:
-        """Take waiting rows of a draw for which there is room beside the running ones; they have no slot yet."""
+        """Take waiting rows of a draw that fit in addition to the running ones; they have no slot yet."""
         rows = [queue.popleft() for _ in range(min(len(queue), self._per_draw - running))]
         return [[row, len(self._prompts[row]) - 1, self._prompts[row][-1], 0, -1] for row in rows]
 

@@ -33,7 +33,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 READING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 """Arguments of vllm.SamplingParams for the log-probs of a prompt, which vLLM never serves from its prefix cache."""
 _mapped: dict[int, SharedTensors] = {}
-"""In a worker, which is this process unless there are several: the shared memory of weights, by their index."""
+"""Shared memory of weights by index, in a worker, which is this process unless there are several."""
 
 
 def decoding_parameters(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def decoding_parameters(sampling: SamplingConfig, stop_tokens: Sequence[int]) ->
 
 
 class Server:
-    """Its methods are the requests. Weights are named by the index of the shared memory that they are in."""
+    """A server whose methods are the requests. Weights are named by the index of their shared memory."""
 
     def __init__(self, report: Callable[[], None]) -> None:
         self._report = report

@@ -98,7 +98,7 @@ def begin_ivon(settings: IVONConfig, optimizer: PolicyOptimizer, model: ModelCon
 def build_optimizer(
     settings: OptimizerConfig, noise: NoiseConfig, model: torch.nn.Module, seed: int, checkpoint: Path | None = None
 ) -> PolicyOptimizer:
-    """A new optimizer with its noise, for a new run or for one that goes on from a checkpoint.
+    """A new optimizer with its noise, for a new run or for one that continues from a checkpoint.
 
     A checkpoint says how large the noise is, because that may depend on the weights with which the run began.
     """

@@ -121,7 +121,7 @@ def loss_tokens(rows: Sequence[Row]) -> int:
 
 
 def assemble(config: SFTConfig, folder: RunFolder | None = None, world: World = ALONE) -> FineTuning:
-    """A new run in a folder of its own, or the run in `folder` as its newest checkpoint left it."""
+    """A new run in a new folder, or the run in `folder` as its newest checkpoint left it."""
     refuse_early(config, folder, world)
     if config.conversations and not folder:
         refuse_unreadable(config.conversations)

@@ -71,7 +71,7 @@ class UpdateRecord:
             self.rows.append(RowRecord(row.index, *values))
 
     def unite(self, world: World) -> None:
-        """Add up what the ranks have recorded, each of its own rows."""
+        """Sum the records of all ranks, each of its own rows."""
         records = world.gather(self)
         self.tokens = sum(record.tokens for record in records)
         self.kl = math.fsum(record.kl for record in records)

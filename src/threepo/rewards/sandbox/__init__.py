@@ -22,7 +22,7 @@ class Submission:
     program: str
     cases: tuple[str, ...]
     entry: str = ""
-    """For `call`: a method of the program's class `Solution`, or a function of the program."""
+    """Method of the program's class `Solution`, or function of the program, that `call` calls."""
     prefix: str = ""
     """Code of the data set that runs before the program, with the same names."""
 
@@ -35,7 +35,7 @@ class Outcome:
     """`ok`: without an error; for `stdin` and `call` the output is still to be compared. `wrong`: an assertion of a
     script failed, or there was more output than the limit."""
     output: str = ""
-    """For `stdin`, standard output; for `call`, the returned value as JSON."""
+    """Standard output for `stdin`; the returned value as JSON for `call`."""
     message: str = ""
     """The cause of a sandbox error."""
 

@@ -66,7 +66,7 @@ class Bubblewrap(LocalSandbox):
             raise _missing("libseccomp", "libseccomp2") from None
 
     def scratch(self) -> AbstractContextManager[str]:
-        """None here: the program's files are in memory, in its own namespace, and end with it."""
+        """No folder: the program's files are in memory, in its own namespace, and end with it."""
         return nullcontext("")
 
     def start(self, link: int, folder: str, room: int) -> Process:

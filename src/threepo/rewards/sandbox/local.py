@@ -27,7 +27,7 @@ from threepo.rewards.sandbox import Ending, Outcome, Submission, harness
 from threepo.workers import cores
 
 FILES_LIMIT = 64 << 20
-"""Bytes that the program's own files may take, besides its input."""
+"""Bytes that the program's files may take, without its input."""
 DESCRIPTORS = THREADS = 64
 WALL_FACTOR = 3
 """Wall-clock seconds for each second of processor time: the machine may be busy."""
