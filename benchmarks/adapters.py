@@ -2,7 +2,7 @@
 
     python benchmarks/adapters.py [--engine vllm] [--rank 16] [--draws 4] [--width 256] [--memory]
 
-The work is that of step.py with rows of equal lengths: a new model of the given shape, P prompts, G completions each,
+The work is as in step.py with rows of equal lengths: a new model of the given shape, P prompts, G completions each,
 one optimizer step. Contenders take turns in one process; tables show medians over rounds, and ratios to draws of all
 weights within a round with their range. There are also draws of low-rank noise around all weights, which vLLM serves as
 adapters, and with vLLM adapters that are multiplied out, so that every draw is pushed as all weights.

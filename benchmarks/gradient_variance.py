@@ -10,7 +10,7 @@ makes its gradient; those with a fresh draw make several, with other draws. Of t
     signal    mean of <g[b], g[b']> over pairs of batches: the squared norm of the expected gradient, without bias
     noise     mean of |g[b, k]|^2, less the signal: the total variance, summed over parameters
     of which  mean over batches of the variance over k: what the choice of the fresh draw alone adds
-    cosine    of the expected gradient with that of replay, from pairs of batches as well
+    cosine    of the expected gradient with replay's, from pairs of batches as well
 
 signal / noise says how many batches it takes to see the gradient. Intervals resample batches. docs/studies.md has the
 results.

@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer.py [--sizes 1 33.5 200] [--rounds 9] [--device cpu]
 
-Gradients are given, not computed: the time is that of perturbing the weights, restoring them and stepping. All
+Gradients are given, not computed: the time covers perturbing the weights, restoring them and stepping. All
 contenders take turns in one process. Ratios to AdamW (fused) are computed within a round, and the table shows medians
 with their range. `floor` is the smallest possible time: making the draw twice, in place, and moving the other bytes
 that IVON must move at the speed of a copy. Peak memory is measured in a separate process for each contender.

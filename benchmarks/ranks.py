@@ -6,7 +6,7 @@ It starts itself under torchrun. All sides take turns in the same processes, so 
 rank 0 takes a step alone with one thread, then alone with two, while rank 1 waits; then both take it together with one
 thread each. The learning rate is almost zero, so all sides generate and train on the same rows.
 
-Wall time is that of rank 0. Processor time is that of both processes and all their threads: it counts the work, also
+Wall time is rank 0's. Processor time is summed over both processes and all their threads: it counts the work, also
 on a machine that others use, but not the waiting. Ratios are computed within a round; tables show medians with their
 range. The second table has the parts of a step on two ranks that one process does not have, or that both do.
 """
@@ -135,7 +135,7 @@ def assembled(method: Method, folder: Path, world: World, options: argparse.Name
 
 
 def measure(method: Method, folder: Path, world: World, options: argparse.Namespace) -> dict[str, list[Timing]]:
-    """Steps of all sides in turns; the first round warms up. Only the first rank has those of one process."""
+    """Steps of all sides in turns; the first round warms up. Only the first rank has the steps of one process."""
     together = assembled(method, folder, world, options)
     alone = assembled(method, folder, ALONE, options) if world.rank == 0 else None
     timings: dict[str, list[Timing]] = {side: [] for side in SIDES}

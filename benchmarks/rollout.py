@@ -71,7 +71,7 @@ def requests_for(policy: Policy, draws: list[Draw | None], rows: int) -> list[Re
 def with_engine(
     engine: RolloutEngine, policy: Policy, optimizer: IVON, draws: int, options: argparse.Namespace
 ) -> Callable[[], tuple[int, float]]:
-    """A measurement of an engine: generated tokens, and seconds (with --vllm-replicas, those of loading included)."""
+    """A measurement of an engine: generated tokens, and seconds (including loading with --vllm-replicas)."""
     addresses: list[Draw | None] = [Draw(0, 0, i) for i in range(draws)] or [None]
     requests = requests_for(policy, addresses, options.rows)
     sampling = SamplingConfig(max_new_tokens=options.tokens)

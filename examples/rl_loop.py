@@ -84,7 +84,7 @@ def make_model() -> Qwen2ForCausalLM:
 def make_optimizer(model: Qwen2ForCausalLM, seed: int) -> IVON:
     """The posterior: a Gaussian with mean m and a diagonal Hessian h, which IVON learns from gradients.
 
-    At first, the standard deviation of the noise is 1 / sqrt(ess * hess_init) = 0.014, that of the weights 0.02. A step
+    At first, the standard deviation of the noise is 1 / sqrt(ess * hess_init) = 0.014, and the weights' is 0.02. A step
     moves a weight by at most lr * hess_init * clip_radius = 0.002. For a real model, start from IVON's defaults.
     """
     return IVON(model.named_parameters(), lr=2e3, ess=5e6, hess_init=1e-3, clip_radius=1e-3, seed=seed)
@@ -203,7 +203,7 @@ def learn(
         logprobs_R_T = completion_logprobs(model, rollouts)
         weights_R, rho_R = seq_mis(logprobs_R_T, rollouts.logprobs_R_T)
         # Paper equation 1. The batch gives one update, so the ratio to the policy before the update is 1 and clipping
-        # has no effect. The ratio still carries the gradient: that of exp(x - x.detach()) is the gradient of x.
+        # has no effect. The ratio still carries the gradient: exp(x - x.detach()) has the gradient of x.
         ratio_R_T = (logprobs_R_T - logprobs_R_T.detach()).exp()
         losses_R_T = -(weights_R * advantages_R).unsqueeze(1) * ratio_R_T * rollouts.mask_R_T
         losses_R_T.sum().backward()  # a sum, so a larger batch can be split into parts

@@ -1,4 +1,4 @@
-"""The demonstration in two acts: four methods where they are alike, and a task that GRPO has nothing to learn from.
+"""The demonstration in two acts: an easy task, where four methods tie, and one from which GRPO learns nothing.
 
 threepo demo. Every stage is a recipe of demo/ with a folder of the same name; finished stages are not repeated.
 """
