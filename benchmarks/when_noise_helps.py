@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/when_noise_helps.py runs/when_noise_helps --picture docs/when_noise_helps.png
 
 Makes warm starts as in the second act of the demonstration, but with 0 to 16 other words that look like `lock`, after
-which all letters are capitals, or with a smaller or larger model. Then it probes: exact chances of right answers without
-noise and with noise on the embedding or on all weights. A cell is done once, so a killed run continues.
+which all letters are capitals, or with a smaller or larger model. Then it probes: exact chances of right answers
+without noise and with noise on the embedding or on all weights. A cell is done once, so a killed run continues.
 docs/consistent_choice.md has the results.
 """
 
