@@ -171,7 +171,7 @@ def test_an_engine_in_bfloat16_stays_close_to_the_trainer() -> None:
 
 
 def test_a_replica_that_reads_the_weights_of_another_draw_is_found_out() -> None:
-    """With so little noise that the probe alone takes one draw for another."""
+    """With so little noise that the weight check alone takes one draw for another."""
     policy = tiny("tiny-llama", tied=False)
     engine = engine_for(policy, replicas=2)
     engine.prepare(2, 8)
@@ -320,7 +320,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_engine_goes_on(tied: Setup) -
     assert len(engine.generate([request], replace(SAMPLING, max_new_tokens=511), 0)) == 1
 
 
-def test_the_probe_sees_every_tensor(tied: Setup) -> None:
+def test_the_weight_check_sees_every_tensor(tied: Setup) -> None:
     """One tensor at a time is pushed as the rehearsal left it, which is what a reload that misses it comes to."""
     _, optimizer, engine = tied
     engine.load(optimizer, DRAWS[:1], 0)
@@ -387,7 +387,7 @@ def test_a_tensor_that_pushes_do_not_reach_is_found_out_at_the_first_load(
 ) -> None:
     """vLLM itself only warns. The bias is zero, and so is about what vLLM makes up for it; the norm is as it was.
 
-    Without ruined weights at the start, and once more before the first push, the probe would agree in both cases.
+    Without ruined weights at the start, and once more before the first push, the check would agree in both cases.
     """
     program = f"""
 from threepo.rollout import replicas, vllm_replica

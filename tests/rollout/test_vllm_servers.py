@@ -164,7 +164,7 @@ def test_a_tensor_that_the_first_push_lacks_is_found_out(
 ) -> None:
     """The first test of this file, since it needs servers that hold nothing yet.
 
-    vLLM itself only warns. The norm is about as vLLM made it up: without ruined weights the probe would agree.
+    vLLM itself only warns. The norm is about as vLLM made it up: without ruined weights the weight check would agree.
     """
     name = "model.norm.weight"
     assert name in policy.model.state_dict()
@@ -212,13 +212,13 @@ def test_servers_and_trainer_agree_for_every_draw(
     assert [c.tokens for c in again] == [c.tokens for c in completions], "depends on the number of servers"
 
 
-def test_another_draw_than_told_fails_the_probe(
+def test_another_draw_than_told_fails_the_weight_check(
     policy: Policy, servers: list[Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell = InferenceServer.tell
 
-    async def swapped(self: InferenceServer, path: Path, draw: Draw | None, version: str, probe: Any) -> list[float]:
-        return await tell(self, path, replace(draw, index=1 - draw.index), version, probe)  # type: ignore[type-var,union-attr]
+    async def swapped(self: InferenceServer, path: Path, draw: Draw | None, version: str, prompt: Any) -> list[float]:
+        return await tell(self, path, replace(draw, index=1 - draw.index), version, prompt)  # type: ignore[type-var,union-attr]
 
     monkeypatch.setattr(InferenceServer, "tell", swapped)
     optimizer = IVON(policy.model.named_parameters(), ess=1e5)

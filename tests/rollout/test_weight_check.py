@@ -1,4 +1,4 @@
-"""The probe: its reference is the trainer's own pass, and a difference is an error."""
+"""The weight check: its reference is the trainer's own pass, and a difference is an error."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_the_expected_logprobs_are_the_trainers_under_the_draw(policy: Policy) -
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in policy.model.named_parameters())
 
 
-def test_the_probe_fits_and_its_tokens_differ(policy: Policy) -> None:
+def test_the_prompt_fits_and_its_tokens_differ(policy: Policy) -> None:
     assert len(set(fixed_prompt(policy, 1000))) == LENGTH
     assert len(fixed_prompt(policy, 7)) == 7
     assert max(fixed_prompt(policy, 1000)) < policy.model.get_input_embeddings().weight.shape[0]
