@@ -18,7 +18,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from threepo.config.records import first_difference, must, to_dict
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.files import (
     UNFINISHED,
     atomic_file,
@@ -252,13 +251,6 @@ class RunFolder(LockedFolder):
     def forget_after(self, step: int) -> None:
         """Delete metrics and completions of training steps `step` and later: they will be made again."""
         rows = [row for row in read_metrics(self.path) if row["step"] < step]
-        if missing := step - len({row["step"] for row in rows} - {-1}):
-            file = self.path / METRICS
-            warnings.warn(
-                f"{file}: {missing} of the {step} steps done have no row; the run goes on without them",
-                ThreepoWarning,
-                stacklevel=2,
-            )
         write_text(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
         for file in (self.path / COMPLETIONS).glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) >= step:

@@ -15,7 +15,7 @@ from threepo import api
 from threepo.cli import main
 from threepo.config import TrainConfig
 from threepo.config.records import build
-from threepo.errors import ThreepoWarning, UserError
+from threepo.errors import UserError
 from threepo.run_folder import RunFolder, checkpoints
 
 RUNS = {
@@ -108,13 +108,6 @@ def test_a_row_without_its_step_is_named_with_its_line(
         file.write_text("\n".join([lines[0], garbage, *lines[1:]]) + "\n")
         assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 2
         assert "metrics.jsonl, line 2: " in capsys.readouterr().err
-
-
-def test_rows_that_are_gone_are_missed(home: Path, tmp_path: Path) -> None:
-    shutil.copytree(home / "train", tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.warns(ThreepoWarning, match="2 of the 2 steps done have no row; the run goes on without them"):
-        assert main(["train", "--resume", str(tmp_path / "run"), "run.steps=3"]) == 0
 
 
 @pytest.mark.parametrize(
