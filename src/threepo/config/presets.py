@@ -25,6 +25,7 @@ class Preset:
 
 PAPER, OURS = "[2608.09805](https://arxiv.org/abs/2608.09805)", "threepo"
 _FOUR_UPDATES = {"mini_batches": 4}  # several updates of a batch: with one, the ratio to the old policy is always 1
+_CLIP_HIGHER = {"loss": "ppo", "clip_high": 0.28, **_FOUR_UPDATES}
 
 
 def _arxiv(number: str) -> str:
@@ -86,10 +87,8 @@ _ROWS = (
     _grpo("kl_cov", "2505.22617", {"objective": {"loss": "kl_cov", **_FOUR_UPDATES}}),
     _grpo("clip_cov", "2505.22617", {"objective": {"loss": "clip_cov", **_FOUR_UPDATES}}),
     _grpo("high_entropy", "2506.01939", {"objective": {"entropy_mask_share": 0.2}}),
-    _grpo("clip_higher", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}}),
-    _grpo(
-        "dapo", "2503.14476", {"objective": {"clip_high": 0.28, **_FOUR_UPDATES}, "sampling": {"dynamic_rounds": 10}}
-    ),
+    _grpo("clip_higher", "2503.14476", {"objective": _CLIP_HIGHER}),
+    _grpo("dapo", "2503.14476", {"objective": _CLIP_HIGHER, "sampling": {"dynamic_rounds": 10}}),
     # Ratios, and credit.
     _grpo("gspo", "2507.18071", {"objective": {"loss": "gspo", **_FOUR_UPDATES}}),
     _grpo("cispo", "2506.13585", {"objective": {"loss": "cispo", **_FOUR_UPDATES}}),

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from threepo.config import EvaluationConfig, ModelConfig, SFTConfig, TrainConfig
 from threepo.config.optimizers import OPTIMIZERS
 from threepo.config.presets import PRESETS
-from threepo.config.records import BASES, build, field_names, flat, require, to_dict
+from threepo.config.records import BASES, build, flat, require, to_dict
 from threepo.errors import UserError
 from threepo.run_folder import CHECKPOINTS, CONFIG, read_config, refuse_no_run
 
@@ -164,18 +164,10 @@ def with_preset(table: Table) -> Table:
         for key, said in (("optimizer.kind", kind), ("method.optimizer", method.get("optimizer"))):
             require(said in (None, own) or said not in kinds, key, said, fix)
         method = merge(to_dict(preset.method), method)
-        table = merge({name: _read_by(name, own, table.get(name)) for name, own in preset.tables.items()}, table)
+        table = merge(preset.tables, table)
     kind = optimizer.get("kind", method.get("optimizer", "adamw"))
     same = {"optimizer": kind} if kind in kinds else {}
     return {**table, "method": {**same, **method}, "optimizer": {"kind": kind, **table.get("optimizer", {})}}
-
-
-def _read_by(name: str, own: Mapping[str, Any], chosen: Any) -> Mapping[str, Any]:
-    """Keys of a preset's table that the kind has which the recipe's table, `chosen`, names; all if it names none."""
-    by = BASES[name]._by if name in BASES else ""
-    kind = chosen.get(by) if isinstance(chosen, Mapping) else None
-    known = field_names(name).get(kind) if by not in own and isinstance(kind, str) else None
-    return {key: value for key, value in own.items() if key in known} if known else own
 
 
 def model_to_come(model: ModelConfig) -> ModelConfig:
