@@ -101,29 +101,9 @@ class EngineConfig(Settings, table="engine", by="kind"):
     """The engine, made from a policy and these settings, as module:name; imported when it is used."""
 
     @property
-    def tensor_parallel(self) -> int:
-        """GPUs that share one copy of the weights."""
-        return 1
-
-    @property
-    def replicas(self) -> int:
-        """Processes with an engine that share the draws of a step."""
-        return 1
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """Inference servers that decode instead of engines that are started here."""
-        return ()
-
-    @property
-    def adapters(self) -> int:
-        """Most draws that are decoded in one batch as adapters around one copy of the weights; 0: none."""
-        return 0
-
-    def copies(self, draws: int) -> tuple[int, str]:
-        """Returns the number of copies of the weights that one engine holds for so many draws, and what a copy is
-        for."""
-        raise NotImplementedError
+    def processes(self) -> VLLMConfig:
+        """Engines in processes of their own; the local engine is like a single one, without adapters."""
+        return VLLMConfig(adapters=0)
 
 
 class LocalEngineConfig(EngineConfig):
@@ -136,9 +116,6 @@ class LocalEngineConfig(EngineConfig):
 
     code = "threepo.rollout.local:LocalEngine"
 
-    def copies(self, draws: int) -> tuple[int, str]:
-        return draws, "draw"
-
 
 class VLLMEngineConfig(EngineConfig):
     """vLLM in separate processes, or on servers (needs the extra `vllm`)."""
@@ -149,23 +126,8 @@ class VLLMEngineConfig(EngineConfig):
     code = "threepo.rollout.vllm:VLLMEngine"
 
     @property
-    def tensor_parallel(self) -> int:
-        return self.vllm.tensor_parallel
-
-    @property
-    def replicas(self) -> int:
-        return self.vllm.replicas
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        return self.vllm.servers
-
-    @property
-    def adapters(self) -> int:
-        return self.vllm.adapters
-
-    def copies(self, draws: int) -> tuple[int, str]:
-        return 1, "server" if self.vllm.servers else "replica"
+    def processes(self) -> VLLMConfig:
+        return self.vllm
 
 
 AnyEngine = Annotated[LocalEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

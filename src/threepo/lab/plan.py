@@ -173,14 +173,15 @@ def _micro_batch_memory(
 
 def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ranks: int) -> tuple[list[str], float]:
     """Memory of the engine that has most to do: the lines, and GiB of weights that it holds on the trainer's GPU."""
-    engine, draws, gpus = config.engine, max(config.method.draws, 1), config.engine.tensor_parallel
+    engine, own, draws = config.engine, config.engine.processes, max(config.method.draws, 1)
+    gpus = own.tensor_parallel
     if ranks % gpus and ranks > 1:
         raise UserError(f"engine.vllm.tensor_parallel = {gpus}: must divide the number of ranks, {ranks}")
-    engines = len(engine.servers) or (ranks // gpus if ranks > 1 else engine.replicas)
+    engines = len(own.servers) or (ranks // gpus if ranks > 1 else own.replicas)
     turns = -(-draws // engines)
-    spread = ranks > 1 or bool(engine.servers)  # then engines that have no draw of their own share one
+    spread = ranks > 1 or bool(own.servers)  # then engines that have no draw of their own share one
     busiest = turns * -(-rows // (draws * (max(engines // draws, 1) if spread else 1)))
-    copies, what = engine.copies(turns)
+    copies, what = (1, "server" if own.servers else "replica") if engine.kind == "vllm" else (turns, "draw")
     dtype, together = getattr(torch, engine.dtype), min(busiest, engine.max_batch_rows)
     gib = _served_numbers(config, model, copies) * dtype.itemsize / gpus / GIB
     cache = together * tokens * bytes_per_token(model.config, dtype) / gpus / GIB
@@ -189,14 +190,14 @@ def _engine_memory(config: TrainConfig, model: Shape, rows: int, tokens: int, ra
         f"{f' on {gpus} GPUs' if gpus > 1 else ''}, {engine.dtype}",
         f"{cache:.4g} GiB keys and values of {together} rows of {tokens} tokens, if all were that long",
     ]
-    return lines, 0.0 if engine.servers else gib
+    return lines, 0.0 if own.servers else gib
 
 
 def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
     """Numbers of an engine's weights, adapters included; the local engine shares what it can with the trainer."""
     engine = config.engine
     if pushed := model.pushed(engine):
-        return copies * (model.served(engine) + engine.adapters * pushed)
+        return copies * (model.served(engine) + engine.processes.adapters * pushed)
     if model.adapters and engine.kind == "local":
         shared = model.rounded if config.model.lora.base_dtype in (engine.dtype, "nf4") else 0
         return model.weights + model.adapters - model.trained + copies * model.trained - shared
@@ -205,7 +206,7 @@ def _served_numbers(config: TrainConfig, model: Shape, copies: int) -> float:
 
 def _left_on_gpus(config: TrainConfig, trainer: float, engine: float) -> list[str]:
     """Memory that a trainer and an engine's weights of so many GiB leave on GPUs."""
-    shared = config.engine.kind == "vllm" and not config.engine.servers
+    shared = config.engine.kind == "vllm" and not config.engine.processes.servers
     lines = []
     for name, size in GPUS.items():
         left = size - trainer - engine

@@ -112,7 +112,7 @@ class Shape(NamedTuple):
 
     def pushed(self, engine: EngineConfig) -> int:
         """Numbers of a draw that is pushed into vLLM as adapters; 0: it is made or pushed as all weights."""
-        return self.adapters if engine.adapters else 0
+        return self.adapters if engine.processes.adapters else 0
 
 
 def model_shape(settings: ModelConfig) -> Shape:

@@ -74,13 +74,13 @@ def refuse_engine(settings: EngineConfig, world: World) -> None:
 
 def build_shared_engine(settings: EngineConfig, policy: Policy, world: World) -> RolloutEngine:
     """The engines of all ranks as one; alone, the engine itself."""
-    if isinstance(settings, VLLMEngineConfig) and settings.servers:
+    if isinstance(settings, VLLMEngineConfig) and settings.vllm.servers:
         from threepo.ranks.vllm_servers import VLLMServers  # an engine is only imported for use
 
         return VLLMServers(policy, settings, world)
     if world.size == 1:
         return build_engine(settings, policy)
-    each = settings.tensor_parallel
+    each = settings.processes.tensor_parallel
     if isinstance(settings, VLLMEngineConfig) and policy.device.type == "cuda":
         first = torch.cuda.current_device()
         settings = replace(settings, vllm=replace(settings.vllm, gpus=tuple(range(first, first + each))))
