@@ -201,9 +201,6 @@ def load_resumed(record: type[Config], run: Path, changes: Mapping[str, Any] | N
     changes = changes or {}
     if "path" in changes.get("model", {}) and not config["model"].get("lora", {}).get("rank"):
         raise UserError("--resume with model.path is for adapters whose model has moved; this run has its own weights")
-    if "steps" in changes.get("run", {}) and not config["run"]["steps"]:
-        steps = changes["run"]["steps"]
-        raise UserError(f"run.steps = {steps}: the length of this run is conversations.epochs; leave run.steps out")
     return build(record, merge(config, changes)) if changes else recorded
 
 
